@@ -58,17 +58,17 @@ CONNECTED = 10.0
 PROMPT = 15.0
 """Seconds without a word after which that is told, and the same asked again with the time that a request may take at most."""
 WAIT_SECONDS = 20.0
-"""For which one request waits for more of a log."""
+"""Time in seconds for which one request waits for more of a log."""
 UPLOAD_PIECE = 16 * PIECE
 FILE_BUSY = "file_busy"
 OTHERS_PAUSE = 1.0
-"""Seconds between two looks at a file that somebody else sends too."""
+"""Seconds between two looks at a file that another client is sending too."""
 OTHERS_REST = 5.0
-"""Seconds in which no more of such a file comes, after which whoever waited goes on with it."""
+"""Seconds without progress on such a file, after which this client continues the upload itself."""
 MOST_HASHES = 10_000
-"""That one request asks for."""
+"""Maximum number of hashes in one request."""
 OF_A_PROXY = frozenset({502, 503, 504})
-"""What a proxy says in place of an API that is not there."""
+"""Statuses that a proxy sends if the API behind it is not there."""
 log = logging.getLogger(__name__)
 
 
@@ -78,7 +78,7 @@ class FleetAway(AwayError):
     code = "fleet_away"
 
     def __init__(self, message: str, *, passing: bool = True, silent: bool = False) -> None:
-        """`silent`: nobody refused it; there was no word in time."""
+        """`silent`: the connection was not refused, but no answer came in time."""
         super().__init__(message, passing=passing)
         self.silent = silent
 
@@ -98,7 +98,7 @@ class FleetClient:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`key`: without it, GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request.
+        """`key`: default is GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request.
 
         `patience`: seconds for which `follow`, `wait`, submissions and files on their way go on where the fleet does not answer, and for
         which a file that somebody else sends too may stand still. `tell`: is told when the fleet is away, when it is back, and where an
@@ -113,11 +113,11 @@ class FleetClient:
         self.patience = Patience(patience, tell=self._tell, sleep=sleep, clock=clock)
         self._timeout = timeout
         self._is_slow = False
-        """Whether the last answer was late: the next one is given all its time at once."""
+        """True if the last answer was late: the next request gets its full time at once."""
         self._http = httpx2.Client(base_url=self.url, headers=headers, transport=transport)
 
     def on_behalf_of(self, who: str) -> Self:
-        """The same: an API knows whoever has the key, and nobody else."""
+        """Returns the same client: an API identifies callers by their key alone."""
         del who
         return self
 
@@ -178,7 +178,7 @@ class FleetClient:
         return self._patiently("POST", path, body=body, query=query, headers={HEADER: key})
 
     def plan(self, request: Mapping[str, Any], *, project: str | None = None) -> Document:
-        """What the job would be and where it could run now; nothing is submitted."""
+        """Describe the job and where it could run now, without submitting it."""
         return self._json("POST", "/jobs/plan", body=request, query={"project": project})
 
     def jobs(self, **wanted: Any) -> list[Document]:
@@ -208,7 +208,7 @@ class FleetClient:
         return self._json("POST", f"/jobs/{_part(job_id)}/release")
 
     def retry(self, job_id: str) -> Document:
-        """Begin a failed or cancelled job anew. Sent once: where no answer came, look at the job first."""
+        """Start a failed or cancelled job again. Sent once: if no answer came, look at the job first."""
         return self._json("POST", f"/jobs/{_part(job_id)}/retry", tries=1)
 
     def cancel_all(self, ids: Sequence[str], reason: str | None = None) -> list[Document]:
@@ -325,7 +325,7 @@ class FleetClient:
         return {name: [each.sha256, each.mode, each.size] for name, each in entries.items()}
 
     def _send(self, entry: FileEntry, path: Path, more: Callable[[int], None]) -> None:
-        """One file. Whoever finds that others send the same lets them go on, for as long as more of it comes."""
+        """Send one file. If other clients send the same file, wait for as long as more of it arrives."""
         sha256, size = entry.sha256, entry.size
         here, since = self._received(sha256, size), self._clock()
         more(here)
@@ -375,7 +375,7 @@ class FleetClient:
                 return here
 
     def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
-        """What an attempt left: `files`, by path, with sha256, mode and bytes; without `epoch` the newest that left any."""
+        """An attempt's artefacts: `files`, by path, with sha256, mode and bytes; without `epoch` the newest attempt that left any."""
         query = {"epoch": epoch, "rank": rank}
         return self._json("GET", f"/jobs/{_part(job_id)}/artefacts", query=query)
 
@@ -411,7 +411,7 @@ class FleetClient:
         return self._pieces(f"/jobs/{_part(job_id)}/checkpoints/{_part(sha256)}", {}, offset)
 
     def _pieces(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
-        """What is cut off goes on where it ended."""
+        """Yield the file's bytes; a download that is cut off resumes where it ended."""
         pause, failures, silence = FIRST_PAUSE, 0, self.patience.silence()
         while True:
             headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
@@ -507,7 +507,7 @@ class FleetClient:
         return self._json("PUT", f"/projects/{_part(name)}", body=wanted)
 
     def keys(self) -> list[Document]:
-        """What is known of all keys."""
+        """List all keys, without their secret texts."""
         return self._json("GET", "/keys")
 
     def make_key(
@@ -518,7 +518,7 @@ class FleetClient:
         seconds: float | None = None,
         note: str | None = None,
     ) -> Document:
-        """A key with the role read, act or admin. Sent once: where no answer came, nobody knows the key, and it may be revoked."""
+        """A key with the role read, act or admin. Sent once: if no answer came, the key's text is lost and it may be revoked."""
         body = {
             "role": role,
             "projects": None if projects is None else list(projects),
@@ -528,7 +528,7 @@ class FleetClient:
         return self._json("POST", "/keys", body=body, tries=1)
 
     def revoke_key(self, key_id: str) -> Document:
-        """From the next request on nobody is known by it."""
+        """Revoke a key: it is refused from the next request on."""
         return self._json("POST", f"/keys/{_part(key_id)}/revoke")
 
     def status(self) -> Document:
@@ -536,7 +536,7 @@ class FleetClient:
         return self._json("GET", "/status")
 
     def events(self, *, after: int = 0, limit: int = 100) -> list[Document]:
-        """What happened after that event, the oldest first."""
+        """Events after that one, the oldest first."""
         return self._json("GET", "/events", query={"after": after, "limit": limit})
 
     # Asking
@@ -643,7 +643,7 @@ class FleetClient:
         )
 
     def _refusal(self, answer: httpx2.Response) -> Refusal | FleetAway:
-        """What the server said, with the client's part in it."""
+        """The server's refusal, with a hint about the client's key if it is `unauthorised`."""
         refusal = _refusal(answer)
         if isinstance(refusal, FleetAway) or refusal.code != "unauthorised":
             return refusal
@@ -686,7 +686,7 @@ def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[
 
 
 def own_name(place: str | Path) -> str:
-    """Of `.` and `..` too, and of a link that of its own."""
+    """The last part of the absolute path: works for `.` and `..`, and does not resolve links."""
     return Path(os.path.abspath(place)).name
 
 
@@ -698,7 +698,7 @@ def _stands_still(path: Path, size: int, here: int) -> str:
 
 
 def _entries(found: Mapping[str, Path], tell: Tell) -> dict[str, FileEntry]:
-    """Each as long as it is when it is opened: one that somebody writes to may have no end."""
+    """Hash each file up to its size when opened: a file that is still being written to may have no end."""
     total = Sum(tell, sum(path.stat().st_size for path in found.values()))
     entries: dict[str, FileEntry] = {}
     for name, path in found.items():
@@ -731,7 +731,7 @@ def _part(name: str) -> str:
 
 
 def _refusal(answer: httpx2.Response) -> Refusal | FleetAway:
-    """What the server said; what is no word of a fleet is told as such."""
+    """The server's refusal; an answer that is not a fleet's is reported as such."""
     try:
         problem = Problem.model_validate(answer.json())
     except ValueError:

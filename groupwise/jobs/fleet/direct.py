@@ -60,14 +60,14 @@ class DirectFleet:
         actor: Actor,
         patience: Patience | None = None,
     ) -> None:
-        """Whoever opened the database closes it. `patience`: with a database that went away, while a job is followed."""
+        """The caller that opened the database closes it. `patience`: how long to retry a lost database while a job is followed."""
         self.place = place
         self.database = database
         self.actor = actor
         self.patience = Patience() if patience is None else patience
 
     def on_behalf_of(self, who: str) -> Self:
-        """The same fleet, asked for somebody who has a key of another server; who sits here acts as themselves."""
+        """The same fleet, acting for the holder of another server's key; the local user acts as themselves."""
         if who == LOCAL.id:
             return self
         named = copy.copy(self)
@@ -77,14 +77,14 @@ class DirectFleet:
     def read(
         self, verb: Callable[Concatenate[Session, Actor, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """What a verb says that changes nothing."""
+        """Run a verb that changes nothing, and return its result."""
         _require_passable(args, kwargs)
         return self.database.read(lambda session: verb(session, self.actor, *args, **kwargs))
 
     def change(
         self, verb: Callable[Concatenate[Session, Actor, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """What a verb says that changes something: it is committed."""
+        """Run a verb that changes something, commit, and return its result."""
         _require_passable(args, kwargs)
         return self.database.run(lambda session: verb(session, self.actor, *args, **kwargs))
 
@@ -135,7 +135,7 @@ class DirectFleet:
         return accepted
 
     def plan(self, request: Mapping[str, Any], *, project: str | None = None) -> Document:
-        """What the job would be and where it could run now; nothing is submitted."""
+        """Describe the job and where it could run now, without submitting it."""
         return self._as_asked(
             lambda session: submission.plan(
                 session,
@@ -147,7 +147,7 @@ class DirectFleet:
         )
 
     def _as_asked(self, fn: Callable[[Session], T]) -> T:
-        """What admission finds wrong is the mistake of whoever asked."""
+        """Report what admission finds wrong as the caller's mistake: Raises Refusal `invalid_request`."""
         try:
             return self.database.run(fn)
         except UsageError as error:
@@ -180,7 +180,7 @@ class DirectFleet:
         return self._rung(job_id, self.change(jobs.release, job_id))
 
     def retry(self, job_id: str) -> Document:
-        """Begin a failed or cancelled job anew."""
+        """Start a failed or cancelled job again."""
         return self._rung(job_id, self.change(jobs.retry, job_id, allowed=self.place.secrets))
 
     def cancel_all(self, ids: Sequence[str], reason: str | None = None) -> list[Document]:
@@ -280,7 +280,7 @@ class DirectFleet:
         return {path: [entry.sha256, entry.mode, entry.size] for path, entry in entries.items()}
 
     def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
-        """What an attempt left: `files`, by path, with sha256, mode and bytes; without `epoch` the newest that left any."""
+        """An attempt's artefacts: `files`, by path, with sha256, mode and bytes; without `epoch` the newest attempt that left any."""
         return outputs.artefacts(
             self.place.artefacts, self.read(outputs.job_that_left, job_id), epoch, rank
         )
@@ -382,7 +382,7 @@ class DirectFleet:
         return found
 
     def keys(self) -> list[Document]:
-        """What is known of all keys."""
+        """List all keys, without their secret texts."""
         return self.read(keys.listing)
 
     def make_key(
@@ -397,7 +397,7 @@ class DirectFleet:
         return self.change(keys.make, role, projects=projects, lasts=seconds, note=note)
 
     def revoke_key(self, key_id: str) -> Document:
-        """From the next request on nobody is known by it."""
+        """Revoke a key: it is refused from the next request on."""
         return self.change(keys.revoke, key_id)
 
     def status(self) -> Document:
@@ -405,7 +405,7 @@ class DirectFleet:
         return self.read(status.overview, self.place.growing)
 
     def events(self, *, after: int = 0, limit: int = 100) -> list[Document]:
-        """What happened after that event, the oldest first."""
+        """Events after that one, the oldest first."""
 
         def found(session: Session, actor: Actor) -> list[Document]:
             actor.require_all_projects("read the events of all projects")
@@ -417,7 +417,7 @@ class DirectFleet:
 
 
 def _require_passable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """What is typed at a terminal may be no text at all."""
+    """Refuse strings that are no valid text: a terminal may pass such input."""
     require_passable(*(each for each in args if isinstance(each, str)), **kwargs)
 
 

@@ -70,10 +70,10 @@ MAY_HAVE_LEFT_PROCESSES = frozenset(
 
 
 class Bell(Protocol):
-    """As much of a doorbell as is listened to."""
+    """The part of a doorbell that the dispatcher needs: waiting for a ring."""
 
     async def wait(self, timeout: float) -> frozenset[str]:
-        """Ids of jobs that somebody rang for; empty at the timeout."""
+        """Ids of jobs that were rung for; empty at the timeout."""
         ...
 
 
@@ -88,7 +88,7 @@ class Rhythm:
     reconcile: float = 60.0
     clear: float = 600.0
     after_crash: float = 5.0
-    """Before a task that crashed is begun anew."""
+    """Delay before a crashed task is restarted."""
 
 
 async def _nothing_is_kept(vm_ids: Collection[str]) -> None:
@@ -97,7 +97,7 @@ async def _nothing_is_kept(vm_ids: Collection[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a dispatcher works with."""
+    """The parts a dispatcher works with."""
 
     database: Database
     host: Callable[[Machine], Host]
@@ -113,7 +113,7 @@ class Parts:
     keep_only: Callable[[Collection[str]], Awaitable[None]] = _nothing_is_kept
     """There are these machines in the fleet: connections to others are closed."""
     folders: Sequence[Path] = ()
-    """Of logs and artefacts."""
+    """Folders of logs and artefacts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class GlobalJobDispatcher:
         self._group: asyncio.TaskGroup | None = None
         self._drives: dict[int, tuple[Drive, asyncio.Task[None]]] = {}
         self._failed: set[int] = set()
-        """Epochs of attempts that could not be driven, of which somebody was told."""
+        """Epochs of attempts that could not be driven and whose failure was already reported."""
         self._watching: set[asyncio.Task[None]] = set()
         self._wishes: dict[int, Any] = {}
         self._sightings: dict[str, tuple[str | None, bool]] = {}
@@ -253,7 +253,7 @@ class GlobalJobDispatcher:
             self.drive(epoch)
 
     async def _guard_lease(self) -> None:
-        """Nobody who might have been replaced goes on speaking to machines."""
+        """Drop all drives once the lease has run out: a dispatcher that may have been replaced must not talk to machines."""
         left = self._mine_until - time.monotonic()
         if left <= 0 and self._drives:
             log.warning("the lease of %d attempts could not be renewed", len(self._drives))
@@ -261,7 +261,7 @@ class GlobalJobDispatcher:
         await asyncio.sleep(min(max(left, 0.05), 1.0))
 
     async def adopt(self) -> Sequence[int]:
-        """Take over what nobody has renewed."""
+        """Take over attempts whose leases were not renewed."""
         asked = time.monotonic()
         lease = self._tuning.rhythm.lease
         adopted = await self._gateway.commit(
@@ -273,7 +273,7 @@ class GlobalJobDispatcher:
         return adopted
 
     async def _claim_when_rung(self) -> None:
-        """At once when it begins, at a ring, and whenever the sweep is due."""
+        """Claim jobs at the start, at every ring, and whenever the sweep is due."""
         await self._parts.bell.wait(self._tuning.rhythm.sweep)
         if await self.knows_what_runs():
             await self.claim()
@@ -327,7 +327,7 @@ class GlobalJobDispatcher:
             )
 
     async def hear_wishes(self) -> None:
-        """Wake the drives whose attempts somebody wants ended, or whose machines have been seen to begin anew."""
+        """Wake the drives whose attempts are requested to end, or whose machines were seen to have rebooted."""
         found, seen = await self._gateway.look(
             lambda s: (
                 records.pending_requests(s, self.owner),
@@ -348,7 +348,7 @@ class GlobalJobDispatcher:
     # Driving
 
     def _own(self, epochs: Sequence[int], until: float) -> None:
-        """What was just claimed or adopted; its lease may end before the others' were to."""
+        """Drive attempts that were just claimed or adopted; their lease may end before those of the others."""
         if not epochs:
             return
         self._mine_until = min(self._mine_until, until) if self._drives else until
@@ -375,7 +375,7 @@ class GlobalJobDispatcher:
                 del self._drives[drive.epoch]
 
     async def _tell_of_failure(self, epoch: int, error: Exception) -> None:
-        """With its traceback once, and where people look; it may fail again every few seconds."""
+        """Log the traceback once and record an event; the same failure may recur every few seconds."""
         if epoch in self._failed:
             log.error("driving epoch %d failed again: %r", epoch, error)
             return
@@ -390,7 +390,7 @@ class GlobalJobDispatcher:
             log.exception("nobody could be told")
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """What drives do beside their loop."""
+        """Run a drive's side work as a task of its own."""
         assert self._group is not None
         task = self._group.create_task(_logged(work))
         # Where it is cancelled before it began, nobody has awaited the work.
@@ -432,7 +432,7 @@ class GlobalJobDispatcher:
     # Reconciling
 
     async def reconcile(self) -> None:
-        """Look at all machines for what nobody drives."""
+        """Look at all machines for jobs that no dispatcher drives."""
         machines, names = await self._gateway.look(
             lambda s: (records.machines(s), records.names(s))
         )
@@ -494,7 +494,7 @@ class GlobalJobDispatcher:
         await self.clear()
 
     async def clear(self) -> None:
-        """Take away what nobody needs any more, on machines and here."""
+        """Remove files that are no longer needed, on machines and here."""
         await self._clearing.clear_all(self._runner)
         parts = self._parts
         await self._gateway.write(

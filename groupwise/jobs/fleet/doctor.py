@@ -96,7 +96,7 @@ if "torch" in said and sys.argv[1] == "gpus":
 print()
 print(json.dumps(said))
 """
-"""What the tiny command does. It is given no GPU and takes none: it counts those that torch could have."""
+"""The tiny command's program. It is given no GPU and takes none: it counts those that torch could have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,9 @@ class Seen:
     name: str
     level: Level
     measured: str
-    """What was seen."""
+    """The observation."""
     meaning: str = ""
-    """What follows from it, where it is not well."""
+    """The consequence, if something is wrong."""
     remedy: str = ""
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -157,7 +157,7 @@ def _no_fleet(place: FleetPlace) -> Seen:
 
 
 def _database(database: Database, tell: Tell) -> bool:
-    """Whether the rest can be looked at."""
+    """Check the database. Returns True if the other checks can go on."""
     try:
         current = database.at_rest(schema.is_current)
     except GroupwiseError as error:
@@ -192,7 +192,7 @@ def _database(database: Database, tell: Tell) -> bool:
 
 
 def _own_disk(place: FleetPlace) -> Seen:
-    """Where logs, checkpoints and artefacts of all jobs come to."""
+    """Check the disk that receives logs, checkpoints and artefacts of all jobs."""
     left = shutil.disk_usage(place.folder).free
     free = left // 1_000_000
     full: Level = "problem" if left < status.LEAST_FREE else "warning"
@@ -207,7 +207,7 @@ def _own_disk(place: FleetPlace) -> Seen:
 
 
 def _keys(database: Database, tell: Tell) -> None:
-    """Whether who is bound to projects can go beyond them."""
+    """Check that keys bound to projects cannot reach beyond them."""
 
     def look(session: Session) -> tuple[dict[str, list[str]], list[str]]:
         bound = keys.bound_submitters(session)
@@ -467,7 +467,7 @@ async def _of_elastic(name: str, runner: Runner, engine: Elastic, door: Door | N
 
 
 async def _answers(name: str, runner: Runner) -> tuple[Hello, list[Seen]]:
-    """What is asked of every machine first."""
+    """The first checks for every machine."""
     began = time.monotonic()
     hello = await runner.hello()
     took = time.monotonic() - began
@@ -555,7 +555,7 @@ def _gpus(name: str, observed: Observation, known: int) -> Seen:
 
 
 async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Seen]:
-    """From launch to exit, as a job would be run; the folder of it is removed. `gpus`: how many torch should see."""
+    """Run it from launch to exit, as a job would be run; its folder is removed. `gpus`: how many torch should see."""
     job = f"doctor-{secrets.token_hex(5)}"
     spec = JobSpec(
         (runner.python, "-c", LOOK, "gpus" if gpus else "none"),
@@ -593,7 +593,7 @@ async def _forget(runner: Runner, job: str) -> None:
 def _judged(
     name: str, python: str, state: MemberState, text: str, took: float, gpus: int
 ) -> list[Seen]:
-    """What its end and its last line say."""
+    """Findings from its end and its last line."""
     about = f"{name} jobs"
     prepare = f"`groupwise fleet vm prepare {name}`"
     if state.refused is not None:
@@ -630,7 +630,7 @@ def _judged(
 
 
 def _last_line(text: str) -> dict[str, Any]:
-    """What it found; start-up files of the interpreter may have said something before."""
+    """Parse the command's result; start-up files of the interpreter may have printed something before it."""
     try:
         return dict(json.loads(text.splitlines()[-1]))
     except (IndexError, ValueError, TypeError):
@@ -638,7 +638,7 @@ def _last_line(text: str) -> dict[str, Any]:
 
 
 def _environment(name: str, python: str, said: Mapping[str, Any]) -> Seen:
-    """Whether it has the groupwise that is here."""
+    """Check that its groupwise is the one installed here."""
     about, there, here = f"{name} environment", said.get("groupwise"), packing.version()
     remedy = f"`groupwise fleet vm prepare {name}`"
     if "why" in said:
@@ -686,7 +686,7 @@ def _packed_here() -> str | None:
 
 
 def _torch(name: str, said: Mapping[str, Any], gpus: int) -> Seen:
-    """Whether it is there, and sees the GPUs."""
+    """Check that torch is there, and sees the GPUs."""
     about, torch = f"{name} torch", said.get("torch")
     prepare = f"`groupwise fleet vm prepare {name}`"
     if torch is None:

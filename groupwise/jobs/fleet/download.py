@@ -1,4 +1,4 @@
-"""What a job left, brought into a folder of whoever asks: the same for a fleet that is reached directly and for one behind its API.
+"""Downloads what a job left into a local folder: the same for a fleet that is reached directly and for one behind its API.
 
 The fleet says what there is, path → sha256, mode and size (`Source.artefacts`, `Source.checkpoints`), and gives the bytes of each file from
 an offset on. What lies in the folder is looked at before anything comes: a file that is right already is kept, one that is another is in
@@ -36,15 +36,15 @@ Tell = Callable[[int, int, str], None]
 MAX_PATHS_LISTED = 5
 """Paths in a message."""
 PART = re.compile(rf"\.{SHA256.pattern}\.part")
-"""What a file is called until it is whole."""
+"""Name of a file until it is complete."""
 OF_ONE_FILE = frozenset({"unknown_file", "not_found", "internal"})
 """Refusals that others may be spared: it is gone, or has a name or a place on the fleet's disk with which somebody on the way cannot do."""
 OF_ITS_NAME = frozenset({errno.ENAMETOOLONG, errno.EILSEQ})
-"""What a disk says of a file that it would take under another name."""
+"""Errors of a disk that would take the file under another name."""
 
 
 class Sum:
-    """Of bytes as they come, or go, for a `Tell`."""
+    """Sums up bytes as they come, or go, for a `Tell`."""
 
     def __init__(self, tell: Tell, of: int) -> None:
         self._tell, self._of = tell, of
@@ -57,7 +57,7 @@ class Sum:
 
 
 def tell_nobody(here: int, of: int, path: str) -> None:
-    """For whoever needs no progress."""
+    """Ignore progress."""
     del here, of, path
 
 
@@ -75,7 +75,7 @@ class Source(Protocol):
     """A fleet, as far as files of its jobs are to be had of it."""
 
     def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
-        """What an attempt left; without `epoch` the newest that has left anything."""
+        """An attempt's artefacts; without `epoch` those of the newest attempt that left any."""
         ...
 
     def checkpoints(self, job_id: str) -> list[Document]:
@@ -95,16 +95,16 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DownloadRequest:
-    """What of a job is to be fetched."""
+    """The part of a job's files to be fetched."""
 
     paths: Sequence[str] = ()
     """Files and folders, as the fleet lists them; none: all."""
     checkpoints: bool = False
     """Its mirrored checkpoints in place of its artefacts."""
     epoch: int | None = None
-    """Of this attempt; None: the newest artefacts, and the checkpoints of all."""
+    """Only this attempt's files; None: the newest artefacts, and the checkpoints of all."""
     rank: int = 0
-    """Of the member of a gang."""
+    """Rank of the gang member."""
 
 
 def fetch(
@@ -336,7 +336,7 @@ def _one(
 
 
 def _taken(part: Path) -> BinaryIO:
-    """The file, open, and nobody else's. Raises DownloadError."""
+    """Open and lock the file, so that no other process writes it. Raises DownloadError."""
     file = part.open("a+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

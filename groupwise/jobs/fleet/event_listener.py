@@ -82,7 +82,7 @@ class Newsreader:
                 await asyncio.sleep(LOOK_SECONDS)
 
     def _next(self, session: Session) -> tuple[list[str], int]:
-        """What has happened since the last time, and up to where that was."""
+        """Lines for the events since the last time, and the new position."""
         lines: list[str] = []
         position = self._position
         for event in events.after(session, position, READ):
@@ -94,7 +94,7 @@ class Newsreader:
         return lines, position
 
     async def _greet(self) -> None:
-        """As soon as the machines of the fleet have been looked at, or cannot be."""
+        """Print the greeting once the machines of the fleet have been looked at, or after 15 seconds."""
         for _ in range(int(15 / LOOK_SECONDS)):
             new = await self._read(_not_looked_at)
             if not new:
@@ -165,7 +165,7 @@ def _without_gpus(slots: int | None) -> str:
 
 
 def _text(session: Session, event: Event) -> str | None:
-    """What an event says to somebody who watches; None: nothing that matters to them."""
+    """An event's text for people who watch; None: nothing that matters to them."""
     writer = _WRITERS.get(event.kind)
     return None if writer is None else writer(session, event)
 

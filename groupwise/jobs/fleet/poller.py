@@ -1,4 +1,4 @@
-"""The poller: looks at every machine of the fleet, all the time, and writes down what it saw.
+"""The poller: looks at every machine of the fleet, all the time, and records what it saw.
 
 A scheduler keeps, for each machine, when it is due, and starts a look at it then; no machine has two at once, so that one that hangs holds
 up nobody but itself. The list of machines comes from the database every few seconds: a row that somebody has inserted is enough. Rounds are
@@ -83,22 +83,22 @@ class Pace:
     listed: float = 2.0
     """Between two looks at the list of machines."""
     probe: float = 10.0
-    """That nvidia-smi has on a machine."""
+    """Time that nvidia-smi has on a machine."""
     answer: float = 20.0
-    """For a whole look, connection included."""
+    """Time limit of a whole look, connection included."""
     spread: float = 0.02
-    """For each machine, over which the first looks after a start are spread."""
+    """Time per machine over which the first looks after a start are spread."""
     connect: float = 5.0
-    """For a new connection."""
+    """Time limit of a new connection."""
     at_once: int = 256
     """Looks that are under way at machines that answered last time."""
     unsure_at_once: int = 64
-    """At others: new connections, and time spent in vain."""
+    """Concurrent looks at other machines: new connections, and probably futile attempts."""
     least: float = 1.0
     """Between the end of a look and the next."""
 
     def after(self, misses: int) -> float:
-        """From the beginning of a look to that of the next, when the machine has given no answer so many times in a row."""
+        """Seconds from the start of one look to the next, after that many looks in a row without an answer."""
         further = max(0, misses - observation.MISSES + 1)
         return min(self.interval * 2.0 ** min(further, 16), max(self.longest, self.interval))
 
@@ -144,7 +144,7 @@ class Poller:
             True: asyncio.Semaphore(self._pace.at_once),
             False: asyncio.Semaphore(self._pace.unsure_at_once),
         }
-        """By whether the machine answered last time, so that those that do not hold up none of those that do."""
+        """Keyed by whether the machine answered last time, so that silent machines do not hold up the others."""
         self._watched: dict[str, _Watched] = {}
         self._queue: list[tuple[float, str]] = []
         self._stirred = asyncio.Event()
@@ -264,7 +264,7 @@ class Poller:
             self._due_in(watched, max(began + pause - self._clock.now(), self._pace.least))
 
     async def _missed_oddly(self, watched: _Watched, error: Exception) -> None:
-        """Whoever wrote the row is to see it there."""
+        """Record the error as a missed look, so that the author of the row sees it there."""
         watched.misses += 1
         watched.answered = False
         vm_id, text = watched.machine.vm_id, f"{type(error).__name__}: {error}"
@@ -282,7 +282,7 @@ class Poller:
     # --- a look -----------------------------------------------------------------------------------
 
     async def _look_now(self, watched: _Watched) -> bool:
-        """Whether it answered, be it with a key that nobody trusts."""
+        """Returns True if it answered, even with an untrusted key."""
         machine, asked_at = watched.machine, self._clock.now() + self._ahead
         try:
             if machine.transport != LOCAL and (machine.host_key is None or watched.barred):

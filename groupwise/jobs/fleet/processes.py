@@ -1,4 +1,4 @@
-"""The processes of the control plane, as they stand in the database: who is there, and who surely is not any more.
+"""The processes of the control plane, as they stand in the database: which are there, and which are certainly gone.
 
 Each process has a row for each of its roles, and renews it every few seconds. Whoever ends in order takes its rows away. One that was
 killed leaves them, and by its silence alone nobody can tell it from one that hangs. So a row also says which process it is: where it ran,
@@ -27,19 +27,19 @@ ROLES = ("dispatcher", "poller", "requeue", "tracker")
 API = "api"
 """A process that answers, and does nothing else."""
 PROCESS = "process"
-"""In `facts`: what tells a process from all others that have its pid."""
+"""Key in `facts`: identifies the process among all that have had its pid."""
 NATS = "nats"
-"""In `facts` of who uses it: its address as people are shown it, and whether that is enough to get there; None: none is used."""
+"""Key in `facts` of a process that uses NATS: its display address, and whether that is enough to connect; None: none is used."""
 TELLING = "telling"
-"""In `facts` of a tracker that has a NATS to tell of ends: `trouble`, what it knows to be in the way of that, or None."""
+"""Key in `facts` of a tracker that reports ends of jobs to NATS: `trouble`, the known obstacle, or None."""
 NEWS = "tracker.nats"
 """The reader of events that tells NATS of ends, by the name of its position."""
 FOLDER = "folder"
-"""In `facts` of who uses the fleet's folder: what tells that one from all others, see `files.folders`."""
+"""Key in `facts` of a process that uses the fleet's folder: identifies the folder, see `files.folders`."""
 RELEASE = "release"
-"""In `facts`: of Groupwise."""
+"""Key in `facts`: the release of Groupwise."""
 NOT_ASKED = "not_asked"
-"""In `facts` of a dispatcher: machines that it has to know asked before it begins anything; not there: there are none."""
+"""Key in `facts` of a dispatcher: machines it must have asked before it starts anything; absent: there are none."""
 OVER = ("Z", "X")
 """States of what has ended, and stands in the system's table until its parent has asked how."""
 
@@ -78,7 +78,7 @@ def _taken(folder: Path, role: str, pid: str | None) -> str:
 
 
 def who_plays(folder: Path, but: Collection[str] = ()) -> str | None:
-    """The process that plays a role for this folder, in words for people; None: nobody does, but for the roles `but`."""
+    """The process that plays a role for this folder, described for people, ignoring the roles `but`; None: there is none."""
     for role in (*ROLES, API):
         with (
             contextlib.suppress(FileNotFoundError),
@@ -93,7 +93,7 @@ def who_plays(folder: Path, but: Collection[str] = ()) -> str | None:
 
 
 def identity(pid: int) -> dict[str, Any] | None:
-    """Of a process that is seen from here: in which run of the system, among which pids, since when. None: there is none, or no Linux."""
+    """Identifies a process seen from here: boot id, pid namespace, start time. None: there is none, or this is not Linux."""
     about = _seen(pid)
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -114,7 +114,7 @@ def _seen(pid: int) -> tuple[str, int] | None:
 
 
 def is_gone(pid: int, facts: Mapping[str, Any]) -> bool:
-    """Whether the process of a row has ended for certain: it ran on this system, and its pid is nobody's now, or another's."""
+    """True if a row's process has certainly ended: it ran on this system, and its pid is now unused or another process's."""
     then: dict[str, Any] = facts.get(PROCESS) or {}
     own = identity(os.getpid())
     if own is None:
@@ -132,7 +132,7 @@ def is_gone(pid: int, facts: Mapping[str, Any]) -> bool:
 
 
 def forget_gone(session: Session, role: str, *, alone: bool) -> None:
-    """Take away the rows of those who have played the role and are gone. `alone`: nobody but the caller can be playing it."""
+    """Delete the rows of processes that played the role and are gone. `alone`: only the caller can be playing it."""
     rows = session.scalars(select(ControlProcess).where(ControlProcess.role == role))
     gone = [row.owner for row in rows if alone or is_gone(row.pid, row.facts)]
     session.execute(delete(ControlProcess).where(ControlProcess.owner.in_(gone)))

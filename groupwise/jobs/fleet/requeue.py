@@ -1,4 +1,4 @@
-"""The requeue manager: once a minute it looks for what should not be, and puts it right.
+"""The requeue manager: once a minute it looks for inconsistent rows and repairs them.
 
 Everything that moves a job does so in one transaction together with what made it move, so in a fleet that works there is nothing to
 find. What this finds was left by a mistake: a row that somebody changed by hand, a capacity that nobody told of, a program that had a
@@ -49,7 +49,7 @@ LONGEST_PAUSE = max(BACKOFF_CAP, untracked_processes.HELD_BACK) + 5.0
 AT_ONCE = 100
 """Rows of one kind that are repaired in one transaction; the rest follows at once."""
 DRIVEN_LATE = 120.0
-"""Seconds beyond a deadman's end in which whoever drives the attempt should have noticed."""
+"""Seconds after the end of an attempt's deadman within which its driver should have noticed."""
 ACTOR = "requeue"
 
 logger = logging.getLogger(__name__)
@@ -233,17 +233,17 @@ def close_leaked(session: Session) -> int:
 
 
 def admit_late(session: Session, secrets: AllowedSecrets) -> int:
-    """What dispatchers do as well, if there is one; a batch in each sweep."""
+    """Admit new rows, as dispatchers do too if there are any; a batch in each sweep."""
     return min(admission.admit_new(session, AT_ONCE, secrets), AT_ONCE - 1)
 
 
 def wake_waiting(session: Session) -> int:
-    """Jobs that could begin now, and of which nobody was told; a batch in each sweep."""
+    """Wake jobs that could begin now and were not woken; a batch in each sweep."""
     return min(requeue_pending.wake(session, actor=ACTOR), AT_ONCE - 1)
 
 
 def hold_back(session: Session) -> int:
-    """What the last looks at machines found that are silent now, and no table knows; that is no repair, and nothing to tell again."""
+    """Hold back jobs of unknown attempts last seen on machines now silent; this counts as no repair, so that it is not reported again."""
     silent = untracked_processes.on_machines(session, silent=True)
     untracked_processes.hold_back(session, {each["job_id"] for _, each in silent})
     return 0
@@ -313,7 +313,7 @@ def _patience(handle: dict[str, Any]) -> float:
 
 
 def _adopted(session: Session, job_id: str, epoch: int) -> float:
-    """When somebody took an attempt over, who counts anew; 0.0: nobody has."""
+    """Time when the attempt was last adopted, since its new owner counts from there; 0.0: never."""
     taken = select(func.max(Event.at)).where(
         Event.job_id == job_id, Event.epoch == epoch, Event.kind == events.ATTEMPT_ADOPTED
     )

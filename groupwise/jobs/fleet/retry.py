@@ -1,4 +1,4 @@
-"""Going on asking a fleet that does not answer: whoever follows a job for hours is not thrown off by a restart of its API or database.
+"""Retries against a fleet that does not answer: a restart of its API or database does not end a job's following of many hours.
 
 A single question has its own few tries, and fails within seconds: a person waits for it. Who follows, waits, submits or has a file on its
 way goes on asking for minutes, because nothing is lost by that: what is asked may be asked again, and says where it goes on. That the
@@ -37,7 +37,7 @@ class AwayError(RunError):
 
 
 class Patience:
-    """For how long one fleet is asked on, by whoever follows, waits, submits or fetches."""
+    """How long to keep asking one fleet while following, waiting, submitting or fetching."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Patience:
         self._tell, self._sleep, self._clock = tell, sleep, clock
 
     def ask(self, question: Callable[[], T]) -> T:
-        """What a question is answered that may be asked any number of times. At the end of patience its last error is raised."""
+        """Ask a repeatable question until it is answered. At the end of patience its last error is raised."""
         silence = self.silence()
         while True:
             try:
@@ -64,7 +64,7 @@ class Patience:
                 return answer
 
     def silence(self) -> Silence:
-        """For who asks by other means than `ask`."""
+        """The tracker of one silence, for callers that do not use `ask`."""
         return Silence(self.seconds, self._tell, self._sleep, self._clock)
 
 
@@ -103,7 +103,7 @@ class Silence:
 
 
 def is_passing(error: GroupwiseError) -> bool:
-    """Whether the same question may be answered later."""
+    """True if the same question may be answered later."""
     if isinstance(error, Refusal):
         return error.code in PASSING
     return isinstance(error, AwayError) and error.passing

@@ -22,7 +22,7 @@ FOLDER = "file:secrets/*"
 """Files directly in `secrets` of the fleet's folder."""
 BY_DEFAULT = (*VARIABLES, FOLDER)
 MOST_BYTES = 64 * 1024
-"""Of a value: it becomes a variable of an environment."""
+"""Largest value: it becomes a variable of an environment."""
 
 _VARIABLE = re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?]*")
 _WILD = re.compile(r"[*?\[]")
@@ -36,7 +36,7 @@ class SecretMissing(Exception):
 
 
 def pattern_problems(pattern: str) -> list[str]:
-    """What is wrong with one of the operator's patterns, in words."""
+    """Describe what is wrong with one of the operator's patterns."""
     kind, _, what = pattern.partition(":")
     if kind == "env" and _VARIABLE.fullmatch(what):
         return []
@@ -54,14 +54,14 @@ def _is_plain(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AllowedSecrets:
-    """What jobs of one fleet may name."""
+    """The secrets that jobs of one fleet may name."""
 
     patterns: Sequence[str] = VARIABLES
     folder: Path | None = None
-    """Of the fleet: patterns of files that are not absolute are meant to begin there."""
+    """The fleet's folder: relative patterns of files begin there."""
 
     def problems(self, references: Mapping[str, str]) -> list[str]:
-        """Which of these secrets a job may not have, by the words of the references alone."""
+        """Reasons why a job may not have some of these secrets, judged by the text of the references alone."""
         return [
             f"secret {name}: {refusal}"
             for name, reference in references.items()
@@ -117,7 +117,7 @@ class AllowedSecrets:
         return value
 
     def _content(self, name: str, path: str) -> str | None:
-        """Of a file that lies where its name says: links are followed only within the folder that a pattern names."""
+        """Content of a file that lies where its name says: links are followed only within the folder that a pattern names."""
         try:
             real = os.path.realpath(path, strict=True)
             if not any(_is_below(real, _root(each)) for each in self._named(path)):
@@ -130,7 +130,7 @@ class AllowedSecrets:
 
 
 UNLESS_TOLD = AllowedSecrets()
-"""For whoever does not know the fleet's settings; no file is among it."""
+"""Default for callers that do not know the fleet's settings; it allows no files."""
 
 
 def _matches(path: str, pattern: str) -> bool:

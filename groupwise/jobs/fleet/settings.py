@@ -1,4 +1,4 @@
-"""What can be said about a fleet: where it is kept, and how often its roles look around.
+"""The settings of a fleet: where it is kept, and how often its roles look around.
 
 A fleet is known by one folder: with it come the database (SQLite in the folder, unless a URL of PostgreSQL is told), logs, artefacts and
 the store of files. `GROUPWISE_FLEET` names the folder, and so does `--fleet`; without either it is `~/.groupwise/fleet`. The same two may
@@ -33,10 +33,10 @@ VARIABLE = "GROUPWISE_FLEET"
 ENVIRONMENT = "GROUPWISE_FLEET_"
 """Beginning of the variables that are settings."""
 FILE = "fleet.yaml"
-"""In the folder: the settings that stay."""
+"""File in the folder with the permanent settings."""
 DEFAULT_FOLDER = "~/.groupwise/fleet"
 DEFAULT_NATS = "nats://localhost:4222"
-"""Where NATS is looked for by a fleet with several processes, if nobody says otherwise."""
+"""Default address of NATS for a fleet with several processes."""
 OFF = "off"
 DATABASE_FILE = "fleet.db"
 
@@ -158,12 +158,12 @@ class FleetPlace:
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the database is a file of this machine: then there is one dispatcher, and nothing to migrate by hand."""
+        """True if the database is a file of this machine: then there is one dispatcher, and nothing to migrate by hand."""
         return self.database_url.startswith("sqlite")
 
     @property
     def nats_url(self) -> str | None:
-        """Where NATS is; None: without."""
+        """The address of NATS; None: without."""
         told = self.settings.nats_url
         if told is None and not self.is_embedded:
             return DEFAULT_NATS
@@ -171,7 +171,7 @@ class FleetPlace:
 
     @property
     def secrets(self) -> AllowedSecrets:
-        """What its jobs may be given of this machine."""
+        """Secrets of this machine that its jobs may be given."""
         return AllowedSecrets(self.settings.allowed_secrets, self.folder)
 
     @property

@@ -19,14 +19,14 @@ from enum import StrEnum
 
 
 class JobStatus(StrEnum):
-    """Where a job is. The words are those of the column `jobs.status`."""
+    """The status of a job. The words are those of the column `jobs.status`."""
 
     QUEUED = "queued"
     """May be claimed, once its `not_before` has come."""
     PENDING = "pending"
     """Nothing that it could run on is free; `blocked_reasons` says why. A change of capacity wakes it."""
     HELD = "held"
-    """An operator, or whoever submitted it, wants it to wait."""
+    """Waits because an operator, or the user who submitted it, put it on hold."""
     RUNNING = "running"
     """Has one live attempt."""
     COMPLETED = "completed"
@@ -35,7 +35,7 @@ class JobStatus(StrEnum):
 
 
 class AttemptState(StrEnum):
-    """Where an attempt is. The words are those of the column `attempts.state`."""
+    """The state of an attempt. The words are those of the column `attempts.state`."""
 
     RESERVED = "reserved"
     """Claimed in the database; no machine has been spoken to."""
@@ -53,14 +53,14 @@ class Outcome(StrEnum):
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
-    """With a failure class."""
+    """Ended with a failure class."""
     CANCELLED = "cancelled"
     VOID = "void"
     """It never ran, and never will: the runner acknowledged `void`, or nothing was ever sent."""
 
 
 class Cleanup(StrEnum):
-    """Whether what an attempt held is free: the column `attempts.cleanup`."""
+    """Tells if what an attempt held is free: the column `attempts.cleanup`."""
 
     PENDING = "pending"
     CLEAN = "clean"
@@ -69,7 +69,7 @@ class Cleanup(StrEnum):
 
 
 class Contact(StrEnum):
-    """Whether a machine answers."""
+    """Tells if a machine answers."""
 
     NEW = "new"
     OK = "ok"
@@ -79,7 +79,7 @@ class Contact(StrEnum):
 
 
 class Observed(StrEnum):
-    """What was seen of a GPU: the column `gpus.observed`. Anything but `ok` takes no new job."""
+    """The observed state of a GPU: the column `gpus.observed`. Anything but `ok` takes no new job."""
 
     OK = "ok"
     FOREIGN_BUSY = "foreign_busy"
@@ -89,7 +89,7 @@ class Observed(StrEnum):
 
 
 JOB_BEGINS = frozenset({JobStatus.QUEUED, JobStatus.HELD, JobStatus.FAILED})
-"""What a new row may say; failed is for one that is not valid, with its reason."""
+"""Statuses that a new row may have; failed is for an invalid job, with its reason."""
 
 JOB_MOVES: Mapping[JobStatus, frozenset[JobStatus]] = {
     JobStatus.QUEUED: frozenset(
@@ -110,7 +110,7 @@ JOB_MOVES: Mapping[JobStatus, frozenset[JobStatus]] = {
     JobStatus.FAILED: frozenset({JobStatus.QUEUED}),
     JobStatus.CANCELLED: frozenset({JobStatus.QUEUED}),
 }
-"""From failed and cancelled only `retry` leads back, with a new generation: the trigger wants `generation` to rise by one."""
+"""Only `retry` leads back out of failed and cancelled, with a new generation: the trigger wants `generation` to rise by one."""
 
 RETRIED_FROM = frozenset({JobStatus.FAILED, JobStatus.CANCELLED})
 FINAL = frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED})

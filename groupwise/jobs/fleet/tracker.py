@@ -47,13 +47,13 @@ INTERVAL = 1.0
 READ = 1000
 """Events that are read at once."""
 MOST_UNTOLD = 10_000
-"""Announcements that wait for somebody to take them; the rest waits in the database."""
+"""Announcements that wait in memory for delivery; the rest waits in the database."""
 MOST_TO_ONE = 200
-"""Of those, for one place; of further ones that were read only the numbers are kept, so that the others are read on."""
+"""Share of those for one destination; beyond it only event numbers are kept, so that reading can go on for the others."""
 MOST_NUMBERS = 200_000
-"""Of events."""
+"""Maximum number of events kept by number alone."""
 RECENT = 3600.0
-"""Seconds: what ended earlier is history to somebody who is new."""
+"""Seconds: a new outlet treats jobs that ended earlier as history."""
 NAMED = 5
 """Jobs in a warning."""
 TOLD_AT_ONCE = 100
@@ -84,7 +84,7 @@ class Ended:
     name: str | None = None
     generation: int = 0
     epoch: int | None = None
-    """Of the attempt that ended it; None: none was begun."""
+    """Epoch of the attempt that ended it; None: no attempt was started."""
     exit_code: int | None = None
     failure_class: str | None = None
     failure_reason: str | None = None
@@ -94,7 +94,7 @@ class Ended:
 
     @property
     def subject(self) -> str:
-        """Of NATS."""
+        """The NATS subject."""
         return COMPLETED if self.status == JobStatus.COMPLETED else ERRORED
 
     def message(self, largest: int = LARGEST) -> bytes:
@@ -132,23 +132,23 @@ def _cut(document: dict[str, Any]) -> bool:
 
 
 class Outlet(Protocol):
-    """Somebody who is told. `name` names its position."""
+    """A destination of announcements. `name` names its position."""
 
     name: str
     tells_history: bool
-    """Whether one that is new is told of jobs that ended before it was there."""
+    """True if a new outlet also announces jobs that ended before it existed."""
 
     def place(self, ended: Ended) -> str | None:
-        """Where it goes, if there those that go elsewhere are not waited for; None: there is one place for all."""
+        """The destination, if slow ones must not hold up the others; None: there is one destination for all."""
         ...
 
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
-        """The events about which nothing more is to be done; the others are given again. Raises nothing for want of a listener."""
+        """Returns the events that are finished; the others are passed again. A missing listener raises nothing."""
         ...
 
 
 class NatsOutlet:
-    """On the subjects of NATS; told is what its server has acknowledged."""
+    """Publishes to the subjects of NATS; an event counts as told once its server has acknowledged it."""
 
     name = NEWS
     tells_history = False
@@ -171,7 +171,7 @@ class NatsOutlet:
         return frozenset(told)
 
     async def _tell(self, ended: Sequence[Ended]) -> set[int]:
-        """Of one subject, as far as they are taken."""
+        """Publish events of one subject, and return those that were accepted."""
         told: set[int] = set()
         for begin in range(0, len(ended), TOLD_AT_ONCE):
             some = ended[begin : begin + TOLD_AT_ONCE]
@@ -282,7 +282,7 @@ class Tracker:
         keep_position(session, self._outlet.name, position)
 
     def _begin_anew(self) -> None:
-        """With nothing of what was read before."""
+        """Restart reading from the stored position, and forget what was read before."""
         logger.warning(
             "%s: the database has lost events that were there; it is read again from the position that stands in it",
             self._outlet.name,
@@ -357,12 +357,12 @@ def _without(later: Mapping[str, deque[int]], read: Set[int]) -> dict[str, deque
 
 
 def position_of(session: Session, name: str) -> int:
-    """Where the reader of this name is; 0 before it has read anything."""
+    """The position of the reader of this name; 0 before it has read anything."""
     return session.execute(select(Cursor.position).where(Cursor.name == name)).scalar() or 0
 
 
 def begin(session: Session, name: str, tells_history: bool) -> tuple[int, int]:
-    """Where the reader of this name is, from now on written down; and the last event that it passes over because it is new, or 0."""
+    """Store and return the reader's position, and the last event that it skips because it is new, or 0."""
     if session.get(Cursor, name) is not None:
         return position_of(session, name), 0
     first = 0 if tells_history else events.newest(session, seconds(session) - RECENT)
@@ -420,7 +420,7 @@ def _told_of(session: Session, ends: Sequence[Event]) -> tuple[list[Ended], list
 
 
 def _webhook(request: Any) -> str | None:
-    """Of a row that was written by hand, perhaps: it may have been refused for what stands there."""
+    """The webhook of a row that may be written by hand, and may have been refused because of this value."""
     document = cast("dict[str, Any]", request) if isinstance(request, dict) else {}
     found = document.get("webhook")
     return found if isinstance(found, str) else None

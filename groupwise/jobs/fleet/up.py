@@ -82,7 +82,7 @@ USE_THE_FOLDER = ("dispatcher", API)
 """So does a tracker that sends logs on."""
 HEARTBEAT_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Seconds before a role that crashed is begun anew; doubled each time it crashes again soon."""
+"""Seconds before a crashed role is restarted; doubled each time it crashes again soon."""
 ONE_WISH = 1.0
 """Seconds: `timeout`, or a terminal and a wrapper, send the same signal to a process and at once to its whole group."""
 LOCAL_MACHINE = "local"
@@ -118,7 +118,7 @@ def run(
 
 
 def keep_what_is_there() -> None:
-    """What was imported stays until the end: collections that looked through all of it would hold claims up by a tenth of a second each."""
+    """Exempt imported objects from garbage collection: full collections would hold claims up by a tenth of a second each."""
     gc.collect()
     gc.freeze()
 
@@ -154,7 +154,7 @@ def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str
 
 
 def _add_this_machine(session: Session, place: FleetPlace) -> None:
-    """The machine that the fleet runs on, as its first one; one that somebody has removed stays so."""
+    """Add the machine that the fleet runs on as its first one; if it was removed, it stays removed."""
     vm = session.get(VM, LOCAL_MACHINE)
     if vm is None:
         new = machines.NewMachine(
@@ -169,7 +169,7 @@ def _add_this_machine(session: Session, place: FleetPlace) -> None:
 
 
 def _followed(session: Session, vm: VM, folder: Path) -> str | None:
-    """Where the fleet was moved, this machine's working folder moved with it. Raises UsageError where two fleets would share it."""
+    """Move this machine's working folder if the fleet was moved. Raises UsageError if two fleets would share it."""
     old, new = Path(vm.workdir), folder / "work"
     if old == new or not _is_by_up(session) or _is_same(old.parent, folder):
         return None
@@ -192,7 +192,7 @@ def _followed(session: Session, vm: VM, folder: Path) -> str | None:
 
 
 def _is_by_up(session: Session) -> bool:
-    """Whether nobody else has said where this machine keeps everything."""
+    """True if only `up` itself has set this machine's working folder."""
     query = (
         select(Event)
         .where(Event.vm_id == LOCAL_MACHINE, Event.kind.in_((events.VM_ADDED, events.VM_CHANGED)))
@@ -207,7 +207,7 @@ def _is_by_up(session: Session) -> bool:
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    """Whether they are one folder, by whatever links."""
+    """True if both are one folder, through any links."""
     with contextlib.suppress(OSError):
         return one.samefile(other)
     return False
@@ -246,7 +246,7 @@ class Hosts:
         return made
 
     def doubt(self, vm_id: str) -> None:
-        """What is kept open to this machine may be dead."""
+        """Connections kept open to this machine may be dead."""
         known = self._kept.get(vm_id)
         if known is not None and isinstance(known[1], SshHost):
             known[1].doubt()
@@ -271,9 +271,9 @@ class _Role:
     crashes: int = 0
     last_error: str | None = None
     dispatcher: GlobalJobDispatcher | None = None
-    """The one that plays it."""
+    """The dispatcher that plays this role."""
     link: NatsLink | None = None
-    """On which a tracker tells of ends."""
+    """The link on which a tracker announces ends of jobs."""
 
 
 def _identity_of(folder: Path) -> str:
@@ -358,7 +358,7 @@ class _ControlPlane:
             yield url
 
     async def _answer(self, _: _Role) -> None:
-        """What answers runs beside all roles (`_answering`)."""
+        """Wait for the stop: the API runs beside all roles (`_answering`)."""
         await self._stopping.wait()
 
     def _listen_for_signals(self) -> None:
@@ -559,7 +559,7 @@ class _ControlPlane:
         return found
 
     async def _sign_off(self) -> None:
-        """Nobody is to wonder where they are; and how many jobs run on."""
+        """Remove the rows of this process, and report how many jobs are still running."""
         owners = [role.owner for role in self._roles]
 
         def leave(session: Session) -> list[str]:

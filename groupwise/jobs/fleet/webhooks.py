@@ -44,13 +44,13 @@ CONNECTED = ANSWERED / 2
 """Of those, for the connection: nobody there is told from somebody who says nothing."""
 AT_ONCE = 64
 AT_ONCE_MUTE = 16
-"""Beside those, at places that gave no answer the last time."""
+"""Further slots, for destinations that did not answer the last time."""
 AT_ONE_PLACE = 4
 """But one where nobody has answered yet, or not the last time."""
 MUTE = 2 * PAUSES[-1]
-"""Seconds for which it is known of a place that it gave no answer: until all that waits there has been tried again."""
+"""Seconds for which a destination counts as mute: until everything waiting there has been tried again."""
 AWAY = 3
-"""Which of `PAUSES` is the longest for which nobody is sent to a place that could not be connected to."""
+"""Index into `PAUSES` of the longest pause for a destination that could not be connected to."""
 LISTENED = 1.0
 """Seconds that telling waits for answers; those that come later are told by the next one."""
 DELIVERED, GIVEN_UP = "webhook.delivered", "webhook.given_up"
@@ -60,7 +60,7 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Host and port → addresses."""
 
 _LOOK_UPS = ThreadPoolExecutor(AT_ONCE + AT_ONCE_MUTE, thread_name_prefix="webhook-names")
-"""Threads of their own: one that waits for a name goes on when nobody wants it any more, and the process has few for all else."""
+"""Separate threads: a look-up goes on after its caller has given up, and the process's shared pool is small."""
 
 logger = logging.getLogger(__name__)
 
@@ -364,7 +364,7 @@ def is_public(address: str) -> bool:
 
 
 async def addresses_of(host: str, port: int) -> list[str]:
-    """What the system's resolver says, in its order."""
+    """Addresses from the system's resolver, in its order."""
     look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     found = await asyncio.get_running_loop().run_in_executor(_LOOK_UPS, look_up)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))

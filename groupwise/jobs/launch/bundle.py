@@ -1,4 +1,4 @@
-"""What travels of a project to another machine: what git would take of its folder, and nothing that is secret or came of a run.
+"""Selects the files of a project that travel to another machine: those git would take, without secrets and files made by runs.
 
 Of a folder that git does not know, everything but what tools make (environments, caches). What stays behind is told with its reason, since
 the program may miss it elsewhere. The files travel by their hashes (`groupwise.jobs.hosts.files`): a machine that has one gets it no more.
@@ -39,7 +39,7 @@ MADE_BY_TOOLS = (
     *(".git", ".hg", ".svn", "node_modules", "__pycache__", "*.egg-info"),
     *(".ipynb_checkpoints", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox"),
 )
-"""Folders of a project that git does not know, which are made anew elsewhere."""
+"""Folders to skip in a project without git, because tools make them again elsewhere."""
 SECRET_FILES = tuple(
     ".env .env.* *.env .envrc .netrc _netrc .pypirc .npmrc .yarnrc.yml .git-credentials .htpasswd .pgpass .my.cnf .s3cfg .boto "
     ".dockercfg .dockerconfigjson .terraformrc .vault-token .modal.toml .rclone.conf rclone.conf kubeconfig *.kubeconfig *.tfstate "
@@ -88,9 +88,9 @@ class Bundle:
 
     root: Path
     files: dict[str, Path]
-    """What travels, by its path there."""
+    """Files that travel, by their paths there."""
     left_out: dict[str, str]
-    """What stays here, with the reason; a folder ends with a slash."""
+    """Files that stay here, with the reason; a folder ends with a slash."""
     size: int
     """Bytes."""
 
@@ -144,7 +144,7 @@ def _of_project(root: Path) -> Iterator[str]:
 
 
 def _taken(root: Path, given: str) -> list[str]:
-    """The files that somebody named, by their paths in the project."""
+    """The files named by the user, by their paths in the project."""
     place = root / given
     inside = os.path.relpath(os.path.abspath(place), os.path.abspath(root))
     if inside == ".." or inside.startswith("../"):
@@ -220,7 +220,7 @@ def _around(root: Path, path: str) -> tuple[str, str] | None:
 
 
 def _why_not(root: Path, path: str, *, wanted: bool, named: bool) -> str:
-    """Empty for what travels. `wanted`: somebody wants it, whatever it came of; `named`: this very file, whatever is in it."""
+    """Empty for what travels. `wanted`: the user wants it, even if a run made it; `named`: this very file, whatever is in it."""
     if not named and (reason := _secret_by_name(path)):
         return reason
     place = root / path
@@ -320,7 +320,7 @@ def _refuse_what_looks_secret(files: Mapping[str, Path]) -> None:
 
 
 def _looks_secret(file: Path) -> bool:
-    """Whether a text has the form of a credential in it."""
+    """True if a text contains something in the form of a credential."""
     data = _text_of(_beginning(file, LOOKED_AT))
     if data is None:
         return False

@@ -24,15 +24,15 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.launch.packaging import GRACE_SECONDS
 
 LONGEST_NAME = 50
-"""Of a job: names of its pods have a number and five letters behind it, and are labels of at most 63."""
+"""Longest name of a job: names of its pods have a number and five letters behind it, and are labels of at most 63."""
 PORT = 29500
-"""At which the first pod is met by the others."""
+"""Port at which the other pods meet the first."""
 RANK = "NODE_RANK"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 JOB_NAME = "batch.kubernetes.io/job-name"
 """The label that Kubernetes gives the pods of a job."""
 LEAVING_SECONDS = 30
-"""For a pod to end, beside the time in which a training writes its checkpoint."""
+"""Seconds for a pod to end, beside the time in which a training writes its checkpoint."""
 SHARED_MEMORY = "shared-memory"
 RESULTS = "results"
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -169,7 +169,7 @@ class _Service(_Model):
 
 @dataclass(frozen=True, slots=True)
 class ManifestOptions:
-    """What is to be rendered."""
+    """The contents of the manifest."""
 
     name: str
     command: tuple[str, ...]
@@ -178,12 +178,12 @@ class ManifestOptions:
     hours: float
     nodes: int = 1
     gpus: int = 1
-    """For each node."""
+    """GPUs for each node."""
     namespace: str | None = None
     pvc: str | None = None
     """A claim that is there, mounted where runs are written."""
     secret: str | None = None
-    """A Secret that is there."""
+    """Name of an existing Secret."""
     variables: tuple[str, ...] = ()
     """Keys of it, which become variables of these names."""
     workdir: str = "/workspace"
@@ -292,7 +292,7 @@ def _environment(asked: ManifestOptions) -> tuple[_Variable, ...]:
 
 
 def command(asked: ManifestOptions) -> tuple[str, ...]:
-    """As Kubernetes is told it; several nodes meet by torchrun, at the first of them."""
+    """The command for Kubernetes, with `$` doubled; several nodes meet by torchrun, at the first of them."""
     words = tuple(each.replace("$", "$$") for each in asked.command)
     if asked.nodes == 1:
         return words
@@ -315,7 +315,7 @@ def as_yaml(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def _lines(value: Any) -> list[str]:
-    """Of a mapping or a list that is not empty."""
+    """Lines of a mapping or a list that is not empty."""
     if isinstance(value, dict):
         items = cast("dict[str, Any]", value)
         return [line for key, each in items.items() for line in _entry(f"{_key(key)}:", each)]
@@ -340,7 +340,7 @@ def _key(key: str) -> str:
 
 
 def _scalar(value: Any) -> str:
-    """As JSON, which is YAML but for letters beyond 16 bits: these have an escape of their own there."""
+    """JSON, which is YAML except for letters beyond 16 bits: these have an escape of their own there."""
     return re.sub(
         r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})",
         lambda pair: f"\\U{_joined(int(pair[1], 16), int(pair[2], 16)):08x}",

@@ -1,4 +1,4 @@
-"""From a project and a command to an order: files by their hashes, the environment, what is fetched, and what nobody is to read."""
+"""Turns a project and a command into an order: files by their hashes, the environment, results to fetch, and secrets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BEGIN = ("python3", "-I", f"{OWN}/bootstrap.py")
 NODE = ("python", "-m", "groupwise.engine.learner.launch_node")
 """Starts the processes of one machine of several."""
 RESULTS = ("runs", "results", "generated", "outputs")
-"""What is fetched whatever a command says: where trainings, evaluations and `generate` write, and scripts of jobs."""
+"""Folders that are always fetched: where trainings, evaluations and `generate` write, and scripts of jobs."""
 MOST_RESULTS_MB = 10_000_000
 """Disks are full before: all that a job leaves comes back."""
 OURS = (RESULT, EARLIER, INCOMING, NODES)
@@ -36,7 +36,7 @@ GRACE_SECONDS = 60.0
 
 
 def files_here() -> BlobStore:
-    """The files on their way, by their hashes; those that nobody asked for since yesterday are removed."""
+    """The files on their way, by their hashes; those unused since yesterday are removed."""
     folder = cache_folder("launch")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(
@@ -49,24 +49,24 @@ def files_here() -> BlobStore:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """A job as somebody asks for it."""
+    """A job as requested by the user."""
 
     name: str
     project: Path
     command: tuple[str, ...]
     """A program of the environment with its arguments; the working folder is the project's copy."""
     gpus: int = 0
-    """Of each machine."""
+    """GPUs of each machine."""
     nodes: int = 1
     """Machines that it runs on at once."""
     processes: int = 1
-    """On each of several machines."""
+    """Processes on each of several machines."""
     hours: float = 24.0
-    """After which it is ended."""
+    """Time limit, after which the job is ended."""
     secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    """Environment variables whose values nobody else is to read."""
+    """Environment variables whose values are kept secret."""
     environment: Plan | None = None
-    """What is to be installed there; None: the place has an environment already."""
+    """The environment to install there; None: the place has one already."""
     results: tuple[str, ...] = ()
     """Paths of the working folder that are fetched too."""
     take: tuple[str, ...] = ()
@@ -76,9 +76,9 @@ class LaunchRequest:
     elsewhere: bool = True
     """The job has other disks than this machine."""
     root: str = f"~/{ROOT}"
-    """Of the place; environments are made below it."""
+    """Root folder of the place; environments are made below it."""
     asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What only this kind of place understands."""
+    """Options that only this kind of place understands."""
     python: str | None = None
     """See `groupwise.jobs.clouds.backend.Order`."""
     meets_at: str | None = None
@@ -91,7 +91,7 @@ class Packed:
 
     order: Order
     bundle: Bundle
-    """What travels of the project."""
+    """The part of the project that travels."""
 
 
 def pack(wanted: LaunchRequest, store: BlobStore) -> Packed:
@@ -163,7 +163,7 @@ def refuse_shown_secrets(command: Sequence[str], secrets: Mapping[str, str]) -> 
 
 
 def _refuse_lacking(project: Bundle, needs: Iterable[str], *, elsewhere: bool) -> None:
-    """What the command reads here it would miss there."""
+    """Raises UsageError for paths the command reads here that would be missing there."""
     root = project.root.resolve()
     for need in needs:
         place = (root / need).resolve()
@@ -188,7 +188,7 @@ def _whole_run(root: Path, place: Path) -> Path:
 
 
 def _inside(path: str) -> str:
-    """Of the working folder, since nothing else is fetched."""
+    """Check that a path is in the working folder, since nothing else is fetched."""
     place = PurePosixPath(path)
     if place.parts and place.parts[0] in OURS:
         raise UsageError(

@@ -65,7 +65,7 @@ class JobBackend:
         return f"{self.kind}:{word}" if word else self.kind
 
     def is_same(self, other: JobBackend) -> bool:
-        """Whether jobs of one name would be the same job here and there, however it is reached."""
+        """True if jobs of one name would be the same job here and there, however it is reached."""
         return self._identity == other._identity
 
     @property
@@ -81,7 +81,7 @@ class JobBackend:
 
     @property
     def root(self) -> str:
-        """Where the runner keeps its files there."""
+        """The runner's folder there."""
         shared = self.detail.get("shared")
         return f"{shared}/{ROOT}" if shared else ROOT
 
@@ -92,7 +92,7 @@ class JobBackend:
 
     @property
     def meets_at(self) -> str | None:
-        """Where the other machines reach the first one, if there are others."""
+        """The address of the first machine for the others, if there are others."""
         return (self.detail.get("meets_at") or self.detail["host"]) if self.others else None
 
     @property
@@ -101,12 +101,12 @@ class JobBackend:
         return self.detail.get("others", ())
 
     def document(self) -> dict[str, Any]:
-        """To be written down."""
+        """The place as plain data, to be stored."""
         return {"kind": self.kind, "detail": dict(self.detail)}
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> JobBackend:
-        """What `document` described. Raises UsageError for a kind of another release."""
+        """The place that `document` describes. Raises UsageError for a kind of another release."""
         if document["kind"] not in WAYS:
             raise UsageError(
                 f"{document['kind']} is no place that this release of groupwise knows: it knows {', '.join(WAYS)}."
@@ -160,7 +160,7 @@ def _aws(place: JobBackend) -> Backend:
 
 @cache
 def _ec2(region: str, profile: str | None) -> Ec2:
-    """For all questions of a command: reading the descriptions of AWS's services takes longer than asking."""
+    """Cached for the whole command: reading the descriptions of AWS's services takes longer than asking."""
     from groupwise.jobs.clouds.ec2 import BotoEc2
 
     return BotoEc2(region, profile)

@@ -28,12 +28,12 @@ TRIED = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What a command said of itself."""
+    """A command's description of itself."""
 
     results: tuple[str, ...]
-    """Where it writes, relative to the project or absolute."""
+    """Folders it writes to, relative to the project or absolute."""
     summary: str
-    """For people."""
+    """Summary for people."""
     needs: tuple[str, ...] = ()
     """Files and folders of this machine that it reads beside the task: weights, configs of data."""
 
@@ -87,7 +87,7 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
 
 
 def first_of(machines: int, processes: int) -> dict[str, str]:
-    """What torchrun will tell the first process of so many on each machine: a command whose config wants another number says so."""
+    """Variables torchrun will set for the first of so many processes on each machine, so that a config for another number is refused."""
     return {
         "RANK": "0",
         "WORLD_SIZE": str(machines * processes),
@@ -99,13 +99,13 @@ def first_of(machines: int, processes: int) -> dict[str, str]:
 
 
 def results_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Where an untried command writes, as far as its words say."""
+    """Folders an untried command writes to, as far as its words say."""
     folders = (word.removeprefix("run.dir=") for word in words if word.startswith("run.dir="))
     return (*folders, *_output_of(words))
 
 
 def _of_a_login() -> dict[str, str]:
-    """What a job has too: not the variables that happen to be set in this terminal."""
+    """The variables that a job has too, without those that happen to be set in this terminal."""
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 
@@ -137,7 +137,7 @@ def _told(verb: str, rest: Sequence[str], said: bytes, project: Path) -> Tried:
 
 
 def _document(said: bytes) -> dict[str, Any]:
-    """What the command wrote; a task may have written something before it."""
+    """Parse the command's JSON; a task may have printed something before it."""
     text = said.decode(errors="replace")
     beginnings = (found.start() for found in re.finditer(r"^\{", text, re.MULTILINE))
     for begins in beginnings:
@@ -162,7 +162,7 @@ def _needs(project: Path, words: Sequence[str], config: Mapping[str, Any]) -> tu
 
 
 def _values(words: Sequence[str]) -> Iterator[str]:
-    """Of `--option VALUE`, `--option=VALUE` and `key=value`; of a run at a step, and of a function in a file, the path."""
+    """Values of `--option VALUE`, `--option=VALUE` and `key=value`; the path alone for a run at a step or a function in a file."""
     for word in words:
         _, _, value = word.rpartition("=")
         path, _, _ = value.partition(":")
@@ -170,7 +170,7 @@ def _values(words: Sequence[str]) -> Iterator[str]:
 
 
 def _output_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Where that option says; a dataset of the hub is no path."""
+    """Paths given by the output option; a dataset of the hub is no path."""
     pairs = zip(words, [*words[1:], ""], strict=True)
     found = [
         each.removeprefix(f"{OUTPUT}=") if each != OUTPUT else following

@@ -1,4 +1,4 @@
-"""Places that are paid: what becomes of what a job ran on when it has ended, and sweeping up what nobody has ended.
+"""Paid places: ending or keeping a job's machine after the job, and sweeping up machines that were left running.
 
 A backend of such a place can list what it has rented and give it back (`Renting`). That is all that is asked of it here.
 """
@@ -29,20 +29,20 @@ from groupwise.jobs.launch import results
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What a sweep found."""
+    """The result of a sweep."""
 
     overdue: tuple[Rented, ...]
     """Ended now, or to be ended."""
     left: tuple[Rented, ...]
     """Their deadlines are to come."""
     failed: tuple[str, ...] = ()
-    """What could not be ended, and why."""
+    """Machines that could not be ended, and why."""
 
 
 async def after(
     backend: Backend, handle: Handle, status: Status, folder: Path, say: Callable[[str], None]
 ) -> None:
-    """What becomes of the machine of a job that was just fetched to `folder`: ended, or told, with what it costs.
+    """End the machine of a job just fetched to `folder`, or report that it stays, with what it costs.
 
     It ends after a success where that was asked for, after anything else unless it was asked to be kept, and never before all is here.
     """
@@ -71,18 +71,18 @@ def _ends(order: Order, status: Status) -> bool:
 
 
 async def of_job(backend: Renting, name: str) -> list[Rented]:
-    """What is there for this job."""
+    """Machines rented for this job."""
     return [each for each in await backend.rented() if each.job == name]
 
 
 async def cost_of(backend: Backend, handle: Handle) -> dict[str, Any]:
-    """What a result document says of it: dollars so far, and what they are of. Nothing where nobody knows."""
+    """Cost entries of a result document: dollars so far, and what they cover. Empty if unknown."""
     found = await backend.cost(handle) if isinstance(backend, Priced) else None
     return {} if found is None else {"cost": found.dollars, "cost_counts": found.counts}
 
 
 def stays(rented: Rented) -> str:
-    """That it does, where, for how long and for how much."""
+    """A sentence saying that it stays, where, until when and for how much."""
     price = "" if rented.price_per_hour is None else f", ${rented.price_per_hour:.2f} an hour"
     address = f" ({rented.address})" if rented.address else ""
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(rented.deadline))

@@ -14,7 +14,7 @@ from groupwise.runs.folder import RECORD, read_summary
 
 RESULT = "launch-result.json"
 FOLDER = "launches"
-"""In the project: a folder for each job."""
+"""Folder of the project with a folder for each job."""
 MARKER = ".groupwise-launches"
 """The file that says that it is this folder."""
 
@@ -65,7 +65,7 @@ def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict
 
 
 def is_all_of(folder: Path, handle: Handle) -> bool:
-    """Whether all that this attempt has made is there: it had ended, and no file was left out."""
+    """True if everything this attempt made is there: it had ended, and no file was left out."""
     try:
         found: dict[str, Any] = json.loads((folder / RESULT).read_bytes())
         same = (found["name"], found["attempt"]) == (handle.name, handle.attempt)
@@ -83,7 +83,7 @@ def write(folder: Path, document: dict[str, Any]) -> Path:
 
 
 def _is_record(path: str) -> bool:
-    """Of a run, not the copy in one of its checkpoints."""
+    """True for the record of a run, not the copy in one of its checkpoints."""
     return PurePosixPath(path).name == RECORD and "checkpoints" not in PurePosixPath(path).parts
 
 

@@ -25,11 +25,11 @@ from groupwise.jobs.clouds.backend import (
 PIECE = 1 << 20
 """Bytes of a log at a time."""
 LOOK_SECONDS = 20.0
-"""For which one look waits for news."""
+"""Seconds for which one look waits for news."""
 AGAIN_SECONDS = 5.0
 """Before a place that did not answer is asked again."""
 PATIENCE_SECONDS = 900.0
-"""Of silence, after which nobody waits any more."""
+"""Seconds of silence after which watching is given up."""
 
 Answer = TypeVar("Answer")
 

@@ -1,4 +1,4 @@
-"""Who sends a request: the holder of a key, looked up in the database anew each time.
+"""Identifies the sender of a request: the holder of a key, looked up in the database each time.
 
 So a key that is revoked is refused from the next request on, by every process that answers.
 """
@@ -33,7 +33,7 @@ def caller_of(session: Session, headers: Mapping[str, str], plain: str | None) -
 
 
 def any_key(session: Session) -> bool:
-    """Whether a key was ever made, be it revoked or over: from then on nobody is let in without one."""
+    """True if a key was ever made, even if revoked or expired: from then on every request needs one."""
     return session.scalar(select(ApiKey.key_id).limit(1)) is not None
 
 

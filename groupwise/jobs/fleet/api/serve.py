@@ -28,12 +28,12 @@ from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.hosts.files import BlobStore
 
 END_SECONDS = 10
-"""For connections to be closed."""
+"""Seconds for connections to be closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where to listen."""
+    """The address to listen on."""
 
     host: str = "127.0.0.1"
     port: int = 8010
@@ -44,7 +44,7 @@ class Address:
 
     @property
     def scheme(self) -> str:
-        """Of its address."""
+        """URL scheme of the address."""
         return "http" if self.certificate is None else "https"
 
 

@@ -1,4 +1,4 @@
-"""What the routes of the fleet's API are given: the database, the folders, and who asks.
+"""Shared parts of the routes of the fleet's API: the database, the folders, and the caller.
 
 A route is a verb of `groupwise.jobs.fleet.verbs` behind an address: it reads its body, runs the verb as one transaction with the caller as
 its actor, and answers with the document that the verb gives. So whatever a person may do at the command line means the same here, and a key
@@ -41,7 +41,7 @@ RETRY_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Of the control machine."""
+    """Folders of the control machine."""
 
     logs: Path
     artefacts: Path
@@ -49,12 +49,12 @@ class Folders:
 
     @property
     def all(self) -> tuple[Path, ...]:
-        """What grows, on whatever disk."""
+        """Folders that grow, on whatever disk."""
         return self.logs, self.artefacts, self.blobs.root
 
 
 class Serving(Shared):
-    """What all requests to one API share."""
+    """State shared by all requests to one API."""
 
     role_words: Mapping[Role, str] = {role: word for word, role in ROLES.items()}
 
@@ -85,14 +85,14 @@ class Serving(Shared):
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What a handler is given."""
+    """The context a handler receives."""
 
     serving: Serving
     caller: Caller
 
     @property
     def actor(self) -> Actor:
-        """As verbs know the caller."""
+        """The caller as verbs know it."""
         return Actor(f"key:{self.caller.key_id}", self.caller.projects)
 
     async def run(self, fn: Callable[[Session], T]) -> T:
@@ -105,7 +105,7 @@ class RequestContext:
 
 
 async def asked(request: Request) -> RequestContext:
-    """For handlers: who asks."""
+    """Dependency of handlers: the request's caller and the shared state."""
     caller = facts_of(request.scope).caller
     assert caller is not None, "the middleware let it through"
     return RequestContext(request.app.state.shared, caller)
@@ -115,7 +115,7 @@ AskedHere = Annotated[RequestContext, Depends(asked)]
 
 
 def document(value: Any, status: int = 200) -> Response:
-    """A document as a response, whatever somebody has written into a row."""
+    """A document as a response, even if a row holds values that JSON cannot express."""
     try:
         return JSONResponse(value, status)
     except ValueError:  # a number or a text that JSON has no words for

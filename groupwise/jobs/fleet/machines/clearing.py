@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 AT_ONCE = 8
 """Machines: whatever else a dispatcher does is more urgent."""
 MOST_FOLDERS = 500
-"""Of ended attempts on one machine: each is looked at whenever the machine is."""
+"""Most folders of ended attempts on one machine: each is looked at whenever the machine is."""
 LEAST = 3600.0
 """Seconds that a folder stays in any case after its attempt has ended."""
 BLOBS = 86_400.0
@@ -66,7 +66,7 @@ OVER = frozenset(
     }
 )
 SUCCEEDED = frozenset({Outcome.SUCCEEDED, Outcome.VOID})
-"""Nobody wonders why these ended as they did."""
+"""Outcomes that need no investigation, so their folders go sooner."""
 
 Name = tuple[str, int]
 """Job and epoch."""
@@ -200,7 +200,7 @@ def _known(session: Session, vm_id: str, names: Iterable[Name]) -> dict[Name, An
 
 
 def _is_free(row: Any) -> bool:
-    """It is over, its machine holds nothing of it, and so nobody drives it or fetches anything of it."""
+    """True if it is over and its machine holds nothing of it, so that it is neither driven nor fetched from."""
     over = row.state == AttemptState.ENDED and row.cleanup == Cleanup.CLEAN
     return over and row.released and row.ended_at is not None
 

@@ -1,4 +1,4 @@
-"""What an environment is made of: a lock, which names every release.
+"""Locks of environments: the files that name every release to install.
 
 Without a file the lock is read off this installation: groupwise with the extras that are wanted, all that these need, in the releases that
 are installed here. A build of torch is no release: `2.13.0+cpu` here is `2.13.0` in the lock, and which build of it a machine gets is
@@ -37,7 +37,7 @@ WHEEL = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-\d[^-]*)?-[^-]+-[^-]+
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """What pip is to install."""
+    """The lines that pip is to install."""
 
     lines: tuple[str, ...]
     hashed: bool = False
@@ -47,12 +47,12 @@ class Lock:
 
     @property
     def text(self) -> str:
-        """As pip reads it."""
+        """The lock as pip reads it."""
         return "".join(f"{line}\n" for line in self.lines)
 
 
 def normal(name: str) -> str:
-    """Of a distribution: in the form in which all spellings of it are one."""
+    """A distribution's name in the form in which all its spellings are equal."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -118,11 +118,11 @@ class _Needed:
     name: str
     extras: tuple[str, ...]
     line: str
-    """As a requirement, without the word about the extra that it belongs to."""
+    """The requirement, without the marker for the extra it belongs to."""
 
 
 def _needs(each: Distribution, extras: Collection[str]) -> Iterator[_Needed]:
-    """With these extras; the empty one means: without any."""
+    """Requirements of these extras; the empty one stands for those without an extra."""
     for text in each.requires or ():
         found = REQUIREMENT.fullmatch(text.strip())
         if found is None:
@@ -163,7 +163,7 @@ def _installed(name: str) -> Distribution:
 
 
 def _not_here(own: Distribution, extras: Sequence[str], without: Collection[str]) -> dict[str, str]:
-    """What groupwise itself names and is not here."""
+    """Requirements of groupwise itself that are not installed here."""
     found: dict[str, str] = {}
     for needed in _needs(own, {"", *map(normal, extras)}):
         if needed.name in without or needed.name == NAME:
@@ -192,7 +192,7 @@ def _pin(name: str, each: Distribution) -> str:
 
 
 def _origin(each: Distribution) -> Mapping[str, Any] | None:
-    """Where it came from, if that was no index."""
+    """The distribution's source, if it was not an index."""
     try:
         return json.loads(each.read_text("direct_url.json") or "null")
     except ValueError:
@@ -205,7 +205,7 @@ def _origin(each: Distribution) -> Mapping[str, Any] | None:
 
 
 def read_lock(path: Path, without: Collection[str] = ()) -> Lock:
-    """A lock that somebody made. Raises UsageError with the line that is none of one. `without`: what comes as a wheel."""
+    """Read a lock file. Raises UsageError with the invalid line. `without`: distributions that come as wheels."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -248,7 +248,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _checked(line: str, where: str, skipped: Collection[str]) -> str | None:
-    """As it is passed on; None for what comes as a wheel."""
+    """Check a line and return it as passed on; None for what comes as a wheel."""
     if line.startswith("-"):
         if _is_our_tree(line):
             return None

@@ -49,16 +49,16 @@ from groupwise.jobs.hosts.answers import (
 from groupwise.jobs.hosts.spec import JOB_ID
 
 MISSES = 3
-"""In a row make a machine unreachable."""
+"""Misses in a row that make a machine unreachable."""
 MISSES_APART = 5.0
 """Seconds between two misses that count, so that several pollers do not count the same silence."""
 LONGEST = 500
 """Characters of a problem."""
 ACTOR = "poller"
 HELD_UNTIL = "held_until"
-"""Among the facts of a machine: what its unknown attempts keep their jobs back for."""
+"""Key in a machine's facts: why jobs of its unknown attempts are held back."""
 NAME = re.compile(rf"({JOB_ID.pattern})\.(0|[1-9][0-9]{{0,18}})")
-"""Of an attempt, as its processes carry it; whoever can start one there can have it carry anything."""
+"""Name of an attempt, as its processes carry it. Any user who can start a process there can forge it."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def apply(
     *,
     look_seconds: float | None = None,
 ) -> bool:
-    """Write down what a machine looked like when it was asked at `asked_at`. False: a newer look stands there, or nobody wants it.
+    """Record how a machine looked when asked at `asked_at`. False: a newer look is stored, or the look is not wanted.
 
     `look_seconds`: when the next look follows, where whoever looks keeps to that.
     """
@@ -125,13 +125,13 @@ def missed(session: Session, vm_id: str, asked_at: float, problem: str) -> int:
 
 
 def _is_newer(asked_at: float, known: float, now: float) -> bool:
-    """Whether a look at `asked_at` is newer than what is known. What is dated in the future was written before the clock of the database
+    """True if a look at `asked_at` is newer than what is known. What is dated in the future was written before the clock of the database
     was set back."""
     return asked_at > known or known > now + records.AHEAD
 
 
 def key_shown(session: Session, vm_id: str, shown: keys.HostKey, *, pin: bool = False) -> None:
-    """A machine that nobody trusts yet showed this key, or a trusted one showed this instead of the pinned one.
+    """An untrusted machine showed this key, or a trusted one showed this instead of the pinned one.
 
     `pin`: the first key of a machine is believed. A key that has changed never is; nothing more is done with the machine until an operator
     has looked.
@@ -234,7 +234,7 @@ def _facts(seen: Observation) -> dict[str, Any]:
 def _quarantined(
     vm: VM, now: float, seen: Observation, strays: Iterable[MemberState]
 ) -> dict[str, Any]:
-    """What is there and nobody knows: its runner's own finds, and attempts that live and stand in no table, since they were first seen."""
+    """Unknown things found there: the runner's own finds, and living attempts that are in no table, each with when it was first seen."""
     before = {each["detail"]: each["since"] for each in untracked_processes.in_quarantine(vm)}
     found: list[dict[str, Any]] = [asdict(each) for each in seen.quarantined]
     for each in strays:
@@ -259,7 +259,7 @@ def _strays(session: Session, vm_id: str, seen: Observation) -> list[MemberState
 
 
 def _living(seen: Observation) -> list[MemberState]:
-    """Attempts of which something lives; also where somebody has removed the folder, and only processes tell of it."""
+    """Attempts of which something lives, even if the folder was removed and only processes reveal it."""
     bare: dict[str, MemberState] = {}
     for each in seen.quarantined:
         if each.what == "process" and (found := NAME.fullmatch(each.detail)):
@@ -286,7 +286,7 @@ def _unknown_jobs(vm: VM) -> set[str]:
 
 
 def _is_whole(seen: Observation) -> bool:
-    """Whether the probe's answer tells of every GPU that there is."""
+    """True if the probe's answer covers every GPU of the machine."""
     return seen.probe.status is ProbeStatus.OK and not seen.probe.lines_not_read
 
 
@@ -376,7 +376,7 @@ class _Held:
 
 
 def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Observation) -> bool:
-    """Whether a GPU may be given away that could not before."""
+    """Returns True if a GPU has become available that was not before."""
     own = select(GPU).where(GPU.vm_id == vm.vm_id).order_by(GPU.gpu_id)  # as who ends an attempt
     locked = session.scalars(own.with_for_update(key_share=True))
     rows = {gpu.uuid: gpu for gpu in locked}
@@ -418,7 +418,7 @@ def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Obs
 
 
 def _twins(session: Session, vm: VM, uuids: Sequence[str]) -> dict[int, str]:
-    """Of GPUs that another machine showed first and still has: gpu_id → that machine. A card is in one machine, whatever that is called."""
+    """GPUs that another machine showed first and still has: gpu_id → that machine. One card cannot be in two machines."""
     own, first = aliased(GPU), aliased(GPU)
     rows = session.execute(
         select(own.gpu_id, first.vm_id)
@@ -438,7 +438,7 @@ def _named_twice(gpus: Iterable[SeenGPU]) -> set[str]:
 
 
 def _copy(gpu: GPU, shown: SeenGPU, now: float) -> None:
-    """What a probe leaves out stays as it was, where it does not change; what changes all the time is not known now."""
+    """Keep constant properties that a probe leaves out; reset changing ones, which are then unknown."""
     gpu.index = shown.index
     gpu.model = shown.model or gpu.model
     gpu.memory_mb = shown.memory_mb if shown.memory_mb is not None else gpu.memory_mb
@@ -451,7 +451,7 @@ def _copy(gpu: GPU, shown: SeenGPU, now: float) -> None:
 def _judged(
     shown: SeenGPU, apps: list[SeenApp], own: frozenset[str], idle_memory_mb: int
 ) -> tuple[Observed, str | None]:
-    """Whether it may be given away as far as can be seen. `own`: attempts of ours that may be at work on it."""
+    """Judge from what was seen if it may be given away. `own`: our attempts that may be at work on it."""
     if shown.mig:
         return Observed.MIG, f"{len(shown.mig_devices)} MIG devices"
     if shown.problems:
@@ -493,7 +493,7 @@ def _held(session: Session, vm_id: str, asked_at: float) -> _Held:
 
 
 def _keep_history(session: Session, gpus: list[GPU], now: float) -> None:
-    """The first look of each minute. What is old goes elsewhere (`files/clearing.py`), with that of GPUs that nobody looks at any more."""
+    """Keep the first look of each minute. Old rows are cleared elsewhere (`files/clearing.py`), with those of GPUs no longer looked at."""
     minute = int(now // 60)
     lines = [
         {

@@ -39,12 +39,12 @@ class Packed:
 
     @property
     def file_name(self) -> str:
-        """As wheels are named."""
+        """The wheel's file name."""
         return f"{NAME}-{self.version}-py3-none-any.whl"
 
     @property
     def sha256(self) -> str:
-        """Of the whole file."""
+        """Hash of the whole file."""
         return hashlib.sha256(self.data).hexdigest()
 
 
@@ -65,14 +65,14 @@ def pack() -> Packed:
 
 
 def version() -> str:
-    """Of this very code, as it says itself."""
+    """Version of this very code, read from its source."""
     found = VERSION.search((PACKAGE / "__init__.py").read_text("utf-8"))
     assert found is not None, f"{PACKAGE}/__init__.py says no version"
     return found[1]
 
 
 def installation() -> Distribution:
-    """What the interpreter knows of its groupwise."""
+    """The interpreter's metadata of groupwise. Raises UsageError if it is not installed."""
     try:
         return distribution(NAME)
     except PackageNotFoundError:

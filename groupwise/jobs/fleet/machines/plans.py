@@ -32,20 +32,20 @@ from groupwise.jobs.hosts.files import BlobStore, hash_of
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec, problems
 
 DIGITS = 20
-"""Of the hash, in a name: enough to tell environments of one machine apart, and short, since scripts begin with their path."""
+"""Digits of the hash in a name: enough to tell environments of one machine apart, and short, since scripts begin with their path."""
 NEWER_PYTHONS = ("python3", "python3.13", "python3.12", "python3.11", "python3.14")
 """Tried after the one that runs here: the lock is of releases that run with that."""
 WAY = 1
 """How environments are made; another way is another number, and so another name."""
 USUAL_EXTRAS = ("train",)
-"""What the training kinds of jobs need."""
+"""Extras that the training kinds of jobs need."""
 TIME_SECONDS = 7200.0
 """A CUDA build of torch is three gigabytes, and the line may be slow."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be in an environment. Not slotted: its hashes are worked out once."""
+    """The planned contents of an environment. Not slotted: its hashes are worked out once."""
 
     packed: Packed
     """groupwise itself."""
@@ -53,7 +53,7 @@ class Plan:
     wheels: tuple[Path, ...] = ()
     """Installed as they are, without what they need."""
     wheelhouse: tuple[Path, ...] | None = None
-    """Then pip takes wheels from here and asks nobody."""
+    """If given, pip takes wheels from here and contacts no index."""
     pythons: tuple[str, ...] = ()
     """Interpreters to try on the machine, the first first; none given: the usual ones."""
     index_url: str | None = None
@@ -65,7 +65,7 @@ class Plan:
 
     @cached_property
     def name(self) -> str:
-        """Of the environment: the same for what is the same."""
+        """The environment's name: equal for equal contents."""
         asked = {
             "made": WAY,
             "groupwise": self.packed.sha256,
@@ -82,7 +82,7 @@ class Plan:
 
     @cached_property
     def hashes(self) -> dict[Path, str]:
-        """Of the files that are sent."""
+        """Hashes of the files that are sent."""
         return {path: hash_of(path) for path in (*self.wheels, *(self.wheelhouse or ()))}
 
     @property
@@ -93,11 +93,11 @@ class Plan:
 
     @property
     def job(self) -> str:
-        """What the machine's runner calls the building of it."""
+        """The name of the build job for the machine's runner."""
         return f"prepare-{self.name}"
 
     def order(self, folder: str) -> dict[str, Any]:
-        """As `builder.py` reads it."""
+        """The order as `builder.py` reads it."""
         return {
             "folder": folder,
             "name": self.name,
@@ -116,7 +116,7 @@ class Plan:
 
 
 def sent_files(plan: Plan, folder: str, store: BlobStore) -> dict[str, FileEntry]:
-    """What travels to a machine whose environments are in `folder`, kept in the store: the builder, and all that it reads."""
+    """Files sent to a machine whose environments are in `folder`, put into the store: the builder, and all that it reads."""
     found = with_builder(
         store,
         {
@@ -160,7 +160,7 @@ def least_python() -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PrepareOptions:
-    """What somebody typed."""
+    """Options as typed by the user."""
 
     extras: Sequence[str] = ()
     also: Sequence[str] = ()
@@ -258,7 +258,7 @@ def _refuse(found: Iterable[str]) -> None:
 
 
 def _names(wheels: Sequence[Path]) -> set[str]:
-    """Of the distributions that come as files."""
+    """Names of the distributions that come as files. Raises UsageError."""
     found: dict[str, Path] = {}
     for path in wheels:
         if not path.is_file():
@@ -288,7 +288,7 @@ def _wheelhouse(folder: Path) -> tuple[Path, ...]:
 
 
 def _values(references: Mapping[str, str]) -> dict[str, str]:
-    """Read here, where whoever types may read them; patterns are for those who submit from elsewhere."""
+    """Read the values here, because the user at this terminal may read them; patterns are only for remote submitters."""
     for reference in references.values():
         if re.search(r"[*?\[]", reference):
             raise UsageError(f"--secret …={reference}: a variable or a file is wanted, no pattern.")

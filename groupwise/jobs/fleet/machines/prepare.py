@@ -62,7 +62,7 @@ WAIT = 20.0
 AGAIN = 2.0
 """Seconds before a lost connection is made again."""
 CONNECTION_TIMEOUT = 600.0
-"""Seconds without any connection after which nobody waits any more."""
+"""Seconds without any connection after which following is given up."""
 KEPT_SECONDS = 600.0
 """How long the folder of a build stays at least, for others that follow it."""
 LAUNCHES = 5
@@ -82,12 +82,12 @@ class PrepareError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a machine has now."""
+    """The environment that a machine has now."""
 
     python: str
     """The interpreter, an absolute path there."""
     version: str
-    """Of Python."""
+    """Version of Python."""
     groupwise: str
     made: bool
     """False: it was there before."""
@@ -99,13 +99,13 @@ class Pruned:
 
     removed: list[str]
     used: list[str]
-    """By processes there."""
+    """Names of those that processes there use."""
     recent: list[str]
-    """Made or found a moment ago: somebody may be about to name them."""
+    """Made or found a moment ago: another caller may be about to name them."""
 
 
 def require_usable(machine: Machine) -> None:
-    """Raises UsageError where nothing can be done with it."""
+    """Raises UsageError if nothing can be done with it."""
     if machine.lost:
         raise UsageError(
             f"{machine.vm_id} was declared lost; it can be prepared once it has answered again."
@@ -206,7 +206,7 @@ def builds_of(machine: Machine, host: Host) -> Runner:
 
 
 def _now_of(hello: Hello) -> float:
-    """By the clock of the machine, if it says."""
+    """The machine's time by its own clock, or ours if it does not report one."""
     return time.time() if hello.time is None else hello.time
 
 
@@ -225,7 +225,7 @@ class _Build:
         self.runner = builds_of(machine, host)
 
     async def run(self) -> Prepared:
-        """From the first word to the interpreter."""
+        """Run the whole preparation, and return the interpreter."""
         hello = await self.runner.hello()
         while True:
             said = await self._said(hello)
@@ -278,7 +278,7 @@ class _Task:
     async def run(
         self, spec: JobSpec, files: Manifest, secrets: Mapping[str, str], hello: Hello
     ) -> dict[str, Any]:
-        """What it says of itself at its end."""
+        """Run or follow the build, and return the builder's result."""
         known = await self._known()
         state = _live(known)
         if state is not None:
@@ -300,7 +300,7 @@ class _Task:
     async def _begun(
         self, spec: JobSpec, files: Manifest, secrets: Mapping[str, str], epoch: int
     ) -> MemberState:
-        """Launched, or found launched by somebody who was quicker."""
+        """Launch it, or find it launched by another caller that was quicker."""
         for turn in range(LAUNCHES):
             sent = await self.runner.provide(self.store, files)
             if sent:

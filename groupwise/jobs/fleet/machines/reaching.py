@@ -23,7 +23,7 @@ LOCAL = "local"
 
 
 def host_of(machine: Machine, patience: Patience | None = None) -> Host:
-    """The machine, to be called; whoever made it closes it."""
+    """The connection to a machine; its caller closes it."""
     if machine.transport == LOCAL:
         kind = _kind(machine)
         return LocalHost(also=() if kind is None else kind.variables)
@@ -39,7 +39,7 @@ def runner_of(machine: Machine, host: Host) -> Runner:
 
 
 def door_of(machine: Machine, host: Host) -> Door | None:
-    """To what stands behind it; None: nothing, or what this fleet does not know."""
+    """The door to the machine's engine; None: it has none, or one that this fleet does not know."""
     kind = _kind(machine)
     if kind is None or machine.engine is None:
         return None
@@ -57,7 +57,7 @@ async def shown_key(machine: Machine) -> HostKey:
 
 
 def same_way(one: Machine, other: Machine) -> bool:
-    """Whether a connection made for the one serves for the other."""
+    """True if a connection made for the one serves for the other."""
     return _way(one) == _way(other)
 
 

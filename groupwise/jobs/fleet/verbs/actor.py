@@ -1,4 +1,4 @@
-"""Who asks something of the fleet: a person at the command line, or the holder of a key of its API.
+"""The actor that calls a verb: a person at the command line, or the holder of a key of its API.
 
 Every verb takes an `Actor`. Its name stands in the events of what it changed. Its projects are what it may see: a job of another project
 does not exist for it, so that no answer tells whether there is one. Machines belong to nobody's project, and to change them takes an
@@ -14,15 +14,15 @@ from groupwise.api.schemas.problems import Refusal
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who asks, and what it may see."""
+    """The caller's name, and the projects it may see."""
 
     name: str
-    """As events have it: `user:ada`, `key:k7f2`."""
+    """Name in events: `user:ada`, `key:k7f2`."""
     projects: frozenset[str] | None = None
     """None: all."""
 
     def may_see(self, project: str) -> bool:
-        """Whether jobs of the project exist for it."""
+        """True if the actor may know of jobs of the project."""
         return self.projects is None or project in self.projects
 
     def require_all_projects(self, what: str) -> None:

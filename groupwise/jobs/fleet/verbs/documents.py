@@ -35,7 +35,7 @@ LISTED_FIELDS = tuple(
     "job_id name job_type project status priority model retry_count generation failure_reason blocked_reasons assigned_vm "
     "gpu_index exit_code submitted_by not_before cancel_requested_at".split()
 )
-"""What a list of jobs tells of each."""
+"""Fields of each job in a list."""
 
 
 def iso(moment: datetime | None) -> str | None:
@@ -123,7 +123,7 @@ def checkpoint_document(checkpoint: Checkpoint) -> Document:
 
 
 def event_document(event: Event) -> Document:
-    """What happened."""
+    """An event as a document."""
     return {
         "event_id": event.event_id,
         "at": event.at,
@@ -139,7 +139,7 @@ def event_document(event: Event) -> Document:
 
 
 def machine_document(vm: VM) -> Document:
-    """What the row of a machine says; the state that follows from it is added by whoever knows the counts."""
+    """A machine's row as a document; its state is added by the caller, which knows the counts."""
     return {
         "vm_id": vm.vm_id,
         "ip_address": vm.ip_address,
@@ -234,7 +234,7 @@ def project_document(project: Project) -> Document:
 
 
 def key_document(key: ApiKey) -> Document:
-    """What is known of a key; nobody can use it by that."""
+    """A key as a document, without the text that would let it be used."""
     return {
         "key_id": key.key_id,
         "role": key.role,

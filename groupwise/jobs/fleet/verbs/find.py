@@ -1,4 +1,4 @@
-"""Rows by the names that people give, or a refusal that says which there are.
+"""Finds rows by the names that people give, or refuses with a list of those that exist.
 
 Whoever is about to change a row gets it locked, so that what was checked is still so when it is written.
 """
@@ -21,7 +21,7 @@ MOST_NAMES = 20
 NEAR = 200
 """The newest jobs, among which a misspelt one is looked for."""
 _INDEX = re.compile(r"[0-9]{1,9}")
-"""Of a GPU; longer ones stand in no column."""
+"""Index of a GPU; longer ones exist in no column."""
 
 
 def job(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> Job:
@@ -33,7 +33,7 @@ def job(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> J
 
 
 def no_job(session: Session, actor: Actor, job_id: str, *, near: bool = True) -> Refusal:
-    """That there is none of this id; `near`: and which ones are called nearly so, which takes a look at many."""
+    """The refusal for an unknown id; `near`: with similarly named jobs, which needs a look at many rows."""
     text = _no_job(session, actor, job_id) if near else f"there is no job {job_id!r}."
     return Refusal("unknown_job", text)
 
@@ -41,7 +41,7 @@ def no_job(session: Session, actor: Actor, job_id: str, *, near: bool = True) ->
 def jobs(
     session: Session, actor: Actor, ids: Iterable[str], *, lock: bool = False
 ) -> dict[str, Job]:
-    """As they stand there now; without those that there are not, or that the actor may not see."""
+    """The current rows; jobs that do not exist, or that the actor may not see, are left out."""
     query = select(Job).where(Job.job_id.in_(ids)).order_by(Job.job_id)
     if actor.projects is not None:
         query = query.where(Job.project.in_(actor.projects))
@@ -113,7 +113,7 @@ def _no_job(session: Session, actor: Actor, job_id: str) -> str:
 
 
 def which_there_are(name: str, names: Sequence[str], otherwise: str) -> str:
-    """Which there are, the nearest first of all."""
+    """Text listing the existing names, or only the nearest if one is similar."""
     if not names:
         return f"there are none yet; `groupwise fleet {otherwise}` makes one."
     near = difflib.get_close_matches(name, names, n=1)

@@ -36,22 +36,22 @@ from groupwise.jobs.fleet.verbs.documents import (
 
 MOST_LISTED = 1000
 MOST_EVENTS = 200
-"""Of one job, the newest."""
+"""The newest events shown for one job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is done to jobs."""
+    """A change to jobs, one by one and then together."""
 
     to_each: Callable[[Session, Actor, Job, int], None]
-    """Its row is locked; raises Refusal before it has changed anything. Told how many of its project were changed before it."""
+    """Its row is locked; raises Refusal before it has changed anything. Receives how many jobs of its project were changed before it."""
     at_last: Callable[[Session, Sequence[str]], None] = lambda session, ids: None
-    """With those that were changed, when all were."""
+    """Called with the ids of all changed jobs, after the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobFilter:
-    """Which jobs a list is of; what is left out does not matter."""
+    """Selects the jobs of a list; fields left out do not filter."""
 
     ids: tuple[str, ...] | None = None
     """These; those of them that there are not, or that the actor may not see, are left out."""
@@ -162,7 +162,7 @@ def _filtered(query: Select[Job], actor: Actor, wanted: JobFilter) -> Select[Job
 
 
 def _made_before(last: Job) -> ColumnElement[bool]:
-    """In the order of a list. The database compares what it has stored: SQLite's timestamps are texts of several forms."""
+    """Jobs listed after this one. Compared in the database, because SQLite stores timestamps as texts of several forms."""
     row = aliased(Job)
     created = select(row.created_at).where(row.job_id == last.job_id).scalar_subquery()
     return or_(Job.created_at < created, and_(Job.created_at == created, Job.job_id < last.job_id))
@@ -225,7 +225,7 @@ def why_waiting(session: Session, job: Job) -> list[str]:
 
 
 def progress(session: Session, actor: Actor, job_id: str) -> Document:
-    """What whoever follows a job has to know, and may ask often: its status, how it ended, and the epochs that may have logs."""
+    """Status of a job for clients that follow it and ask often: its status, how it ended, and the epochs that may have logs."""
     job = find.job(session, actor, job_id)
     epochs = session.scalars(
         select(Attempt.epoch).where(Attempt.job_id == job_id).order_by(Attempt.epoch)
@@ -263,7 +263,7 @@ def release(session: Session, actor: Actor, job_id: str) -> Document:
 def retry(
     session: Session, actor: Actor, job_id: str, *, allowed: AllowedSecrets = UNLESS_TOLD
 ) -> Document:
-    """Begin a failed or cancelled job anew, with its budgets of failures whole again. Raises `job_state` for any other, and where as many
+    """Start a failed or cancelled job again, with its failure budgets restored. Raises `job_state` for any other job, and if as many
     jobs of its project wait as may.
 
     It is read and expanded anew, and goes on from its last checkpoint where it has left one. It has failed again at once, with the
@@ -323,7 +323,7 @@ def _alone(session: Session, actor: Actor, job_id: str, change: Change) -> Docum
 
 
 def cancelling(reason: str | None = None) -> Change:
-    """What `cancel` does."""
+    """The change made by `cancel`."""
     return Change(partial(_cancel, detail=None if reason is None else {"reason": reason}))
 
 
@@ -366,7 +366,7 @@ def _hold(session: Session, actor: Actor, job: Job, _: int) -> None:
 
 
 holding = Change(_hold)
-"""What `hold` does."""
+"""The change made by `hold`."""
 
 
 def _release(session: Session, actor: Actor, job: Job, _: int) -> None:
@@ -380,11 +380,11 @@ def _release(session: Session, actor: Actor, job: Job, _: int) -> None:
 
 
 releasing = Change(_release)
-"""What `release` does."""
+"""The change made by `release`."""
 
 
 def retrying(allowed: AllowedSecrets = UNLESS_TOLD) -> Change:
-    """What `retry` does."""
+    """The change made by `retry`."""
     return Change(_retry, partial(_admit_again, allowed=allowed))
 
 
@@ -421,7 +421,7 @@ def _admit_again(session: Session, ids: Sequence[str], allowed: AllowedSecrets) 
 
 
 def _believe_checkpoints(session: Session, ids: Sequence[str]) -> None:
-    """Those that were damaged are tried once more: somebody may have put back what they lacked."""
+    """Try damaged checkpoints once more: an operator may have restored their missing files."""
     session.execute(
         update(Checkpoint)
         .where(Checkpoint.job_id.in_(ids), Checkpoint.damaged_at.is_not(None))

@@ -22,7 +22,7 @@ from groupwise.jobs.fleet.verbs.documents import Document, key_document
 from groupwise.jobs.fleet.verbs.machines import LOCAL
 
 ROLES: Mapping[str, Role] = {"read": Role.READ, "act": Role.ACT, "admin": Role.ADMIN}
-"""As a fleet calls them."""
+"""Role names as a fleet calls them."""
 
 
 def make(
@@ -34,7 +34,7 @@ def make(
     lasts: float | None = None,
     note: str | None = None,
 ) -> Document:
-    """A key that nobody has; its text stands under `key` in this document and nowhere else. `lasts`: seconds; None: until revoked."""
+    """Make a key; its text stands under `key` in this document and nowhere else. `lasts`: seconds; None: until revoked."""
     actor.require_all_projects("make a key")
     if role not in ROLES:
         raise Refusal("invalid_request", f"{role!r} is no role; there are {', '.join(ROLES)}.")
@@ -97,7 +97,7 @@ def _as_us(vm_id: str) -> str:
 
 
 def revoke(session: Session, actor: Actor, key_id: str) -> Document:
-    """From the next request on nobody is known by it. Raises `unknown_key`."""
+    """Revoke a key: it is refused from the next request on. Raises `unknown_key`."""
     actor.require_all_projects("revoke a key")
     key = session.get(ApiKey, key_id, with_for_update=True)
     if key is None:
@@ -110,7 +110,7 @@ def revoke(session: Session, actor: Actor, key_id: str) -> Document:
 
 
 def listing(session: Session, actor: Actor) -> list[Document]:
-    """What is known of all of them, the newest first; none can be used by it."""
+    """All keys, the newest first, without the texts that would let them be used."""
     actor.require_all_projects("list keys")
     rows = session.scalars(select(ApiKey).order_by(ApiKey.created_at.desc(), ApiKey.key_id))
     return [key_document(key) for key in rows]

@@ -53,20 +53,20 @@ from groupwise.jobs.fleet.verbs.documents import (
 VM_ID = re.compile(NAME)
 """A trigger refuses others in rows by hand."""
 MOST_EVENTS = 20
-"""Of one machine, the newest."""
+"""The newest events shown for one machine."""
 LOCAL = "local"
 """The transport of the machine that the control plane runs on."""
 WAY = ("ip_address", "port", "user", "ssh_key_path", "jump")
 """How one is reached. An address may change with the network, while something runs there."""
 FOLDER = "groupwise-fleet"
-"""Where a runner keeps everything, as the database has it by default."""
+"""A runner's folder for all its files; the same as the database's default."""
 PLACE = ("user", "workdir")
-"""What makes it another place for its runner, which may not change meanwhile; a trigger says so too."""
+"""Columns that locate a runner's files, so they must not change while something runs there; a trigger enforces this too."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewMachine:
-    """What is said of a machine when it is added; None: as the database's defaults have it."""
+    """The description of a machine to add; None: the database's default."""
 
     vm_id: str
     ip_address: str = "127.0.0.1"
@@ -78,21 +78,21 @@ class NewMachine:
     host_key: str | None = None
     """The pinned one, `type base64`."""
     seen_host_key: str | None = None
-    """One that it has shown and that nobody has trusted yet."""
+    """A host key that the machine has shown and that is not trusted yet."""
     workdir: str | None = None
     python: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     cpu_slots: int | None = None
     projects: Sequence[str] | None = None
-    """Whose jobs alone are placed there; None: any project's."""
+    """Only jobs of these projects are placed there; None: any project's."""
     deadman: float | None = None
     probe: Sequence[str] | None = None
     idle_memory_mb: int | None = None
     engine: Mapping[str, Any] | None = None
-    """What begins jobs in its place (`groupwise.api.schemas.fleet.EngineBody`); None: itself."""
+    """The engine that starts jobs for the machine (`groupwise.api.schemas.fleet.EngineBody`); None: the machine itself."""
 
     def problems(self) -> Iterable[str]:
-        """What is wrong with it, in words for whoever said it."""
+        """Describe what is wrong with it, for the caller."""
         said = {name: getattr(self, name) for name in NewMachine.__slots__}
         yield from text_problems(said, "")
         if self.jump is not None:
@@ -133,7 +133,7 @@ NOT_WITH_ENGINE = {
 
 
 def _problems_of_jump(jump: Mapping[str, Any]) -> Iterable[str]:
-    """Of a host to go through."""
+    """Problems with the description of a jump host."""
     texts = ("host", "user", "ssh_key_path", "host_key")
     if unknown := sorted(jump.keys() - {*texts, "port"}):
         yield f"jump has no {', '.join(unknown)}: host, port, user, ssh_key_path and host_key are what there is"
@@ -186,7 +186,7 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
 
 
 def _require_own_folder(session: Session, vm: VM) -> None:
-    """Two rows with one folder would take each other's jobs for their own, which nobody drives, and end them."""
+    """Refuse a folder that another machine uses: each would take the other's jobs for undriven ones and end them."""
     same = {name: getattr(vm, name) for name in ("transport", "workdir")}
     if vm.transport != LOCAL:
         same |= {name: getattr(vm, name) for name in ("ip_address", "port", "user")}
@@ -209,14 +209,14 @@ def _require_no_gpus(session: Session, vm_id: str) -> None:
 
 
 def _make_row(session: Session, vm_id: str) -> bool:
-    """Whether there was none. Of two who add one machine at the same moment, the second waits here for the first."""
+    """Returns True if the row is new. If two callers add one machine at once, the second waits here for the first."""
     insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     row = insert(VM).values(vm_id=vm_id, active=False).on_conflict_do_nothing()
     return session.execute(row.returning(VM.vm_id)).scalar() is not None
 
 
 def _left_there(session: Session, vm_id: str) -> bool:
-    """Something was given up there, of which nobody has seen that it is over."""
+    """True if an attempt was given up there and has not been seen to be over."""
     given_up = (
         select(Member.epoch)
         .join(Attempt, Attempt.epoch == Member.epoch)
@@ -263,7 +263,7 @@ def _describe(vm: VM, new: NewMachine) -> None:
 
 
 def _without_defaults(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """What is to stand in the row of an engine that has been found sound."""
+    """The engine's row document, once it has been found valid."""
     return EngineBody.model_validate(dict(engine)).model_dump(exclude_defaults=True)
 
 
@@ -284,7 +284,7 @@ def show(session: Session, actor: Actor, vm_id: str) -> Document:
 
 
 def _history(session: Session, actor: Actor, vm_id: str) -> list[Document]:
-    """What happened to the machine itself; what its jobs did stands with them."""
+    """Events of the machine itself; those of its jobs are listed with the jobs."""
     of_itself = select(Event).where(Event.vm_id == vm_id, Event.job_id.is_(None))
     newest = of_itself.order_by(Event.event_id.desc()).limit(MOST_EVENTS)
     found = reversed(session.scalars(newest).all())
@@ -338,7 +338,7 @@ def _places(vm: VM, held: int) -> Document:
 
 
 def _holder(actor: Actor, reservation: Reservation, attempt: Attempt, job: Job) -> Document:
-    """Who holds it; that somebody of another project does is all that others learn."""
+    """The reservation's holder; callers without access to its project learn only that there is one."""
     if not actor.may_see(job.project):
         return {"job_id": None, "epoch": None, "share_mb": reservation.share_mb, "cleanup": None}
     return {
@@ -354,7 +354,7 @@ def _takes_work(vm: VM) -> bool:
 
 
 def fingerprint(key: str | None) -> str | None:
-    """Of a host key, as ssh shows it."""
+    """The fingerprint of a host key, as ssh shows it."""
     if key is None:
         return None
     from groupwise.jobs.hosts import (
@@ -626,7 +626,7 @@ def change(
 
 
 def _changed_engine(vm: VM, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands there of its engine, with what is to be otherwise."""
+    """The machine's engine document with the changes applied."""
     if vm.engine is None:
         raise Refusal(
             "vm_state",
@@ -642,7 +642,7 @@ def _changed_engine(vm: VM, engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_sound(after: Mapping[str, Any], engine: Mapping[str, Any] | None) -> None:
-    """What is said, as it has to be of a new machine. `engine`: that stands there."""
+    """Check the changes by the rules for a new machine. `engine`: the engine in the row. Raises `invalid_request`."""
     wrong = [f"{name} is empty" for name, value in after.items() if value == ""]
     as_new: dict[str, Any] = {"vm_id": "vm", "user": "-", "engine": engine, **after}
     if after.get("deadman") == 0:
@@ -655,7 +655,7 @@ def _require_sound(after: Mapping[str, Any], engine: Mapping[str, Any] | None) -
 
 
 def _as_columns(vm: VM, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """What is to stand in the row."""
+    """Column values for the row."""
     found = dict(wanted)
     if "labels" in wanted:
         labels = {**(vm.labels or {}), **wanted["labels"]}

@@ -32,14 +32,14 @@ REMEMBERED = 4
 
 
 class _Named:
-    """What was worked out last, by what it depends on."""
+    """Cache of the most recently computed sets of names, by what they depend on."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, frozenset[str]] = OrderedDict()
         self._lock = Lock()
 
     def of(self, key: Hashable, work_out: Callable[[], frozenset[str]]) -> frozenset[str]:
-        """Where two ask for the same at once, both may work it out."""
+        """The cached set. Two concurrent callers may both compute it."""
         with self._lock:
             found = self._known.get(key)
         if found is None:
@@ -68,7 +68,7 @@ def job_that_left(session: Session, actor: Actor, job_id: str) -> Document:
 
 
 def artefacts(folder: Path, job: Document, epoch: int | None = None, rank: int = 0) -> Document:
-    """What an attempt left: path, sha256, mode and bytes of each file, and what was left out; without `epoch` the newest one.
+    """An attempt's artefacts: path, sha256, mode and bytes of each file, and what was left out; without `epoch` the newest one.
 
     `folder`: where the artefacts of all jobs lie. Raises `unknown_file`.
     """
@@ -85,7 +85,7 @@ def artefacts(folder: Path, job: Document, epoch: int | None = None, rank: int =
 
 
 def artefact(folder: Path, job: Document, path: str, epoch: int | None, rank: int = 0) -> Path:
-    """Where one of these files lies. Raises `unknown_file`."""
+    """The path of one of these files. Raises `unknown_file`."""
     wanted, record = _opened(folder, job, epoch, rank)
     with record:
         status = os.fstat(record.fileno())
@@ -105,7 +105,7 @@ def artefact(folder: Path, job: Document, path: str, epoch: int | None, rank: in
 
 
 def _opened(folder: Path, job: Document, epoch: int | None, rank: int) -> tuple[int, IO[str]]:
-    """Which attempt it is, and its record, which was written before the folder got its name. Raises `unknown_file`."""
+    """The attempt's epoch, and its opened record, which was written before the folder got its name. Raises `unknown_file`."""
     wanted = _newest(folder, job["job_id"]) if epoch is None else epoch
     if wanted is not None:
         with suppress(FileNotFoundError):
@@ -150,7 +150,7 @@ def checkpoint_file(session: Session, actor: Actor, job_id: str, sha256: str) ->
 
 
 def _which(session: Session, job_id: str) -> Hashable:
-    """What tells these rows from those of any other job, moment or database: without their manifests, which are long."""
+    """Cache key that differs for any other job, moment or database; it omits the manifests, which are long."""
     keys = (Checkpoint.generation, Checkpoint.epoch, Checkpoint.path, Checkpoint.mirrored_at)
     rows = session.execute(select(*keys).where(Checkpoint.job_id == job_id).order_by(*keys))
     return session.get_bind().engine.url, job_id, tuple(map(tuple, rows))

@@ -1,4 +1,4 @@
-"""What a job wants of machines and no machine of the fleet is or has: a name, a label, a model of GPU.
+"""Finds what a job requires and no machine of the fleet is or has: a name, a label, a model of GPU.
 
 Such a job is accepted, since the machine may be added tomorrow, and waits until then without a word; so whoever submits is told at once.
 The fleet is read once for all jobs of a submission, and only if one of them wants such a thing. What its machines have is gathered once as
@@ -24,7 +24,7 @@ MOST_COMPARED = 20
 Wish = tuple[str | None, tuple[tuple[str, str], ...], str | None, tuple[int | str, ...]]
 """Machine, labels, model of GPU, GPUs by name."""
 _Wrong = tuple[str, str, Sequence[str], str]
-"""What is wrong; and a name (if any), those that there are, and the verb that makes more."""
+"""The error; a name (if any), the existing names, and the verb that makes more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +35,22 @@ class _Machine:
     gpus: Sequence[tuple[int, str, str]]
     """Index, UUID, model."""
     engine: Elastic | None = None
-    """Which has GPUs of its own."""
+    """An engine, which has GPUs of its own."""
 
     @property
     def models(self) -> Iterator[str]:
-        """Of all GPUs that it has or that are given to its jobs."""
+        """Models of all GPUs that it has or that are given to its jobs."""
         yield from (model for _, _, model in self.gpus if model)
         if self.engine is not None and self.engine.said.gpu_model is not None:
             yield self.engine.said.gpu_model
 
 
 class _There:
-    """What some machines have, to be looked up often."""
+    """Index of what some machines have, for frequent look-ups."""
 
     def __init__(self, machines: Sequence[_Machine]) -> None:
         self.having: dict[tuple[str, str], set[int]] = {}
-        """Which of them, counted from 0, have each label."""
+        """Machines with each label, counted from 0."""
         for number, each in enumerate(machines):
             for label in each.labels.items():
                 self.having.setdefault(label, set()).add(number)
@@ -69,7 +69,7 @@ class _Fleet:
 
 
 def nowhere(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
-    """For each of the jobs what of it is not to be had in the fleet as it is."""
+    """Requirements of each job that the fleet as it is cannot meet."""
     wishes = [_wish(resources) for resources in jobs]
     told: dict[Wish, list[str]] = {_NONE: []}
     if any(wish != _NONE for wish in wishes):

@@ -1,4 +1,4 @@
-"""How a fleet is doing, in one document: jobs by status, machines and GPUs, the control plane, and what somebody should look at.
+"""The state of a fleet in one document: jobs by status, machines and GPUs, the control plane, and alarms.
 
 An alarm is something that the fleet cannot mend by itself, or that nobody would notice otherwise: each says what is wrong and what to do.
 """
@@ -41,12 +41,12 @@ FORGOTTEN_SECONDS = 24 * 3600.0
 LARGE_LOG = 10_000_000_000
 """Bytes. A log is kept whole, on the machine and here, so that one that grows for ever fills both disks."""
 DAMAGE_SECONDS = 24 * 3600.0
-"""For so long it is told that a checkpoint was found damaged."""
+"""Seconds for which a damaged checkpoint is reported."""
 UNTOLD_SECONDS = 300.0
-"""For so long NATS may not have been told that a job has ended."""
+"""Seconds that the announcement of a job's end to NATS may be late before there is an alarm."""
 
 LEAST_FREE = 1_000_000_000
-"""Bytes on a disk of the control machine below which it is as good as full: whoever is told then has some time left."""
+"""Bytes on a disk of the control machine below which it counts as full: early enough for the operator to act."""
 
 
 def overview(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Document:
@@ -93,7 +93,7 @@ def missing_roles(session: Session) -> list[str]:
 
 
 def why_nothing_begins(session: Session) -> str | None:
-    """Nobody begins jobs, or not yet; None: somebody does, as far as they have said."""
+    """Why no dispatcher starts jobs, or not yet; None: one does, as far as they have reported."""
     alive = [row for row in processes(session) if row["role"] == "dispatcher" and row["alive"]]
     if not alive:
         return NO_DISPATCHER
@@ -106,7 +106,7 @@ def why_nothing_begins(session: Session) -> str | None:
 
 
 def alarms(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Iterator[Document]:
-    """What somebody should look at, the worst first. A full disk may be why nobody plays a role."""
+    """Alarms, the worst first. A full disk may be why a role is not played."""
     if actor.projects is None:
         yield from _disks([*_of_database(session), *folders])
     yield from _roles(session)
@@ -131,7 +131,7 @@ def _jobs(session: Session, actor: Actor) -> dict[str, int]:
 
 
 def _longest_wait(session: Session, actor: Actor, now: float) -> float | None:
-    """Of the jobs that could begin if there were room; None: none waits."""
+    """Longest wait in seconds among the jobs that could start if there were room; None: none waits."""
     query = select(func.min(Job.waiting_since)).where(
         Job.status.in_((JobStatus.QUEUED, JobStatus.PENDING))
     )
@@ -215,7 +215,7 @@ def _of_database(session: Session) -> list[Path]:
 
 
 def _disks(folders: Iterable[Path]) -> Iterator[Document]:
-    """Asked of the disks themselves, since on a full one nobody could write into the database that it is."""
+    """Alarms of full disks. The disks are measured directly: on a full one this could not be written into the database."""
     looked_at = set[int]()
     for folder in folders:
         there = next((each for each in (folder, *folder.parents) if each.exists()), folder.parent)
@@ -313,7 +313,7 @@ def _gpus(session: Session) -> Iterator[Document]:
 
 
 def _accused(session: Session) -> Iterator[Document]:
-    """What a job's log said of late, and nobody else yet."""
+    """GPUs accused by a job's log lately, and by nothing else yet."""
     now = seconds(session)
     rows = session.scalars(
         select(GPU)
@@ -396,7 +396,7 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
 
 
 def _not_mirrored(session: Session, actor: Actor) -> Iterator[Document]:
-    """Attempts from whose last steps nobody could go on elsewhere."""
+    """Attempts whose last steps exist on their machine only, so that they could not resume elsewhere."""
     why = Member.handle["not_mirrored"].as_string()
     query = (
         select(Attempt.job_id, Attempt.epoch, Member.vm_id, why)

@@ -38,7 +38,7 @@ def submit_all(
     key: str | None = None,
     allowed: AllowedSecrets = UNLESS_TOLD,
 ) -> list[Document]:
-    """A job for each request, in one transaction. `key`: submitted again with it, they are the same jobs.
+    """Make a job for each request, in one transaction. `key`: submitted again with it, they are the same jobs.
 
     Raises `idempotency_key_reused` where the key came with anything else before, be it with a job more or one fewer, and `invalid_request`
     where one could never run; of several, its `errors` begin with the field `jobs.N`, counted from 0. A row that somebody writes by hand
@@ -76,7 +76,7 @@ def plan(
     project: str | None = None,
     allowed: AllowedSecrets = UNLESS_TOLD,
 ) -> Document:
-    """What the job would be, and where it could begin now or why it would wait; nothing is kept of it. Raises as `submit_all`."""
+    """Describe the job, and where it could begin now or why it would wait; nothing is stored. Raises as `submit_all`."""
     name = project_for(actor, project)
     unsent = _unsent(session, actor, [request])
     trial = session.begin_nested()
@@ -151,7 +151,7 @@ def _noted(
 
 
 def _of_several(error: UsageError | Refusal, place: int, number: int) -> Refusal:
-    """Which of them it was, if it was one: a key is that of all."""
+    """Name the job that was refused, unless the key was reused, which concerns all of them."""
     code = error.code if isinstance(error, Refusal) else "invalid_request"
     if isinstance(error, Refusal) and code == "idempotency_key_reused":
         return error
@@ -172,7 +172,7 @@ def _refuse_wrong(request: JobRequest, job: Job, unsent: frozenset[str]) -> None
 
 
 def _notes(request: JobRequest, job: Job) -> list[str]:
-    """What was settled though nobody had said it."""
+    """Notes on values that admission chose because the request gave none."""
     asked, settled = request.resources, job.resources
     if asked.gpus is not None or asked.settled(0) == asked.settled(1) or settled is None:
         return []

@@ -22,12 +22,12 @@ Document = dict[str, Any]
 UNTOLD = "why is told to keys that are bound to no project"
 OTHERS = "jobs of other projects"
 FACTS = ("load", "cpus", "ram_mb", "ram_free_mb", "disk_free_mb", "machine_time", "missed_at")
-"""Of a machine; what stands there beside them names attempts."""
+"""Facts of a machine that all actors may see; the others name attempts."""
 OF_OPERATORS = ("options", "address")
-"""Of what is said of an engine."""
+"""Settings of an engine that only operators see."""
 TOLD_OF_GPU = ("quarantined", "accused", "detail")
 REASONS = ("blocked_reasons", "waiting", "waits")
-"""Where the document of a job says why it waits."""
+"""Fields of a job's document that say why it waits."""
 
 _OF_MACHINE = re.compile(
     r"(: (?:unreachable|cordoned|its GPUs cannot be read|its engine)): .*", re.DOTALL
@@ -63,7 +63,7 @@ def gpu(actor: Actor, document: Document) -> Document:
 
 
 def event(actor: Actor, document: Document) -> Document:
-    """What happened to a machine: that it did, and when."""
+    """An event of a machine; actors bound to projects see only that it happened, and when."""
     if actor.projects is None:
         return document
     untold = dict.fromkeys(("epoch", "before", "after", "detail"))
