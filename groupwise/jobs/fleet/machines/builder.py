@@ -36,7 +36,7 @@ MARKER = "environment.json"
 NAME = re.compile(r"[0-9a-f]{20}")
 TEMPORARY = ".tmp"
 KEPT_LINES = 60
-"""Of what pip says, to see from what went wrong."""
+"""Lines of pip's output that are kept, to find the cause of a failure."""
 SPARED = 3600.0
 """Seconds in which what was made or found is not removed; whoever asked has written it down long before, or asks again."""
 LITTLE_MB = 4
@@ -83,7 +83,7 @@ COMPLAINTS = (
         "the lock contradicts itself: see pip's words above.",
     ),
 )
-"""What pip says, and what to do about it; the first that fits."""
+"""Patterns in pip's output, and what to do about each; the first match counts."""
 
 
 class Problem(Exception):
@@ -103,7 +103,7 @@ class Order:
         """By the clock of the machine, from before it was asked which those are."""
         self.name: str = said.get("name", "")
         self.pythons: list[str] = said.get("pythons", [])
-        """Programs and paths, the one to be tried first first."""
+        """Programs and paths, in the order in which they are tried."""
         self.least: list[int] = said.get("least", [])
         """The oldest Python that does."""
         self.groupwise: str = said.get("groupwise", "")
@@ -114,11 +114,11 @@ class Order:
         """Lines of the lock, `lock.txt`."""
         self.hashed: bool = said.get("hashed", False)
         self.offline: bool = said.get("offline", False)
-        """From the folder `wheelhouse` alone."""
+        """Install from the folder `wheelhouse` alone."""
         self.index_url: str | None = said.get("index_url")
         self.extra_index_urls: list[str] = said.get("extra_index_urls", [])
         self.secrets: list[str] = said.get("secrets", [])
-        """Names of variables whose values nobody is to read."""
+        """Names of variables whose values are hidden in the output."""
 
 
 def main() -> int:
@@ -141,7 +141,7 @@ def main() -> int:
 
 
 def finish(result: dict[str, Any]) -> None:
-    """Say how it went, to whoever asked."""
+    """Write the result for the caller."""
     with open("result.json", "w", encoding="utf-8") as file:
         json.dump(result, file)
 
@@ -205,7 +205,7 @@ def take_lock(folder: str, name: str, wait: bool) -> int | None:
 
 
 def whole(place: str) -> dict[str, Any] | None:
-    """What its marker says, if there is one, and groupwise can be imported there as it says."""
+    """The marker's content, if there is one and groupwise can be imported there as it says."""
     try:
         with open(os.path.join(place, MARKER), encoding="utf-8") as file:
             said = dict(json.load(file))
@@ -234,12 +234,12 @@ def clear(place: str) -> None:
 
 
 def temporary_of(place: str) -> str:
-    """For what pip unpacks: /tmp is often too small for it."""
+    """Folder for what pip unpacks: /tmp is often too small for it."""
     return place + TEMPORARY
 
 
 def make(order: Order, place: str, lock: int) -> dict[str, Any]:
-    """From nothing to the marker."""
+    """Build the environment from nothing, up to the marker."""
     began = time.monotonic()
     program, version = interpreter(order)
     say(f"1/4 an environment with Python {version} ({program}) in {place}")
@@ -363,7 +363,7 @@ class Pip:
             self.environment["PIP_EXTRA_INDEX_URL"] = " ".join(order.extra_index_urls)
 
     def install(self, *arguments: str) -> None:
-        """From the wheelhouse alone, where there is one; settings of the machine's pip do not count then."""
+        """Install from the wheelhouse alone if there is one; the settings of the machine's pip are then ignored."""
         own: list[str] = []
         if self.order.offline:
             self.environment["PIP_CONFIG_FILE"] = os.devnull
@@ -415,7 +415,7 @@ class Pip:
         return process.wait(), list(kept)
 
     def told(self, line: str) -> str:
-        """Without what nobody is to read."""
+        """The line with passwords and secret values hidden."""
         for value in self.hidden:
             line = line.replace(value, "****")
         return PASSWORD.sub(r"\1****@", line)
@@ -437,7 +437,7 @@ def advice(text: str, order: Order) -> str | None:
 
 
 def free_mb(folder: str) -> int:
-    """Of the disk that it lies on."""
+    """Free megabytes (MiB) of the disk that holds the folder."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize >> 20
 
@@ -511,7 +511,7 @@ def contents(pid: int) -> Iterator[bytes]:
 
 
 def name_of(pid: int) -> str:
-    """Of its program."""
+    """Name of the process's program."""
     try:
         with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
             return file.read().strip()
