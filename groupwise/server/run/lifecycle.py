@@ -118,22 +118,22 @@ class StartStop:
     async def _order(self, request: StartRequest) -> tuple[OpenRun, StartRequest, RunRow | None]:
         """The order for the engine; a resumed run gets its own settings, overlaid with those of the request."""
         if request.resume_from is None:
-            order = await self._asked(request)
+            order = await self._checked_order(request)
             return self._named(order), request, None
         rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
         if (old := rows.get(request.resume_from)) is not None:
             _refuse_another_name(request, old.run)
             merged = _merged(old.settings, request)
-            order = await self._asked(merged)
+            order = await self._checked_order(merged)
             config = _with_run(order.config, name=old.run)
             return OpenRun(config, merged.max_prompt_length, run=old.run), merged, old
         beginning = self._checkpoints.beginning(request.resume_from, rows)
         merged = _merged(beginning.settings, request)
         _refuse_other_weights(request.resume_from, beginning.settings, merged)
-        order = self._named(await self._asked(merged))
+        order = self._named(await self._checked_order(merged))
         return replace(order, start_from=str(beginning.folder)), merged, None
 
-    async def _asked(self, request: StartRequest) -> OpenRun:
+    async def _checked_order(self, request: StartRequest) -> OpenRun:
         """Convert the request to an order. Runs in a thread, because checking a whole config takes a while."""
         return await asyncio.to_thread(order_of, request, self._allowed, self._config.folder)
 
