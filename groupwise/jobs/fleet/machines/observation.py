@@ -56,7 +56,7 @@ LONGEST = 500
 """Characters of a problem."""
 ACTOR = "poller"
 HELD_UNTIL = "held_until"
-"""Key in a machine's facts: the time by the database until which `hold_back` delays jobs of its unknown attempts; `let_go` gets it later."""
+"""Key in a machine's facts: database time until which `hold_back` delays jobs of its unknown attempts; `let_go` gets it."""
 NAME = re.compile(rf"({JOB_ID.pattern})\.(0|[1-9][0-9]{{0,18}})")
 """Name of an attempt, as its processes carry it. Any user who can start a process there can forge it."""
 
