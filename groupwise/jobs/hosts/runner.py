@@ -139,10 +139,10 @@ if TYPE_CHECKING:
     from typing import Any, BinaryIO, NoReturn, Protocol
 
     class Readable(Protocol):
-        """What blobs are read from."""
+        """Anything that a blob can be read from."""
 
         def read(self, most: int, /) -> bytes:
-            """At most that many bytes; none at the end."""
+            """Read at most that many bytes; none at the end."""
             ...
 
     Answered = tuple[dict[str, Any], bytes]
@@ -160,10 +160,10 @@ ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 GPU_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]{0,127}")
 MOST_GPUS = 256
-"""Of one attempt, that are told."""
+"""Most GPUs that the state of one attempt may list."""
 ATTEMPT_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,79})\.(0|[1-9][0-9]{0,18})")
 MOST_EPOCH = (1 << 62) - 1
-"""Of the attempts that a name can mean; it has digits for more."""
+"""Highest epoch that is accepted, although `ATTEMPT_NAME` has digits for more."""
 RUNNER_FILE = re.compile(r"[0-9a-f]{64}\.py")
 UNIT = re.compile(r"groupwise-(.+\.[0-9]+)-[0-9a-f]{8}")
 RESERVED_NAMES = frozenset(
@@ -190,41 +190,41 @@ RESERVED_PREFIXES = (
     "GROUPWISE_ATTEMPT",
     "GROUPWISE_RUNNER",
 )
-"""As in `spec.py`, which a test compares: the runner trusts nobody."""
+"""The same names as in `spec.py`, which a test compares: the runner trusts no caller."""
 
 LAUNCH_PATIENCE = 20.0
-"""Seconds that `launch` waits for its supervisor's first word."""
+"""Time in seconds that `launch` waits for its supervisor's first word."""
 PROBE_TIMEOUT = 10.0
-"""Seconds."""
+"""Default time in seconds for one round of the GPU probe."""
 PROBES = 4
 GHOST_LOOKS = 3
 SCOPE_PATIENCE = 5.0
 LOCK_PATIENCE = 10.0
-"""Seconds for locks that are held only while a request is answered."""
+"""Time in seconds to wait for locks that are held only while a request is answered."""
 GPU_LOCK_PATIENCE = 1.0
-"""A release check touches a GPU's lock for an instant."""
+"""Time in seconds to wait for a GPU's lock, which a release check touches for an instant."""
 HEARTBEAT = 5.0
 TICK = 1.0
-"""Seconds between looks of the supervisor, where nothing wakes it."""
+"""Time in seconds between looks of the supervisor, if nothing wakes it."""
 LEAVING = 0.3
-"""Seconds for what goes by itself when the command has ended, before the rest is told to."""
+"""Time in seconds for processes to leave by themselves after the command has ended, before the rest get TERM."""
 EVICT = "evict"
-"""A file that says how many seconds there are."""
+"""Name of the file that says how many seconds are left."""
 EVICT_GRACE = 25.0
-"""Seconds from an engine's TERM to our KILL; Slurm kills after 30 (KillWait), and whatever it kills leaves no record."""
+"""Time in seconds from an engine's TERM to our KILL; Slurm kills after 30 (KillWait), and whatever it kills leaves no record."""
 RUN_PATIENCE = 60.0
 LARGEST_SAID = 4 << 20
-"""Bytes of what a program says that is run."""
+"""Most bytes of output kept from a program started by `run`."""
 TOKEN = "queued.json"
 ENGINE_LOG = "engine.log"
 ENGINE_PREFIXES = ("SLURM_", "SLURMD_", "RAY_")
-"""What an engine tells the command, of its machines and ranks."""
+"""Prefixes of the variables that an engine sets about its machines and ranks; the command receives them."""
 LEFTOVER_GRACE = 5.0
-"""Seconds between TERM and KILL for what outlived the command."""
+"""Time in seconds between TERM and KILL for processes that outlived the command."""
 KILL_PATIENCE = 10.0
-"""Seconds for killed processes to go; one in uninterruptible sleep does not."""
+"""Time in seconds for killed processes to go; one in uninterruptible sleep does not."""
 DEADMAN_GRACE = 30.0
-"""The controller adds a minute to the deadman before it runs the job elsewhere; TERM and KILL fit into it."""
+"""Time in seconds: the controller adds a minute to the deadman before it runs the job elsewhere; TERM and KILL fit into it."""
 KILL_VERB_PATIENCE = 2.0
 TAIL = 4000
 """Bytes of the log in the exit record."""
@@ -236,37 +236,37 @@ CELL = 64
 """Bytes of a file that is overwritten in place, which needs no room on a full disk."""
 LARGEST_READ = 64 << 20
 LOG_PIECE = 1 << 20
-"""Bytes of what a command says that are read at once."""
+"""Bytes of the command's output that are read at once."""
 LOG_PATIENCE = 60.0
-"""Seconds in which a log that cannot be written may become so again; its command waits when it says more."""
+"""Time in seconds for a log that cannot be written to become writable again; its command blocks when it writes more."""
 LAST_WORDS = 1.0
-"""Seconds for what still comes when a command has ended, of those that it leaves behind."""
+"""Time in seconds for output that still arrives after the command has ended, from processes it left behind."""
 ROOM_PATIENCE = 5.0
-"""Seconds in which room may be made for the last of a log; its very end stands in the exit record as well."""
+"""Time in seconds for room to be made for the last of a log; its very end stands in the exit record as well."""
 CLONE = 0x40049409
 """FICLONE of the kernel: a file of its own that shares its blocks with another until one of them is changed."""
 MOST_GATHERED = 1000
-"""Files in one answer: some tenths of a second."""
+"""Most files in one `gather`: some tenths of a second."""
 LARGEST_GATHERED = 4 << 20
-"""Bytes of them together."""
+"""Most bytes in one `gather`, all files together."""
 BLOB_TIME = 1_000_000_000
 """Modification time of a blob, in seconds: one that was written to since has another."""
 SIGN_EVERY = 10.0
-"""Seconds."""
+"""Time in seconds between signs of life."""
 KEPT_EVERY = 20.0
-"""Seconds between two times that hashes are written down while files are read: who asked may not wait for the end of it."""
+"""Time in seconds between saves of the hashes while files are read: the caller may not wait for the end of it."""
 SETTLED = 2.0
-"""Seconds after which another change of a file shows in its times."""
+"""Time in seconds after which another change of a file shows in its times."""
 MOST_ENTRIES = 200_000
 """Files and folders looked at below a working folder, unless its job may leave more."""
 MOST_ARTEFACTS = 1_000_000
 """Files of a job, and as many folders; no limit of a job goes beyond."""
 LARGEST_LISTING = 192 << 20
-"""Bytes of the files in an answer: of MOST_ARTEFACTS, with paths of 100 letters. Whoever asks reads LARGEST_MANIFEST, which is more."""
+"""Bytes of the files in an answer: MOST_ARTEFACTS with paths of 100 letters. The client reads more (LARGEST_MANIFEST in `driver.py`)."""
 MOST_REFUSED = 1000
-"""Of what is refused, that is told one by one."""
+"""Most refused files that an answer lists one by one, of each kind."""
 REFUSED_TOGETHER = 4 << 20
-"""Bytes of these."""
+"""Most bytes that those refused files take up in an answer."""
 LARGEST_TEXT = 16 << 20
 LARGEST_RECORD = 4 << 20
 """Bytes of a file of ours in an attempt's folder: its job runs as the same user, and may write anything there."""
@@ -283,9 +283,9 @@ MANIFESTS_TOGETHER = 32 << 20
 REMEMBERED_ABOVE = 64 << 10
 """Bytes; smaller files that are no checkpoint's manifest are read again sooner than remembered."""
 STAYS = ".stays"
-"""Before the name of a folder that was to be removed and could not be, or not all of it."""
+"""Prefix of a folder that could not be removed, or not all of it."""
 MOST_UNREMOVED = 20
-"""Of these, in an answer."""
+"""Most of those folders that an answer lists."""
 LONGEST_WORD = 4096
 LONGEST_MARK = 200
 
@@ -312,7 +312,7 @@ class Refused(Exception):
 
 
 def boot_clock() -> float:
-    """Seconds since the machine started, those asleep included; nobody can set it."""
+    """Seconds since the machine started, including time asleep; no process can set this clock."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -322,7 +322,7 @@ def boot_id() -> str:
 
 
 def is_full(error: OSError) -> bool:
-    """No room, or none for this user."""
+    """True if the disk or this user's quota is full, or the file would exceed the largest size allowed."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -330,7 +330,7 @@ def is_full(error: OSError) -> bool:
 
 
 def open_plain(path: str, how: int = os.O_RDONLY) -> int:
-    """A plain file, and nothing else: whoever opens a pipe waits for its other end, and a job may put one where a file of ours was."""
+    """Open a plain file and nothing else, OSError otherwise: opening a pipe blocks, and a job may put one in place of a file of ours."""
     fd = os.open(path, how | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
@@ -339,7 +339,7 @@ def open_plain(path: str, how: int = os.O_RDONLY) -> int:
 
 
 def read_plain(path: str, most: int) -> bytes:
-    """A plain file, up to that many bytes."""
+    """Read a plain file, up to that many bytes."""
     fd, found = open_plain(path), bytearray()
     try:
         while len(found) < most:
@@ -353,7 +353,7 @@ def read_plain(path: str, most: int) -> bytes:
 
 
 def read_text(path: str, most: int = LARGEST_TEXT) -> str:
-    """Empty if it cannot be read."""
+    """The file's text; empty if it cannot be read."""
     try:
         return read_plain(path, most).decode("utf-8", "replace")
     except OSError:
@@ -361,7 +361,7 @@ def read_text(path: str, most: int = LARGEST_TEXT) -> str:
 
 
 def read_json(path: str, most: int = LARGEST_RECORD) -> dict[str, Any] | None:
-    """None if there is none, or what there is was damaged, or is longer than anything that was written there."""
+    """A JSON object from a file; None if the file is missing, damaged or longer than `most`."""
     try:
         data = read_plain(path, most + 1)
         return as_object(parsed(data)) if len(data) <= most else None
@@ -370,14 +370,13 @@ def read_json(path: str, most: int = LARGEST_RECORD) -> dict[str, Any] | None:
 
 
 NO_JSON = (ValueError, RecursionError, MemoryError)
-"""What `parsed` raises for text that somebody wrote to do harm."""
+"""Errors that `parsed` raises for hostile text."""
 
 
 def parsed(data: bytes) -> Any:
-    """JSON that a job may have written. A million of lists in it would have Python look for garbage over and over.
+    """Parse JSON that a job may have written. The garbage collector is off meanwhile: a million lists would trigger it over and over.
 
-    UTF-8 and nothing else: what looks like another encoding would have Python import that.
-    """
+    Only UTF-8 is accepted: for bytes that look like another encoding Python would import a codec."""
     gc.disable()
     try:
         text = data.decode("utf-8")
@@ -387,14 +386,14 @@ def parsed(data: bytes) -> Any:
 
 
 def whole_number(digits: str) -> int:
-    """Of at most 64 bits or so: to read one of a million digits takes minutes."""
+    """Parse an integer of at most 20 digits, about 64 bits: reading one of a million digits takes minutes."""
     if len(digits) > 20:
         raise ValueError("a number of that many digits")
     return int(digits)
 
 
 def no_number(name: str) -> NoReturn:
-    """NaN and the like, which are no JSON."""
+    """Reject NaN and the like, which are not JSON."""
     raise ValueError(name)
 
 
@@ -409,7 +408,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def sync_folder(path: str) -> None:
-    """Names in it are on disk from here on."""
+    """Write a folder's entries to disk, so that names in it survive a crash."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -418,7 +417,7 @@ def sync_folder(path: str) -> None:
 
 
 def write_file(path: str, data: bytes) -> None:
-    """A new file, on disk; its name is not yet."""
+    """Write a new file to disk; its name is safe only after `sync_folder`."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with open(fd, "wb") as file:
         file.write(data)
@@ -427,7 +426,7 @@ def write_file(path: str, data: bytes) -> None:
 
 
 def write_json(path: str, document: dict[str, Any]) -> None:
-    """Replaces what is there, at once and for good; on an error the old one stands."""
+    """Replace a file atomically and durably; if that fails the old one stands."""
     new = f"{path}.{os.getpid()}.new"
     try:
         write_file(new, as_bytes(document))
@@ -439,19 +438,19 @@ def write_json(path: str, document: dict[str, Any]) -> None:
 
 
 def as_bytes(document: dict[str, Any]) -> bytes:
-    """JSON in ASCII: any text fits, half a character too."""
+    """Encode as JSON in ASCII, which holds any text, even a lone surrogate."""
     return json.dumps(document, separators=(",", ":")).encode("ascii")
 
 
 def remove_file(path: str) -> None:
-    """Whether it is there or not."""
+    """Remove a file if it is there and can be removed."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
 def remove_tree(path: str) -> None:
-    """As far as possible. A job may have closed its folders, or nested them without end: each is opened for this user, and those deeper
-    down are moved to the top before they are emptied."""
+    """Remove as much of a folder as possible. A job may have closed its folders or nested them without end: each is opened for this user, and
+    deeper ones are moved to the top before they are emptied."""
     with contextlib.suppress(OSError):
         top = open_folder(path)
         try:
@@ -468,7 +467,7 @@ def remove_tree(path: str) -> None:
 
 
 def remove_or_name(path: str) -> None:
-    """A folder that is in nobody's way. One that stays, for it has what only another user may remove, has a name that says so."""
+    """Remove a folder. If some of it stays, because only another user may remove it, rename it with the prefix STAYS."""
     remove_tree(path)
     above, name = os.path.split(path)
     if not name.startswith(STAYS):
@@ -477,7 +476,7 @@ def remove_or_name(path: str) -> None:
 
 
 def open_folder(name: str, above: int | None = None) -> int:
-    """One that is no link; this user may do with it what its owner may."""
+    """Open a folder that is not a link, with all permissions for its owner if that is this user."""
     found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     try:
         same = f"/proc/self/fd/{found}"
@@ -489,7 +488,7 @@ def open_folder(name: str, above: int | None = None) -> int:
 
 
 def empty(folder: int, top: int) -> list[str]:
-    """Remove what it has but folders; those, by their names in `top`, where they are now."""
+    """Remove everything but folders, and move those into `top`; returns the names that they have there."""
     found: list[str] = []
     with os.scandir(folder) as entries:
         inside = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
@@ -505,7 +504,7 @@ def empty(folder: int, top: int) -> list[str]:
 
 
 def empty_named(name: str, top: int) -> list[str]:
-    """`empty`, of a folder in `top`."""
+    """Call `empty` on a folder in `top`."""
     folder = open_folder(name, top)
     try:
         return empty(folder, top)
@@ -514,8 +513,8 @@ def empty_named(name: str, top: int) -> list[str]:
 
 
 def lifted(name: str, folder: int, top: int) -> list[str]:
-    """Move a folder to `top`, where it has the name that is answered. Only who may write to it may move it; to remove one that is empty
-    takes no more than the folder around it."""
+    """Move a folder into `top` and return its new name; an empty one is just removed. Moving a folder needs write permission for it, removing
+    an empty one only for the folder around it."""
     with contextlib.suppress(OSError):
         os.rmdir(name, dir_fd=folder)
         return []
@@ -526,7 +525,7 @@ def lifted(name: str, folder: int, top: int) -> list[str]:
 
 
 def make_folder(path: str) -> str:
-    """It and those above it, for this user alone."""
+    """Create a folder and its missing parents, for this user alone."""
     os.makedirs(path, mode=0o700, exist_ok=True)
     return path
 
@@ -545,12 +544,12 @@ def set_cell(path: str, text: str) -> bool:
 
 
 def cell_words(path: str) -> list[str]:
-    """What stands in it."""
+    """Words in a cell, a small file as `set_cell` writes it."""
     return read_text(path, CELL).split()
 
 
 def number_in(words: Sequence[str]) -> float | None:
-    """The first word, if it is a number that one can count with."""
+    """The first word as a number; None if it is none, or 1e12 or more."""
     try:
         found = float(words[0])
     except (IndexError, ValueError):
@@ -562,7 +561,7 @@ def number_in(words: Sequence[str]) -> float | None:
 
 
 def take_lock(path: str, how: int = fcntl.LOCK_EX, patience: float = 0.0) -> int | None:
-    """The open file that holds it; None if somebody else does for that long."""
+    """The open file that holds the lock; None if another process holds it for all of `patience` seconds."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     until = time.monotonic() + patience
     while True:
@@ -580,7 +579,7 @@ def take_lock(path: str, how: int = fcntl.LOCK_EX, patience: float = 0.0) -> int
 
 
 def is_locked(path: str) -> bool:
-    """Somebody holds it exclusively."""
+    """True if another process holds the lock exclusively."""
     try:
         fd = open_plain(path)
     except OSError:
@@ -596,7 +595,7 @@ def is_locked(path: str) -> bool:
 
 @contextlib.contextmanager
 def alone(folder: str) -> Generator[None, None, None]:
-    """Work that takes long and is asked for again meanwhile, for whoever asked first was cut off: the others wait, and find it done."""
+    """Lock for slow work that may be requested again after its caller was cut off: later requests wait, then find it done."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         wait_for(lock)
@@ -606,7 +605,7 @@ def alone(folder: str) -> Generator[None, None, None]:
 
 
 def wait_for(lock: int) -> None:
-    """Until nobody else holds it; for as long as somebody waits for the answer."""
+    """Wait until the lock is free; exit the process if the caller of this request hangs up."""
     listener = select.poll()
     listener.register(1, 0)
     while True:
@@ -618,7 +617,7 @@ def wait_for(lock: int) -> None:
 
 
 class Held:
-    """A lock for the length of a `with`, given back at once even if a child was forked meanwhile."""
+    """A lock for the length of a `with`, released at once even if a child was forked meanwhile. Raises Refusal `busy`."""
 
     def __init__(self, path: str, how: int = fcntl.LOCK_EX) -> None:
         self.path, self.how = path, how
@@ -638,7 +637,7 @@ class Held:
 
 
 class Root:
-    """The folder of a machine in which everything lies."""
+    """The folder on a machine that holds everything the runner keeps."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -648,7 +647,8 @@ class Root:
         return os.path.join(self.path, *parts)
 
     def place(self) -> str | None:
-        """Its name, of its own and for good: a root that says another one knows nothing of what was begun in this one."""
+        """The root's own permanent name: a root with another name knows nothing of attempts begun in this one. None if it could not be
+        made."""
         path = self.at("place")
         name = read_text(path, CELL)
         return name or self._name_it(path)
@@ -671,11 +671,11 @@ class Root:
         return os.path.join(make_folder(self.at("locks")), name)
 
     def job_lock(self, job: str) -> Held:
-        """Held while it is decided who makes an attempt of this job; several jobs share one."""
+        """Lock held while deciding which request makes an attempt of this job; several jobs share one."""
         return Held(self.lock(f"jobs-{hashlib.sha256(job.encode()).hexdigest()[:2]}"))
 
     def gpu_lock(self, uuid: str) -> str:
-        """Of a whole GPU, or shared."""
+        """The path of a GPU's lock: exclusive for a whole GPU, shared for shares of it."""
         return self.lock(f"gpu-{as_file_name(uuid)}.lock")
 
     def shares(self, uuid: str) -> str:
@@ -683,7 +683,7 @@ class Root:
         return make_folder(self.at("locks", f"shares-{as_file_name(uuid)}"))
 
     def blob(self, sha: str) -> str:
-        """Content by its hash."""
+        """The path of a blob, by its hash."""
         return self.at("blobs", sha[:2], sha)
 
     def highest(self, job: str) -> dict[str, Any]:
@@ -691,7 +691,7 @@ class Root:
         return {"highest": -1, "forgotten": -1, **(read_json(self.at("epochs", job)) or {})}
 
     def note_epoch(self, job: str, **seen: int) -> None:
-        """Raise what `highest` says."""
+        """Raise the numbers that `highest` returns; none ever falls."""
         known = self.highest(job)
         raised = {name: max(known[name], seen.get(name, -1)) for name in ("highest", "forgotten")}
         if raised != known:
@@ -700,12 +700,12 @@ class Root:
 
 
 def as_file_name(uuid: str) -> str:
-    """MIG names have slashes."""
+    """The UUID as a file name: those of MIG devices have slashes."""
     return re.sub(r"[^A-Za-z0-9-]", "_", uuid)
 
 
 def root_of(body: dict[str, Any]) -> Root:
-    """Relative paths and "~" are below HOME."""
+    """The root that a request names; relative paths and "~" are below HOME."""
     return Root(os.path.join(os.path.expanduser("~"), os.path.expanduser(text_of(body, "root"))))
 
 
@@ -728,7 +728,7 @@ class Attempt:
 
 
 def attempt_of(root: Root, body: dict[str, Any]) -> Attempt:
-    """The one that a request names."""
+    """The attempt that a request names."""
     job, epoch = text_of(body, "job"), body["epoch"]
     if not JOB_ID.fullmatch(job):
         raise Refusal("bad_request", "job: 1 to 80 letters, digits, _ and - are expected")
@@ -738,7 +738,7 @@ def attempt_of(root: Root, body: dict[str, Any]) -> Attempt:
 
 
 def attempt_by_name(root: Root, name: str) -> Attempt:
-    """Of `<job>.<epoch>`."""
+    """The attempt named `<job>.<epoch>`. Raises Refusal `bad_request`."""
     found = ATTEMPT_NAME.fullmatch(name)
     if not found:
         raise Refusal("bad_request", "an attempt is named <job>.<epoch>")
@@ -772,27 +772,27 @@ def seconds_of(body: dict[str, Any], name: str, default: float) -> float:
 
 
 def is_count(value: Any, most: int = 1 << 62) -> bool:
-    """A whole number that is not negative, nor beyond what is counted in."""
+    """True for a whole number from 0 to `most`."""
     return type(value) is int and 0 <= value <= most
 
 
 def is_small(value: Any) -> bool:
-    """A count of things that somebody made."""
+    """True for a count that fits into 31 bits."""
     return is_count(value, (1 << 31) - 1)
 
 
 def is_word(value: Any) -> bool:
-    """Text of a length that one would write."""
+    """True for a text of at most LONGEST_WORD characters."""
     return isinstance(value, str) and len(value) <= LONGEST_WORD
 
 
 def are_words(value: Any) -> bool:
-    """A list of texts, as short as those of a command line."""
+    """True for a list of texts, each of at most LONGEST_WORD characters."""
     return isinstance(value, list) and all(map(is_word, as_list(value)))
 
 
 def is_amount(value: Any) -> bool:
-    """A number that is not negative, nor beyond all reason."""
+    """True for a number from 0 to 1e12."""
     return type(value) in (int, float) and 0 <= value < 1e12
 
 
@@ -800,7 +800,7 @@ def is_amount(value: Any) -> bool:
 
 
 class Process:
-    """What /proc/<pid>/stat says."""
+    """The fields of /proc/<pid>/stat that are needed here."""
 
     def __init__(self, pid: int, fields: list[str]) -> None:
         self.pid = pid
@@ -809,11 +809,11 @@ class Process:
         self.parent = int(fields[1])
         self.session = int(fields[3])
         self.ticks = int(fields[19])
-        """Clock ticks from the start of the machine to its own: with the boot id, what a reused pid does not share."""
+        """Clock ticks from the start of the machine to its own: with the boot id they tell a reused pid apart."""
 
 
 def process(pid: int) -> Process | None:
-    """None if there is none."""
+    """The process with this pid; None if there is none."""
     text = read_text(f"/proc/{pid}/stat")
     try:
         return Process(pid, text[text.rindex(")") + 2 :].split())
@@ -822,7 +822,7 @@ def process(pid: int) -> Process | None:
 
 
 def processes() -> Iterator[Process]:
-    """All but this one, zombies too."""
+    """All processes but this one, zombies too."""
     me = os.getpid()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != me:
@@ -832,7 +832,7 @@ def processes() -> Iterator[Process]:
 
 
 def environment_of(pid: int) -> dict[bytes, bytes]:
-    """As it was when its program began; empty if it is another user's."""
+    """The environment that a process was started with; empty if it cannot be read, as that of another user."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             entries = file.read().split(b"\0")
@@ -842,7 +842,7 @@ def environment_of(pid: int) -> dict[bytes, bytes]:
 
 
 def marker_of(pid: int, root: Root) -> str | None:
-    """The attempt whose environment the process has, if that is one of this root."""
+    """The attempt named in the process's environment, if it is one of this root."""
     environment = environment_of(pid)
     name = environment.get(ATTEMPT_VARIABLE.encode())
     if name is None:
@@ -854,7 +854,7 @@ def marker_of(pid: int, root: Root) -> str | None:
 
 
 def has_open(pid: int, path: str) -> bool:
-    """A process that wrote over its environment, as those that set their title do, still has what it inherited open."""
+    """True if a process has the file open. This finds those that overwrote their environment, as programs that set their title do."""
     try:
         names = os.listdir(f"/proc/{pid}/fd")
     except OSError:
@@ -893,7 +893,7 @@ def send(pid: int, ticks: int, signum: int) -> None:
 
 
 class Belonging:
-    """What belongs to an attempt, found anew each time it is asked."""
+    """The processes that belong to an attempt, looked up again on each call."""
 
     def __init__(
         self, attempt: Attempt, state: dict[str, Any], supervisor: int | None = None
@@ -905,11 +905,11 @@ class Belonging:
         self.same_boot = state.get("boot_id") == boot_id()
 
     def alive(self) -> dict[int, Process]:
-        """By pid; no zombies. Looked for twice: between two names in /proc a process may move to another pid."""
+        """Living processes by pid. An empty look is repeated: between two names in /proc a process may move to another pid."""
         return self.look() or self.look()
 
     def look(self) -> dict[int, Process]:
-        """Once."""
+        """Look once; may miss a process that moves to another pid meanwhile."""
         everyone = {p.pid: p for p in processes() if not p.zombie}
         below = self._descendants(everyone) if self.supervisor else ()
         grouped = self.group.pids()
@@ -939,13 +939,13 @@ class Belonging:
         return frozenset(found)
 
     def terminate(self, but_session: int) -> None:
-        """TERM to those outside a session that has had it: two of them mean more than one to some programs."""
+        """Send TERM to all outside `but_session`, which has had it: a second TERM means more than the first to some programs."""
         for p in self.alive().values():
             if p.session != but_session:
                 send(p.pid, p.ticks, signal.SIGTERM)
 
     def kill(self, patience: float) -> dict[int, Process]:
-        """KILL until nothing is left; what is left after that."""
+        """Send KILL until nothing is left or `patience` seconds have passed; returns what is left."""
         until = time.monotonic() + patience
         while True:
             self.group.kill()
@@ -958,7 +958,7 @@ class Belonging:
 
 
 def reap_adopted(but: int | None = None) -> None:
-    """Take note of the end of orphans that were handed to this process. `but`: the child whose end is not taken note of here."""
+    """Reap orphans that were handed to this process. `but`: a child that is left a zombie."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -980,19 +980,19 @@ class Group:
 
     @staticmethod
     def from_record(record: dict[str, Any] | None) -> Group:
-        """As the state file has it."""
+        """Build the groups that a state file names."""
         return Group((record or {}).get("v2"), (record or {}).get("memory"))
 
     def record(self) -> dict[str, Any]:
-        """For the state file."""
+        """The groups as the state file keeps them."""
         return {"v2": self.v2, "memory": self.memory}
 
     def folders(self) -> list[str]:
-        """Each once."""
+        """Both folders, or one if they are the same."""
         return [f for f in dict.fromkeys((self.v2, self.memory)) if f]
 
     def take_in(self, pid: int) -> None:
-        """A process that is in none of the groups of this attempt yet. What refuses is given up."""
+        """Move a process that is in neither group yet into both. A group that refuses it is removed and given up."""
         for name in ("v2", "memory"):
             folder = getattr(self, name)
             if folder and not write_control(os.path.join(folder, "cgroup.procs"), str(pid)):
@@ -1000,7 +1000,7 @@ class Group:
                 setattr(self, name, None)
 
     def limit(self, ram_mb: int | None) -> None:
-        """Of memory, where it can be."""
+        """Limit memory, if there is a memory group."""
         if not self.memory or ram_mb is None:
             return
         size = str(ram_mb << 20)
@@ -1013,7 +1013,7 @@ class Group:
                 write_control(os.path.join(self.memory, name), value)
 
     def oom_kills(self) -> int | None:
-        """How many processes of it the kernel has killed for memory."""
+        """How many of its processes the kernel has killed for memory; None if that is not counted."""
         if not self.memory:
             return None
         for name in ("memory.events", "memory.oom_control"):
@@ -1025,7 +1025,7 @@ class Group:
         return None
 
     def pids(self) -> frozenset[int]:
-        """In it, or in groups that the command made below it."""
+        """Processes in the groups, and in groups that the command made below them."""
         found: set[int] = set()
         for folder in self.folders():
             for below, _, _ in os.walk(folder):
@@ -1034,18 +1034,18 @@ class Group:
         return frozenset(found)
 
     def kill(self) -> None:
-        """All at once, those that fork too; a kernel before 5.14 cannot, and leaves it to signals."""
+        """Kill all at once, even while they fork. Kernels before 5.14 cannot; signals have to do there."""
         if self.v2:
             write_control(os.path.join(self.v2, "cgroup.kill"), "1")
 
     def remove(self) -> None:
-        """If it is empty."""
+        """Remove the groups if they are empty."""
         for folder in self.folders():
             remove_group(folder)
 
 
 def write_control(path: str, value: str) -> bool:
-    """False if the kernel will not."""
+    """Write to a control file; False if the kernel refuses."""
     try:
         fd = os.open(path, os.O_WRONLY)
     except OSError:
@@ -1060,7 +1060,7 @@ def write_control(path: str, value: str) -> bool:
 
 
 def remove_group(folder: str) -> None:
-    """With what was made below it; the kernel refuses while somebody is in."""
+    """Remove a group and those below it; the kernel refuses while processes are in it."""
     for below, _, _ in os.walk(folder, topdown=False):
         try:
             os.rmdir(below)
@@ -1086,14 +1086,15 @@ def own_groups() -> dict[str, str]:
 
 
 def is_group_of(attempt: Attempt, folder: object) -> bool:
-    """A control group that a supervisor may have made for it: all below a folder that a state file names is read, and killed."""
+    """True if a supervisor may have made this control group for the attempt. Checked because all below a folder that a state file names is
+    read, and killed."""
     if not isinstance(folder, str) or os.path.normpath(folder) != folder:
         return False
     return os.path.basename(folder) == unit_of(attempt) and folder.startswith(group_mounts())
 
 
 def group_mounts() -> tuple[str, ...]:
-    """Where control groups are, each with a slash at its end."""
+    """The mount points of control groups, each with a slash at its end."""
     lines = [line.split(" ") for line in read_text("/proc/self/mounts").splitlines()]
     return tuple(
         line[1].replace("\\040", " ").rstrip("/") + "/"
@@ -1103,12 +1104,12 @@ def group_mounts() -> tuple[str, ...]:
 
 
 def unit_of(attempt: Attempt) -> str:
-    """The name of its control groups: two roots on one machine may hold members of the same attempt."""
+    """The name of its control groups. It includes a hash of the path: two roots on one machine may hold members of the same attempt."""
     return f"groupwise-{attempt.name}-{hashlib.sha256(os.fsencode(attempt.path)).hexdigest()[:8]}"
 
 
 def remove_stray_groups(root: Root) -> None:
-    """Empty ones of this root's attempts that no supervisor looks after: it was killed before it could write where they are."""
+    """Remove empty groups of this root's attempts that have no supervisor: it was killed before it could write down where they are."""
     for parent in own_groups().values():
         for name in os.listdir(parent):
             found = UNIT.fullmatch(name)
@@ -1130,7 +1131,7 @@ def make_group(name: str, scope: str | None = None) -> Group:
 
 
 def make_leaf(parent: str, name: str) -> str | None:
-    """None where it is not permitted. A group is no file: its folder may be there from a launch that died."""
+    """Make a group; None if that is not permitted. The folder may be left from a launch that died."""
     folder = os.path.join(parent, name)
     try:
         os.makedirs(folder, exist_ok=True)
@@ -1155,32 +1156,32 @@ GPU_FIELDS = (
     "mig.mode.current",
 )
 OLD_GPU_FIELDS = GPU_FIELDS[:-1]
-"""Drivers before MIG refuse the whole question for the sake of one field."""
+"""Fields for drivers before MIG, which refuse the whole query because of one field."""
 APP_FIELDS = ("gpu_uuid", "pid", "used_memory")
 NOTHING = frozenset(
     "|n/a|not supported|not available|insufficient permissions|requested functionality has been deprecated".split(
         "|"
     )
 )
-"""What a cell says that has no value, and is no fault."""
+"""Cells that mean "no value" and are no fault."""
 NUMBER = re.compile(r"(\d{1,9})(?:\.\d*)?\s*(?:MiB|MB|%|C|W)?", re.IGNORECASE)
 MIG_LINE = re.compile(r"\s*MIG\s+(\S+)\s+Device\s+(\d+):\s+\(UUID:\s*(MIG-[A-Za-z0-9/-]+)\)\s*")
 GPU_LINE = re.compile(r"GPU\s+\d+:.*\(UUID:\s*(GPU-[A-Za-z0-9-]+)\)\s*")
 
 
 def plain(cell: str) -> str:
-    """Without blanks and brackets, in small letters."""
+    """The cell without blanks and brackets, in lower case."""
     return cell.strip().strip("[]").strip().lower()
 
 
 def number(cell: str) -> int | None:
-    """A whole number that is not negative, with or without its unit; else None."""
+    """The cell as a whole number that is not negative, with or without its unit; else None."""
     found = NUMBER.fullmatch(cell.strip().strip("[]").strip())
     return int(found.group(1)) if found else None
 
 
 def rows(text: str, fields: Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
-    """Lines with one cell for each field that was asked for, and the others. A last line without its end was cut off."""
+    """Split into lines with one cell for each field, and unreadable lines. A last line without its line end was cut off."""
     found: list[dict[str, str]] = []
     not_read: list[str] = []
     lines = text.split("\n")
@@ -1198,7 +1199,7 @@ def rows(text: str, fields: Sequence[str]) -> tuple[list[dict[str, str]], list[s
 def parse_gpus(
     text: str, fields: Sequence[str] = GPU_FIELDS
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """GPUs, and lines that say of none what it is."""
+    """GPUs, and the lines that describe none."""
     found, not_read = rows(text, fields)
     gpus: dict[str, dict[str, Any]] = {}
     for row in found:
@@ -1216,7 +1217,7 @@ def parse_gpus(
 
 
 def gpu_of(row: dict[str, str], uuid: str, index: int) -> dict[str, Any]:
-    """One GPU; what it does not tell is None, and named where that is a fault."""
+    """One GPU; values that it does not give are None, and listed in `problems` if that is a fault."""
     total, used = number(row["memory.total"]), number(row["memory.used"])
     mig = plain(row.get("mig.mode.current", "")) == "enabled"
     problems = [
@@ -1242,7 +1243,7 @@ def gpu_of(row: dict[str, str], uuid: str, index: int) -> dict[str, Any]:
 
 
 def is_fault(name: str, cell: str, mig: bool) -> bool:
-    """The GPU does not say how much memory it has, or what stands there is an error. One with MIG may keep it to itself."""
+    """True if the cell shows an error, or the GPU hides its memory. One with MIG may hide it."""
     if name == "name":
         said = plain(cell)
         return said in ("err!", "gpu is lost") or "unknown error" in said
@@ -1254,7 +1255,7 @@ def is_fault(name: str, cell: str, mig: bool) -> bool:
 
 
 def parse_apps(text: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Who computes on which GPU, and lines that do not say so."""
+    """Processes on GPUs, and the lines that name none."""
     found, not_read = rows(text, APP_FIELDS)
     apps: list[dict[str, Any]] = []
     for row in found:
@@ -1301,7 +1302,7 @@ def mig_memory(xml: str) -> dict[tuple[str, int], int | None]:
 
 
 class Said:
-    """What came of one command of the probe."""
+    """The outcome of one command of the probe."""
 
     def __init__(
         self, status: str, text: str = "", complaint: str = "", exit: int | None = None
@@ -1311,7 +1312,7 @@ class Said:
 
 
 class Probe:
-    """Asks nvidia-smi. A tool that hangs in the kernel cannot be killed, so of its rounds there are never more than PROBES at once."""
+    """Calls nvidia-smi. A tool that hangs in the kernel cannot be killed, so at most PROBES rounds of it run at once."""
 
     def __init__(self, root: Root, body: dict[str, Any]) -> None:
         self.root = root
@@ -1320,7 +1321,7 @@ class Probe:
         self.until = 0.0
 
     def ask(self, *questions: Sequence[str]) -> list[Said]:
-        """All at once, within the time limit."""
+        """Ask all questions at once, within the time limit."""
         lock = self._lock()
         if lock is None:
             return [Said("hung", complaint="earlier calls of it still hang") for _ in questions]
@@ -1387,7 +1388,7 @@ class Probe:
         return outputs
 
     def _said(self, begun: Any, outputs: dict[int, bytes]) -> Said:
-        """Its text; a process that did not end in time is killed, and not waited for: in the kernel it may never die."""
+        """The outcome of one process. One that did not end in time is killed and not waited for: in the kernel it may never die."""
         text, complaint = (
             outputs[stream.fileno()].decode("utf-8", "replace")
             for stream in (begun.stdout, begun.stderr)
@@ -1402,7 +1403,7 @@ class Probe:
 
 
 def end_probe(begun: Any) -> None:
-    """Kill what is left of it."""
+    """Kill the probe's process group and close its streams."""
     if begun.poll() is None:
         with contextlib.suppress(OSError):
             os.killpg(begun.pid, signal.SIGKILL)
@@ -1417,7 +1418,7 @@ def end_probe(begun: Any) -> None:
 
 
 class Seen:
-    """GPUs and who is on them, as far as the tool told."""
+    """GPUs and the processes on them, as far as the probe showed them."""
 
     def __init__(self) -> None:
         self.gpus: list[dict[str, Any]] = []
@@ -1428,11 +1429,11 @@ class Seen:
         self.said = ""
 
     def gpu(self, uuid: str) -> dict[str, Any] | None:
-        """None: it is not there, or cannot be read."""
+        """The GPU with this UUID; None if it is not there or cannot be read."""
         return next((g for g in self.gpus if g["uuid"] == uuid), None)
 
     def summary(self) -> dict[str, Any]:
-        """For an answer."""
+        """The outcome of the probe, for an answer."""
         return {
             "status": self.status,
             "apps": self.apps_status,
@@ -1443,7 +1444,7 @@ class Seen:
 
 
 def look_at_gpus(root: Root, body: dict[str, Any]) -> Seen:
-    """One round of questions."""
+    """Run one round of the probe."""
     probe, seen = Probe(root, body), Seen()
     about_gpus, about_apps = probe.ask(
         question("gpu", GPU_FIELDS), question("compute-apps", APP_FIELDS)
@@ -1478,12 +1479,12 @@ def question(what: str, fields: Sequence[str]) -> tuple[str, ...]:
 
 
 def judged(said: Said, not_read: list[str], found: list[Any]) -> str:
-    """ok with a line that was not read is still ok, for the others: whoever asks sees the line too."""
+    """The probe's status: `garbage` only if no line could be read. If some could, it stays ok, and the caller sees the unread ones too."""
     return "garbage" if said.status == "ok" and not_read and not found else said.status
 
 
 def arguments_of(value: object) -> list[str]:
-    """An argument list."""
+    """Check an argument list. Raises Refusal `bad_request`."""
     found: list[str] = []
     for item in as_list(value):
         if not isinstance(item, str) or "\0" in item:
@@ -1498,7 +1499,7 @@ def arguments_of(value: object) -> list[str]:
 
 
 def has_blob(root: Root, sha: str) -> bool:
-    """It is there, and nobody wrote to it; what somebody wrote to is read through, and goes if it is another content by now."""
+    """True if the blob is there and unchanged. One that was written to is hashed again, and removed if its content differs."""
     path = root.blob(sha)
     try:
         found = os.lstat(path)
@@ -1517,13 +1518,13 @@ def has_blob(root: Root, sha: str) -> bool:
 
 
 class Work:
-    """What a request has done, for signs of life: a disk that hangs gives none."""
+    """Counts the work that a request has done, for signs of life: a disk that hangs adds none."""
 
     done = 0
 
 
 def hash_of(file: BinaryIO) -> str:
-    """SHA-256 of the rest of it."""
+    """SHA-256 of the rest of a file."""
     digest = hashlib.sha256()
     while True:
         data = file.read(1 << 20)
@@ -1534,8 +1535,8 @@ def hash_of(file: BinaryIO) -> str:
 
 
 def store_blob(root: Root, sha: str, size: int, source: Readable, by: str | None = None) -> None:
-    """Take that many bytes; they are kept if they are what they should be. The caller holds the lock of blobs, shared. `by`: instead of
-    this process, whose torn file is written over by whoever comes next under this name."""
+    """Read `size` bytes and keep them if their hash is `sha`, else raise Refusal. The caller holds the lock of blobs, shared. `by` replaces
+    this process's id in the temporary name, so that a torn file is overwritten by the next request with that name."""
     folder = make_folder(os.path.dirname(root.blob(sha)))
     new = os.path.join(folder, f"{sha}.{by or os.getpid()}.new")
     digest, left = hashlib.sha256(), size
@@ -1565,7 +1566,8 @@ def store_blob(root: Root, sha: str, size: int, source: Readable, by: str | None
 
 
 def lay_out(root: Root, work: str, manifest: dict[str, list[Any]]) -> Iterator[None]:
-    """Put the files of a manifest into the working folder, where the command may change them. It yields now and then, and may be left."""
+    """Put the files of a manifest into the working folder, where the command may change them. Yields now and then, so the caller may
+    stop."""
     for path, (sha, mode, _) in manifest.items():
         target = os.path.join(work, path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -1573,7 +1575,7 @@ def lay_out(root: Root, work: str, manifest: dict[str, list[Any]]) -> Iterator[N
 
 
 def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
-    """A file of its own: cloned where the file system can do that, otherwise copied and checked on the way."""
+    """Make an independent copy: a clone if the file system can, else a verified copy. Raises Refused if the blob is damaged."""
     remove_file(target)
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(blob, "rb") as source, open(fd, "wb") as file:
@@ -1588,7 +1590,7 @@ def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
 
 
 def is_cloned(source: BinaryIO, file: BinaryIO) -> bool:
-    """Whether the empty file has the content of the other one now."""
+    """True if the empty `file` now shares the content of `source`; False if the file system cannot clone."""
     try:
         fcntl.ioctl(file.fileno(), CLONE, source.fileno())
     except OSError:
@@ -1597,7 +1599,7 @@ def is_cloned(source: BinaryIO, file: BinaryIO) -> bool:
 
 
 def copied(source: BinaryIO, file: BinaryIO) -> Generator[None, None, str]:
-    """The hash of what was copied."""
+    """Copy in pieces, yielding between them; returns the hash."""
     digest = hashlib.sha256()
     while True:
         data = source.read(1 << 20)
@@ -1619,11 +1621,11 @@ KINDS = {
     stat.S_IFSOCK: "socket",
 }
 NO_FILES = frozenset({*KINDS.values(), "special"})
-"""Of these nothing is wanted; all else that is refused is a file that does not come."""
+"""Reasons for refusal that are no loss; any other means that a file is missing from the answer."""
 
 
 def parts_of(path: object) -> list[str]:
-    """Of a path inside the working folder."""
+    """The parts of a path inside the working folder. Raises Refusal `refused_path`."""
     parts = path.split("/") if isinstance(path, str) else [""]
     whole = "".join(parts)
     if "\0" in whole or any(p in ("", ".", "..") for p in parts) or not is_utf8(whole):
@@ -1634,7 +1636,7 @@ def parts_of(path: object) -> list[str]:
 
 
 def is_utf8(text: str) -> bool:
-    """No half characters, which stand for bytes that are none."""
+    """False for a text with lone surrogates, which stand for bytes that are not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -1643,7 +1645,7 @@ def is_utf8(text: str) -> bool:
 
 
 def open_inside(work: str, path: str) -> int:
-    """A file or folder below the working folder. Each part is opened from the one before, so that no link is followed at any moment."""
+    """Open a file or folder below the working folder. Each part is opened from the one before, so no link is ever followed."""
     parts = parts_of(path)
     try:
         fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -1675,13 +1677,13 @@ def open_inside(work: str, path: str) -> int:
 
 
 def read_inside(work: str, path: str, most: int) -> bytes:
-    """A whole file."""
+    """Read a file of the working folder, up to `most` bytes."""
     with open(open_regular(work, path), "rb") as file:
         return file.read(most)
 
 
 def whole_inside(work: str, path: str, sha: str, size: int) -> bytes | None:
-    """A file, if it is the one of that size and hash; None for all else. No more is read of one that has grown, or has no end."""
+    """A file's bytes if it still has that size and hash, else None. A file that has grown, or has no end, is read no further."""
     try:
         data = read_inside(work, path, size + 1)
     except (OSError, Refusal):
@@ -1690,7 +1692,7 @@ def whole_inside(work: str, path: str, sha: str, size: int) -> bytes | None:
 
 
 def open_regular(work: str, path: str) -> int:
-    """A file, and nothing else."""
+    """Open a plain file below the working folder; Refusal for anything else."""
     fd = open_inside(work, path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -1702,7 +1704,7 @@ DEEPEST = 60
 
 
 class Walk:
-    """All plain files below some folders of the working folder; `refused` says what else there is, and why it is not taken."""
+    """All plain files below some folders of the working folder; `refused` maps every other path to the reason why it is not taken."""
 
     def __init__(self, work: str, most: int | None = None) -> None:
         self.work, self.most = work, MOST_ENTRIES if most is None else most
@@ -1711,7 +1713,7 @@ class Walk:
         self.seen = 0
 
     def enter(self, path: str) -> None:
-        """A file or folder; nothing if it is not there."""
+        """Add a file or folder; one that is missing is skipped."""
         try:
             fd = open_inside(self.work, path)
         except (Refusal, OSError) as error:
@@ -1753,7 +1755,7 @@ class Walk:
             self._one(fd, name, below, found, depth)
 
     def _left(self) -> int:
-        """How many more are listed; one beyond all that are looked at says that there are too many."""
+        """How many more names to list; one beyond the limit shows that there are too many."""
         return max(0, self.most - self.seen) + 1
 
     def _one(self, fd: int, name: str, below: str, found: os.stat_result, depth: int) -> None:
@@ -1780,7 +1782,7 @@ class Walk:
 
 
 class Hashes:
-    """SHA-256 of files, remembered for as long as size, inode and times stay: of gigabytes that are asked for again and again."""
+    """SHA-256 of files, remembered while size, inode and times stay the same: callers ask for gigabytes again and again."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.path, self.work = attempt.at("hashes.json"), attempt.work
@@ -1790,7 +1792,7 @@ class Hashes:
         self.keep_at = time.monotonic() + KEPT_EVERY
 
     def of(self, path: str) -> str | None:
-        """None if it changed while it was read. OSError if it cannot be read, Refusal if it is no plain file any more."""
+        """A file's hash; None if it changed while it was read. OSError if it cannot be read, Refusal if it is no plain file any more."""
         with open(open_regular(self.work, path), "rb") as file:
             before = identity(os.fstat(file.fileno()))
             entry = as_list(self.known.get(path))
@@ -1808,7 +1810,7 @@ class Hashes:
         return sha
 
     def keep(self) -> None:
-        """For the next request; it is no loss if the disk will not."""
+        """Save the hashes for the next request; if the disk refuses, nothing is lost."""
         if self.new:
             with contextlib.suppress(OSError):
                 write_json(self.path, self.known)
@@ -1821,11 +1823,11 @@ def identity(found: os.stat_result) -> list[int]:
 
 
 MOST_STEPS = 1 << 63
-"""A database counts no further."""
+"""Highest step that a database can hold, plus one."""
 
 
 class Checkpoint:
-    """A folder whose `manifest.json`, which is written last, says a step and files that are all there."""
+    """A folder whose `manifest.json`, which is written last, names a step and files that are all there."""
 
     def __init__(self, walk: Walk, path: str, step: int, files: dict[str, dict[str, Any]]) -> None:
         self.path, self.step, self.files = path, step, files
@@ -1833,12 +1835,12 @@ class Checkpoint:
 
     @property
     def manifest(self) -> str:
-        """Its path."""
+        """The path of its `manifest.json`."""
         return self.path + "/manifest.json"
 
 
 def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]:
-    """The complete ones, by their steps. Of very many or very large manifests the newest are read."""
+    """Complete checkpoints in order of their steps. If there are very many or very large manifests, only the newest are read."""
     walk = Walk(attempt.work)
     for folder in folders:
         walk.enter(folder)
@@ -1859,7 +1861,7 @@ def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]
 
 
 def newest_manifests(walk: Walk) -> list[str]:
-    """Those in folders that are not under construction."""
+    """Paths of `manifest.json` files, newest first, without folders that are under construction."""
     found = [
         path for path in walk.files if path.endswith("/manifest.json") and "/." not in "/" + path
     ]
@@ -1868,7 +1870,7 @@ def newest_manifests(walk: Walk) -> list[str]:
 
 
 def checkpoint_of(walk: Walk, path: str) -> Checkpoint | None:
-    """None if it is none: anything may stand in a file of that name."""
+    """Read a manifest; None if it describes no checkpoint, since any file may have that name."""
     try:
         manifest = parsed(read_inside(walk.work, path, LARGEST_MANIFEST))
         step, files = manifest["step"], manifest["files"]
@@ -1881,7 +1883,7 @@ def checkpoint_of(walk: Walk, path: str) -> Checkpoint | None:
 
 
 def is_complete(checkpoint: Checkpoint) -> bool:
-    """Each of its files is there, as long as it should be."""
+    """True if each of its files is there with the right size."""
     for path, entry in checkpoint.files.items():
         found = checkpoint.found.get(checkpoint.path + "/" + path)
         if found is None or found.st_size != entry["size"]:
@@ -1890,7 +1892,7 @@ def is_complete(checkpoint: Checkpoint) -> bool:
 
 
 class Others:
-    """Large files named `manifest.json` that are no checkpoint's, as data sets have them: not read again while they stay what they are."""
+    """Large files named `manifest.json` that belong to no checkpoint, as in data sets: not read again while they stay unchanged."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.path = attempt.at("others.json")
@@ -1901,26 +1903,26 @@ class Others:
         }
 
     def has(self, file: os.stat_result) -> bool:
-        """It was read, and is the same."""
+        """True if this file was read before and is unchanged."""
         same = tuple(identity(file)) in self.keys
         if same:
             self.seen.append(identity(file))
         return same
 
     def note(self, file: os.stat_result) -> None:
-        """It was read. One that has just been written may be written again without a sign of it."""
+        """Remember that it was read, unless it was just written: it might be written again without a sign of it."""
         if file.st_size > REMEMBERED_ABOVE and time.time() - file.st_ctime > SETTLED:
             self.seen.append(identity(file))
 
     def keep(self) -> None:
-        """For the next look; it is no loss if the disk will not."""
+        """Save the list for the next look; if the disk refuses, nothing is lost."""
         if self.seen != self.known:
             with contextlib.suppress(OSError):
                 write_json(self.path, {"seen": self.seen})
 
 
 def is_sha(value: Any) -> bool:
-    """In hex."""
+    """True for a SHA-256 in lower-case hex."""
     return isinstance(value, str) and SHA256.fullmatch(value) is not None
 
 
@@ -1928,7 +1930,7 @@ def is_sha(value: Any) -> bool:
 
 
 def state_of(attempt: Attempt) -> dict[str, Any] | None:
-    """What its state file says, as far as a supervisor may have written that: its job can write there too. None: there is none."""
+    """The state file, without fields that a supervisor could not have written: the job can write there too. None if there is none."""
     found = read_json(attempt.at("state.json"))
     if found is None:
         return None
@@ -1944,21 +1946,21 @@ def state_of(attempt: Attempt) -> dict[str, Any] | None:
 
 
 def is_refusal(value: Any) -> bool:
-    """As `Refused` makes it."""
+    """True for a record as `Refused` makes it."""
     found = as_object(value) or {}
     told = [found.get("code"), found.get("message"), found.get("holder", "")]
     return set(found) <= {"code", "message", "holder"} and all(map(is_word, told))
 
 
 def are_gpus(value: Any) -> bool:
-    """As a launch names them, and not more than a machine may have."""
+    """True for GPU UUIDs as a launch names them, MOST_GPUS at most."""
     if not isinstance(value, list) or len(as_list(value)) > MOST_GPUS:
         return False
     return all(isinstance(name, str) and GPU_UUID.fullmatch(name) for name in as_list(value))
 
 
 def no(_value: Any) -> bool:
-    """Not taken as it stands."""
+    """Reject a field: it is either unknown, or checked elsewhere."""
     return False
 
 
@@ -1981,7 +1983,7 @@ STATE_FIELDS: dict[str, Callable[[Any], bool]] = {
 
 
 def paths_in(value: Any) -> list[str]:
-    """Those of a list that lie inside the working folder."""
+    """The paths of a list that lie inside the working folder."""
     found: list[str] = []
     for path in as_list(value):
         with contextlib.suppress(Refusal):
@@ -1991,7 +1993,7 @@ def paths_in(value: Any) -> list[str]:
 
 
 def exit_of(attempt: Attempt, name: str) -> dict[str, Any] | None:
-    """An exit record, as far as a supervisor may have written it. None: there is none."""
+    """An exit record, without values that a supervisor could not have written. None if there is none."""
     found = read_json(attempt.at(name))
     if found is None or found.get("reason") not in REASONS:
         return None
@@ -2021,7 +2023,7 @@ EXIT_FIELDS: dict[str, Callable[[Any], bool]] = {
 def guarded_member(
     attempt: Attempt, progress: tuple[int, int | None] | None = None
 ) -> dict[str, Any]:
-    """`member`, where one answer tells of many: whatever becomes of reading one, the others are told of."""
+    """`member` for answers about many attempts: if one cannot be read, the others are still reported."""
     try:
         return member(attempt, progress)
     except Exception:  # noqa: BLE001  (its job may have put anything there)
@@ -2031,7 +2033,7 @@ def guarded_member(
 
 
 def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> dict[str, Any]:
-    """What is known of it. `progress`: how many checkpoints and of which step, if that was counted a moment ago."""
+    """Everything known about an attempt. `progress`: the number of checkpoints and the newest step, if they were counted a moment ago."""
     # The order matters: what is read after the lock was seen free is final, since only its holder writes.
     held = is_locked(attempt.at("supervisor.lock"))
     ended = exit_of(attempt, "exit.json")
@@ -2070,7 +2072,7 @@ MEMBER_FIELDS = (
 
 
 def told_of_engine(attempt: Attempt, state: dict[str, Any], word: str) -> dict[str, Any]:
-    """What whoever asks the engine needs to know beside its answer."""
+    """Fields that a caller needs, beside the engine's own answer, to judge an attempt."""
     said = "" if word in ("running", "exited") else read_end(attempt.at(ENGINE_LOG))
     return {
         "engine_options": state.get("engine_options") or [],
@@ -2094,7 +2096,7 @@ def read_end(path: str) -> str:
 
 
 def aged(ended: dict[str, Any] | None) -> dict[str, Any] | None:
-    """An exit record, and how long ago that was: who compares several machines knows nothing of their clocks."""
+    """An exit record with its age in seconds: a caller that compares machines does not know their clocks."""
     then = (ended or {}).get("finished_at")
     if ended is None or not isinstance(then, (int, float)):
         return ended
@@ -2102,7 +2104,7 @@ def aged(ended: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def blank(attempt: Attempt) -> dict[str, Any]:
-    """Of an attempt that is not here."""
+    """The answer for an attempt that is not here."""
     return {
         "job": attempt.job,
         "epoch": attempt.epoch,
@@ -2133,7 +2135,7 @@ def blank(attempt: Attempt) -> dict[str, Any]:
 def state_word(
     state: dict[str, Any], held: bool, ended: dict[str, Any] | None, waits: bool = False
 ) -> str:
-    """The table at the top of this file. `waits`: its token is there."""
+    """The state, by the table at the top of this file. `waits`: its token is there."""
     phase = state.get("phase")
     if phase in ("voided", "refused"):
         return phase
@@ -2153,7 +2155,7 @@ def progress_of(
     ended: dict[str, Any] | None,
     progress: tuple[int, int | None] | None,
 ) -> tuple[int, int | None]:
-    """Complete checkpoints, and the step of the newest."""
+    """The number of complete checkpoints, and the step of the newest."""
     if ended is not None and ended["checkpoints"] is not None:
         return ended["checkpoints"], ended["step"]
     if progress is not None:
@@ -2164,7 +2166,8 @@ def progress_of(
 
 
 def count_checkpoints(attempt: Attempt, state: dict[str, Any]) -> tuple[int, int | None]:
-    """By looking. None if that is not possible: the exit record, and what is told of others, do not depend on what a job puts there."""
+    """Count checkpoints in their folders; (0, None) if that fails, because neither the exit record nor an answer about other attempts may
+    depend on what a job puts there."""
     try:
         found = checkpoints_of(attempt, state.get("checkpoints") or ())
     except Exception:  # noqa: BLE001  (see above)
@@ -2173,7 +2176,7 @@ def count_checkpoints(attempt: Attempt, state: dict[str, Any]) -> tuple[int, int
 
 
 def size_of(path: str) -> int:
-    """0 if it is not there."""
+    """A file's size in bytes; 0 if it is not there."""
     try:
         return os.stat(path).st_size
     except OSError:
@@ -2187,13 +2190,13 @@ def heartbeat_age(attempt: Attempt) -> float | None:
 
 
 def survivors(attempt: Attempt, state: dict[str, Any]) -> int:
-    """Processes of an attempt whose supervisor is gone; one where only its locks say that there is any."""
+    """The number of processes of an attempt whose supervisor is gone; 1 if only its locks show that there are any."""
     held = held_locks(attempt, state.get("gpus", []), state.get("share_mb"))
     return len(Belonging(attempt, state).look()) or int(bool(held))
 
 
 def contact(attempt: Attempt, clock: float | None = None) -> bool:
-    """Note that the control plane knows of it, as of now or as of that time of the boot clock. Never moves back."""
+    """Record contact with the control plane, now or at that time of the boot clock. Never moves back."""
     now, path = boot_clock(), attempt.at("contact")
     stamp = now if clock is None else min(now, clock)
     before = number_in(cell_words(path))
@@ -2206,7 +2209,7 @@ def contact(attempt: Attempt, clock: float | None = None) -> bool:
 
 
 def attempts_here(root: Root) -> tuple[list[Attempt], list[str]]:
-    """All attempts, and names below `attempts` that are none; those that begin with a dot are being prepared."""
+    """All attempts, and names below `attempts` that are no attempts; those that begin with a dot are being prepared."""
     try:
         names = sorted(os.listdir(root.at("attempts")))
     except OSError:
@@ -2218,7 +2221,7 @@ def attempts_here(root: Root) -> tuple[list[Attempt], list[str]]:
 
 
 def unremoved(root: Root) -> list[str]:
-    """Folders of forgotten attempts that take up room, for this user may not remove all that is in them."""
+    """Folders of forgotten attempts that still take up room, because this user may not remove all that is in them."""
     try:
         names = sorted(os.listdir(root.at("attempts")))
     except OSError:
@@ -2230,7 +2233,7 @@ def unremoved(root: Root) -> list[str]:
 
 
 def verb_hello(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """What this machine is."""
+    """Describe this machine."""
     make_folder(root.path)
     own = own_groups()
     answer = {
@@ -2250,7 +2253,7 @@ def verb_hello(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def user_name() -> str:
-    """Whoever this is."""
+    """The name of the user that the runner works as; its number if it has no name."""
     import pwd
 
     try:
@@ -2260,7 +2263,7 @@ def user_name() -> str:
 
 
 def load_of(root: Root) -> dict[str, Any]:
-    """Processor, memory and disk, now."""
+    """Processor, memory and disk at this moment."""
     memory = dict(re.findall(r"^(\w+):\s+(\d+) kB$", read_text("/proc/meminfo"), re.MULTILINE))
     disk = os.statvfs(make_folder(root.path))
     return {
@@ -2274,7 +2277,7 @@ def load_of(root: Root) -> dict[str, Any]:
 
 
 def filesystem_of(path: str) -> str | None:
-    """Its type, by the longest mount point above it."""
+    """The file system's type, found by the longest mount point above the path."""
     path = os.path.realpath(path) + "/"
     best, kind = "", None
     for line in read_text("/proc/self/mounts").splitlines():
@@ -2286,12 +2289,12 @@ def filesystem_of(path: str) -> str | None:
 
 
 def may_make_groups(folder: str | None) -> bool:
-    """Below that control group."""
+    """True if groups may be made below that control group."""
     return folder is not None and os.access(folder, os.W_OK)
 
 
 def methods() -> list[str]:
-    """How a supervisor can be placed here, the best first."""
+    """Ways to place a supervisor here, the best first."""
     found = ["session"]
     if may_make_groups(own_groups().get("v2")):
         found.insert(0, "cgroup")
@@ -2301,7 +2304,7 @@ def methods() -> list[str]:
 
 
 def verb_observe(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """All that a poller wants to know, in one answer."""
+    """Report GPUs, processes and attempts in one answer, for a poller."""
     seen = look_at_gpus(root, body)
     here, strange = attempts_here(root)
     told = {attempt.name: guarded_member(attempt) for attempt in here}
@@ -2330,7 +2333,7 @@ def verb_observe(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def shas_of(body: dict[str, Any], name: str) -> list[str]:
-    """A list of hashes."""
+    """A list of hashes from a request. Raises Refusal `bad_request`."""
     found = [str(sha) for sha in body[name]]
     if not all(SHA256.fullmatch(sha) for sha in found):
         raise Refusal("bad_request", f"{name}: sha256 in hex are expected")
@@ -2338,12 +2341,12 @@ def shas_of(body: dict[str, Any], name: str) -> list[str]:
 
 
 def verb_missing(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Which blobs would have to be sent. Those that are here are about to be used: no sweep takes them for a while."""
+    """List the blobs that have to be sent. Those that are here are about to be used, so no sweep takes them for a while."""
     return {"missing": [sha for sha in shas_of(body, "sha256") if not spare_blob(root, sha)]}, b""
 
 
 def spare_blob(root: Root, sha: str) -> bool:
-    """Whether it is here; then its time of change is now, which is what a sweep goes by. `launch` looks again, under the lock."""
+    """True if the blob is here; it then counts as changed now, which protects it from a sweep. `launch` looks again, under the lock."""
     try:
         if has_blob(root, sha):
             os.utime(root.blob(sha), (BLOB_TIME, BLOB_TIME))
@@ -2354,7 +2357,7 @@ def spare_blob(root: Root, sha: str) -> bool:
 
 
 def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> Answered:
-    """Keep blobs; those that came whole are kept even if a later one did not."""
+    """Store blobs; those that came whole are kept even if a later one did not."""
     shas = shas_of({"blobs": [entry[0] for entry in body["blobs"]]}, "blobs")
     sizes = [count_of({"size": entry[1]}, "size") for entry in body["blobs"]]
     if sum(sizes) != body.get("payload", 0):
@@ -2368,7 +2371,7 @@ def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> Answered:
 
 
 def verb_join(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Make one blob of several that were sent before, which then go."""
+    """Join parts that were sent before into one blob, then remove the parts."""
     (sha,) = shas_of({"blob": [body["blob"][0]]}, "blob")
     size = count_of({"size": body["blob"][1]}, "size")
     parts = shas_of({"parts": [entry[0] for entry in body["parts"]]}, "parts")
@@ -2388,14 +2391,14 @@ def verb_join(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 class Joined:
-    """Files one after the other, as one that is read."""
+    """Several files, read one after the other as one."""
 
     def __init__(self, paths: list[str]) -> None:
         self.paths = paths[::-1]
         self.file: BinaryIO | None = None
 
     def read(self, most: int) -> bytes:
-        """Empty at the end of the last."""
+        """Read from the current file; empty at the end of the last."""
         while True:
             if self.file is None:
                 if not self.paths:
@@ -2409,7 +2412,7 @@ class Joined:
 
 
 def verb_void(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Make sure that this epoch never begins, unless it has."""
+    """Ensure that this epoch never begins, unless it has begun already."""
     attempt = attempt_of(root, body)
     because = text_of(body, "because")[:LONGEST_WORD] if body.get("because") else ""
     with_spare(root, lambda: make_void(root, attempt, because))
@@ -2417,7 +2420,7 @@ def verb_void(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def make_void(root: Root, attempt: Attempt, because: str = "") -> None:
-    """The folder that says so, if there is none."""
+    """Make the folder that marks the epoch as void, if it has none."""
     with root.job_lock(attempt.job):
         take_over_unbegun(attempt)
         withdraw(attempt, because)
@@ -2427,7 +2430,7 @@ def make_void(root: Root, attempt: Attempt, because: str = "") -> None:
 
 
 def withdraw(attempt: Attempt, because: str) -> None:
-    """What waits for its engine: by taking its token before that does."""
+    """Void a queued attempt by taking its token before its engine does."""
     state = read_json(attempt.at("state.json")) or {}
     if state.get("phase") != "queued":
         return
@@ -2441,7 +2444,7 @@ def withdraw(attempt: Attempt, because: str) -> None:
 
 
 def take_token(attempt: Attempt, target: str) -> bool:
-    """Under another name; of all that try, one succeeds."""
+    """Rename the token; of all that try, one succeeds."""
     try:
         os.rename(attempt.at(TOKEN), target)
     except FileNotFoundError:
@@ -2451,7 +2454,7 @@ def take_token(attempt: Attempt, target: str) -> bool:
 
 
 def keep_spare(root: Root) -> None:
-    """Set aside what `with_spare` uses; OSError, and nothing kept, if the disk is too full for it."""
+    """Set aside the room that `with_spare` uses; OSError, and nothing kept, if the disk is too full for it."""
     path = root.at("spare")
     if size_of(path) == SPARE:
         return
@@ -2464,7 +2467,8 @@ def keep_spare(root: Root) -> None:
 
 
 def with_spare(root: Root, work: Callable[[], None]) -> None:
-    """Do it; where the disk is full, once more in the room that was set aside. The next launch sets it aside again, or does not begin."""
+    """Do the work; if the disk is full, do it again in the room that was set aside. The next launch sets it aside again, or does not
+    begin."""
     try:
         work()
     except OSError as error:
@@ -2480,14 +2484,14 @@ def verb_status(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def verb_touch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Contact with attempts."""
+    """Record contact with attempts."""
     clocks = as_object(body["attempts"]) or dict.fromkeys(body["attempts"])
     touched = [n for n, clock in clocks.items() if contact(attempt_by_name(root, n), clock)]
     return {"touched": touched}, b""
 
 
 class Watched:
-    """One attempt that somebody waits for."""
+    """One attempt that a `wait` request watches."""
 
     def __init__(self, attempt: Attempt, known: dict[str, Any]) -> None:
         self.attempt, self.known = attempt, known
@@ -2496,7 +2500,7 @@ class Watched:
         contact(attempt, known.get("clock"))
 
     def look(self) -> dict[str, Any]:
-        """Its state. Checkpoints are looked for more rarely: that reads folders."""
+        """Its state now. Checkpoints are counted more rarely, because that reads folders."""
         begun = time.monotonic()
         if begun >= self.next_count:
             self.progress = None
@@ -2507,13 +2511,13 @@ class Watched:
         return found
 
     def differs(self, found: dict[str, Any], log_too: bool) -> bool:
-        """From what whoever waits knows."""
+        """True if the state differs from what the caller knows."""
         names = ["state", "checkpoints", "step"] + ["log_size"] * log_too
         return any(name in self.known and self.known[name] != found[name] for name in names)
 
 
 def verb_wait(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Answer when something is different."""
+    """Answer when an attempt differs from what the caller knows, or at the timeout."""
     begun = time.monotonic()
     until = begun + seconds_of(body, "timeout", 0.0)
     loud = begun + seconds_of(body, "quiet", 1.0)
@@ -2530,7 +2534,7 @@ def verb_wait(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """End the command, by its supervisor if there is one."""
+    """End the command, through its supervisor if there is one."""
     attempt = attempt_of(root, body)
     grace = seconds_of(body, "grace", 30.0)
     before = number_in(cell_words(attempt.at("cancel")))
@@ -2546,7 +2550,7 @@ def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def kill_leftovers(attempt: Attempt) -> None:
-    """Of an attempt without a supervisor: nobody can say any more how it ended, so nothing is gained by waiting."""
+    """Kill what is left of an attempt without a supervisor, with no grace: its exit can no longer be recorded, so waiting gains nothing."""
     state = state_of(attempt) or {}
     if state.get("boot_id") not in (None, boot_id()):
         return
@@ -2558,7 +2562,7 @@ def kill_leftovers(attempt: Attempt) -> None:
 
 
 def evict(attempt: Attempt, seconds: float) -> None:
-    """Have the command end within that time; for whoever keeps its machine and is to give that back."""
+    """Ask the supervisor to end the command within that time; used when the machine has to be given back."""
     new = attempt.at(f"{EVICT}.new")
     write_file(new, f"{seconds:g}".encode("ascii"))
     os.replace(new, attempt.at(EVICT))
@@ -2580,7 +2584,7 @@ def ring(attempt: Attempt) -> None:
 
 
 def verb_run(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """A program of the machine, to its end."""
+    """Run a program of the machine to its end, for RUN_PATIENCE seconds at most."""
     import subprocess
 
     arguments = arguments_of(body.get("arguments"))
@@ -2608,12 +2612,12 @@ def verb_run(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def slice_of(body: dict[str, Any]) -> tuple[int, int]:
-    """Offset and limit."""
+    """Offset and limit of a request."""
     return count_of(body, "offset", 0), min(count_of(body, "limit", LARGEST_READ), LARGEST_READ)
 
 
 def verb_log(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """What the command wrote, from a byte on."""
+    """Read the command's output from a byte on."""
     attempt = attempt_of(root, body)
     offset, limit = slice_of(body)
     try:
@@ -2628,7 +2632,7 @@ def verb_log(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def verb_read(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Part of a file of the working folder."""
+    """Read part of a file of the working folder."""
     attempt, path = attempt_of(root, body), text_of(body, "path")
     offset, limit = slice_of(body)
     expected = body.get("sha256")
@@ -2646,7 +2650,7 @@ def verb_read(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def verb_gather(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Small files of the working folder, many in one answer: to begin a process for each takes longer than to read it."""
+    """Read many small files of the working folder in one answer: starting a process for each takes longer than reading it."""
     attempt, files = attempt_of(root, body), body["files"]
     paths = [text_of({"path": entry[0]}, "path") for entry in files]
     shas = shas_of({"files": [entry[1] for entry in files]}, "files")
@@ -2661,7 +2665,7 @@ def verb_gather(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def verb_keep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Blobs of files of the working folder; those before one that has changed are kept."""
+    """Store files of the working folder as blobs; if one has changed, those before it are kept."""
     attempt, files = attempt_of(root, body), body["files"]
     paths = [text_of({"path": entry[0]}, "path") for entry in files]
     shas = shas_of({"files": [entry[1] for entry in files]}, "files")
@@ -2674,7 +2678,7 @@ def verb_keep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def keep_file(root: Root, work: str, path: str, sha: str, size: int) -> None:
-    """A copy: the command may write on in the file that it has."""
+    """Store a copy, because the command may go on writing to the file."""
     with open(open_regular(work, path), "rb") as file:
         try:
             store_blob(root, sha, size, file)
@@ -2685,7 +2689,7 @@ def keep_file(root: Root, work: str, path: str, sha: str, size: int) -> None:
 
 
 def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """What there is to fetch."""
+    """List the files and checkpoints that can be fetched."""
     attempt, what = attempt_of(root, body), text_of(body, "what")
     if what not in ("artefacts", "checkpoints", "all"):
         raise Refusal("bad_request", "what: artefacts, checkpoints or all")
@@ -2700,7 +2704,7 @@ def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 class Artefacts:
-    """What a job leaves behind, up to its limits; and up to what an answer holds, whatever it has made and called it."""
+    """The files that a job leaves behind, within its limits and within the size of an answer."""
 
     def __init__(self, attempt: Attempt, state: dict[str, Any]) -> None:
         limits: dict[str, Any] = state.get("limits") or {}
@@ -2713,13 +2717,13 @@ class Artefacts:
         self.named: list[str] = state.get("artefacts") or []
         self.files: dict[str, list[Any]] = {}
         self.refused: dict[bool, list[list[str]]] = {True: [], False: []}
-        """Those for which a job fails, and the others: neither leaves the other one no room."""
+        """Refused files for which the job fails (True), and the others: each kind has room of its own."""
         self.refused_room = {True: REFUSED_TOGETHER, False: REFUSED_TOGETHER}
         self.more: dict[str, int] = {}
-        """How many of each kind are refused beside those."""
+        """How many more of each kind are refused, beside those."""
 
     def listed(self) -> dict[str, Any]:
-        """Files in order of their names."""
+        """The files in order of their names, and those that are refused."""
         for path in self.named:
             self.walk.enter(path)
         for path, why in self.walk.refused.items():
@@ -2761,19 +2765,19 @@ class Artefacts:
 
 
 def most_artefacts(state: dict[str, Any]) -> int:
-    """Files that the job may leave."""
+    """How many files the job may leave."""
     limits: dict[str, Any] = state.get("limits") or {}
     most = limits.get("artefact_files")
     return min(100_000 if most is None else int(most), MOST_ARTEFACTS)
 
 
 def told_size(path: str) -> int:
-    """Bytes of an answer for one file, at most."""
+    """Most bytes that one file takes up in an answer."""
     return len(json.dumps(path)) + 96
 
 
 def list_checkpoints(attempt: Attempt, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Complete ones, oldest first; the newest where an answer does not hold them all."""
+    """Complete checkpoints, oldest first; only the newest if an answer does not hold them all."""
     hashes, room = Hashes(attempt), LARGEST_LISTING
     found: list[dict[str, Any]] = []
     for checkpoint in reversed(checkpoints_of(attempt, state.get("checkpoints") or ())):
@@ -2787,7 +2791,8 @@ def list_checkpoints(attempt: Attempt, state: dict[str, Any]) -> list[dict[str, 
 
 
 def described(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] | None:
-    """One checkpoint, its manifest among its files. Hashes are those that its manifest says: who fetches compares. None: it is changing."""
+    """One checkpoint with its manifest among its files; None if it is changing. The hashes are the manifest's claim: the client verifies
+    them."""
     hashed = {checkpoint.path + "/" + p: e["sha256"] for p, e in checkpoint.files.items()}
     hashed[checkpoint.manifest] = None
     with contextlib.suppress(OSError, Refusal):  # it is another one by now
@@ -2800,7 +2805,7 @@ def described(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] | None:
 
 
 def verb_release(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Is all that an attempt held free again? All that says no."""
+    """Report everything that an attempt still holds; clean if there is nothing."""
     attempt = attempt_of(root, body)
     uuids, share = gpus_of(body), body.get("share_mb")
     state = state_of(attempt) or {}
@@ -2820,7 +2825,7 @@ def verb_release(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def gpus_of(body: dict[str, Any]) -> list[str]:
-    """UUIDs, by which locks are named."""
+    """GPU UUIDs of a request, by which locks are named. Raises Refusal `bad_request`."""
     found = [str(uuid) for uuid in body.get("gpus") or ()]
     if not all(GPU_UUID.fullmatch(uuid) for uuid in found):
         raise Refusal("bad_request", "gpus: UUIDs as nvidia-smi shows them are expected")
@@ -2828,7 +2833,7 @@ def gpus_of(body: dict[str, Any]) -> list[str]:
 
 
 def held_locks(attempt: Attempt, uuids: Sequence[str], share: object) -> list[dict[str, Any]]:
-    """Locks of this attempt that somebody still has."""
+    """Locks of this attempt that are still held."""
     found: list[dict[str, Any]] = []
     if is_locked(attempt.at("supervisor.lock")):
         found.append({"what": "lock", "detail": "the supervisor has not ended"})
@@ -2844,7 +2849,7 @@ def held_locks(attempt: Attempt, uuids: Sequence[str], share: object) -> list[di
 
 
 def command_of(pid: int) -> str:
-    """Its program's name, not its arguments."""
+    """The name of a process's program, without its arguments."""
     return read_text(f"/proc/{pid}/comm").strip()
 
 
@@ -2870,14 +2875,14 @@ def memory_holders(root: Root, body: dict[str, Any], uuids: Sequence[str]) -> li
 
 
 def verb_forget(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Remove all of an attempt but the knowledge that it was."""
+    """Remove everything of an attempt but the record that it existed."""
     attempt = attempt_of(root, body)
     with_spare(root, lambda: make_forgotten(root, attempt))
     return {"forgotten": True}, b""
 
 
 def make_forgotten(root: Root, attempt: Attempt) -> None:
-    """First that it was, then that it is no more."""
+    """Record that it existed, then remove it."""
     with root.job_lock(attempt.job):
         state = state_of(attempt) or {}
         if is_locked(attempt.at("supervisor.lock")) or Belonging(attempt, state).alive():
@@ -2889,7 +2894,7 @@ def make_forgotten(root: Root, attempt: Attempt) -> None:
 
 
 def clear_away(attempt: Attempt) -> None:
-    """The folder goes at once; what is in it, as far as it can. `sweep` takes the rest."""
+    """Rename the folder away at once, then remove as much of it as possible. `sweep` takes the rest."""
     away = attempt.root.at("attempts", f".gone-{attempt.name}-{os.urandom(4).hex()}")
     try:
         os.rename(attempt.path, away)
@@ -2900,7 +2905,7 @@ def clear_away(attempt: Attempt) -> None:
 
 
 def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Remove blobs that nobody wants, and what killed runners left. `older_than` spares what a launch under way has just sent."""
+    """Remove unwanted blobs, and what killed runners left. `older_than` spares what a launch under way has just sent."""
     keep = set(shas_of(body, "keep"))
     before = time.time() - seconds_of(body, "older_than", 3600.0)
     removed = remove_old_runners(root, text_of(body, "runner"), before)
@@ -2921,7 +2926,8 @@ def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def remove_old_runners(root: Root, current: str, before: float) -> int:
-    """All but this one and the newest other: a control plane that is being renewed asks for both. Who misses one sends it again."""
+    """Remove all runners but this one and the newest other: during an upgrade both are asked for. A caller that misses one sends it
+    again."""
     try:
         names = os.listdir(root.at("runners"))
     except OSError:
@@ -2937,7 +2943,7 @@ def remove_old_runners(root: Root, current: str, before: float) -> int:
 
 
 def modified(path: str) -> float:
-    """When it was written; long ago if it is not there."""
+    """Modification time of a file; 0 if it is not there."""
     try:
         return os.lstat(path).st_mtime
     except OSError:
@@ -2945,7 +2951,7 @@ def modified(path: str) -> float:
 
 
 def changed_before(path: str, moment: float) -> bool:
-    """By the time that nobody can set."""
+    """True if it last changed at `moment` or before, by the one file time that cannot be set."""
     try:
         return os.lstat(path).st_ctime <= moment
     except OSError:
@@ -2956,7 +2962,8 @@ def changed_before(path: str, moment: float) -> bool:
 
 
 class Order:
-    """What `launch` asks for, looked through. ill-formed: Refusal; well-formed and not possible: Refused, the end of that epoch."""
+    """A checked launch request. An ill-formed one raises Refusal; one that is well-formed but not possible, Refused, which ends that
+    epoch."""
 
     def __init__(self, root: Root, body: dict[str, Any]) -> None:
         self.root, self.body = root, body
@@ -2967,7 +2974,7 @@ class Order:
         self.slot = None if body.get("slot") is None else count_of(body, "slot")
         self.deadman: float | None = seconds_of(body, "deadman", 0.0) or None
         self.heard = boot_clock()
-        """When the control plane was last heard: now, or when it had heard from here before it sent this."""
+        """Boot-clock time of the last contact: now, or when the control plane had last heard from here before it sent this."""
         if body.get("clock") is not None:
             self.heard = min(self.heard, seconds_of(body, "clock", 0.0))
         self.method: str | None = body.get("method")
@@ -2983,7 +2990,7 @@ class Order:
         self.secrets: dict[str, str] = dict(body.pop("secrets", None) or {})
         self.path = path_of(body.get("python"))
         self.memory_mb: dict[str, int | None] = {}
-        """Of the GPUs, once they have been looked at."""
+        """Memory of each GPU in MiB, filled in once they have been looked at."""
         if len(as_bytes(self.first_state())) > LARGEST_RECORD // 2:
             raise Refusal("bad_request", "its lists of artefacts and checkpoints are too long")
 
@@ -3040,17 +3047,17 @@ class Order:
 
     @property
     def artefacts(self) -> list[str]:
-        """Paths in the working folder."""
+        """Paths of the artefacts in the working folder."""
         return list(self.spec.get("artefacts") or ())
 
     @property
     def checkpoints(self) -> list[str]:
-        """Folders likewise."""
+        """Folders of checkpoints in the working folder."""
         return list(self.spec.get("checkpoints") or ())
 
     @property
     def grace(self) -> float:
-        """Seconds between TERM and KILL."""
+        """Time in seconds between TERM and KILL."""
         grace = self.limits.get("grace_seconds")
         return 30.0 if grace is None else float(grace)
 
@@ -3060,7 +3067,7 @@ class Order:
         return sorted(sha for sha in wanted if not has_blob(self.root, sha))
 
     def first_state(self) -> dict[str, Any]:
-        """What its state file says in any case."""
+        """The fields that every state file of this attempt has."""
         return {
             "rank": self.rank,
             "gpus": self.gpus,
@@ -3076,13 +3083,13 @@ class Order:
 
 
 def top_of(manifest: Iterable[str]) -> str | None:
-    """The folder of a checkpoint's files: that with the uppermost manifest.json."""
+    """The folder of a checkpoint's files: the one with the uppermost manifest.json."""
     found = [path.rpartition("/")[0] for path in manifest if path.split("/")[-1] == "manifest.json"]
     return min(found, key=len) if found else None
 
 
 def path_of(python: object) -> str:
-    """PATH of the command: the machine's python first, then what a login has."""
+    """PATH of the command: the folder of the machine's python first, then PATH as a login has it."""
     path = os.environ.get("PATH") or "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     if isinstance(python, str) and "/" in python:
         return (
@@ -3146,7 +3153,7 @@ def too_late(attempt: Attempt, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def was_unbegun(attempt: Attempt) -> bool:
-    """Claimed by a launch that was killed before its command began."""
+    """True if it was claimed by a launch that was killed before its command began."""
     state = state_of(attempt) or {}
     return (
         state.get("phase") == "claimed"
@@ -3157,7 +3164,7 @@ def was_unbegun(attempt: Attempt) -> bool:
 
 
 def take_over_unbegun(attempt: Attempt) -> None:
-    """Clear such a folder away. The child of a supervisor begins only after the state says `running`, so nothing of it runs."""
+    """Remove an unbegun attempt. The child of a supervisor begins only after the state says `running`, so nothing of it runs."""
     if not was_unbegun(attempt):
         return
     lock = take_lock(attempt.at("supervisor.lock"))
@@ -3170,7 +3177,7 @@ def take_over_unbegun(attempt: Attempt) -> None:
 
 
 def was_unbegun_file(attempt: Attempt) -> bool:
-    """Looked at again under its lock: the supervisor may have gone on and ended meanwhile."""
+    """Check again under its lock: the supervisor may have gone on and ended meanwhile."""
     state = state_of(attempt) or {}
     return state.get("phase") == "claimed" and not os.path.exists(attempt.at("exit.json"))
 
@@ -3181,8 +3188,8 @@ def claim(
     heard: float = 0.0,
     fill: Callable[[str], None] | None = None,
 ) -> int | None:
-    """Make the folder of an attempt, whole and at once; OSError if the disk is full. The lock of its supervisor, held. `fill` puts more
-    into it."""
+    """Make the folder of an attempt atomically; OSError if the disk is full. Returns the lock of its supervisor, held, or None if it needs
+    none. `fill` puts more into the folder."""
     above = make_folder(attempt.root.at("attempts"))
     new = os.path.join(above, f".new-{attempt.name}-{os.urandom(4).hex()}")
     os.mkdir(new, 0o700)
@@ -3214,7 +3221,7 @@ def claim(
 
 
 def furnish(folder: str, heard: float) -> None:
-    """All files that are written later, so that a full disk does not keep them from being written."""
+    """Create all files that are written later, so that a full disk cannot prevent it."""
     cells = {"contact": f"{heard:.3f}", "heartbeat": f"{boot_clock():.3f}", "cancel": ""}
     for name, text in cells.items():
         write_file(os.path.join(folder, name), text.ljust(CELL).encode("ascii"))
@@ -3229,7 +3236,7 @@ def furnish(folder: str, heard: float) -> None:
 
 
 def check_room(order: Order) -> None:
-    """Disk and memory; that of another machine is its engine's."""
+    """Check disk and memory, Refused if there is too little. With an engine only the disk: memory is that of another machine."""
     load = load_of(order.root)
     disk, ram = order.limits.get("disk_mb"), order.limits.get("ram_mb")
     ram = None if order.engine else ram
@@ -3240,7 +3247,7 @@ def check_room(order: Order) -> None:
 
 
 def check_program(order: Order) -> None:
-    """The command's program is there; one that is among the job's files is not looked for."""
+    """Check that the command's program is there, else Refused; one that is among the job's files is not looked for."""
     program = order.spec["arguments"][0]
     if "/" in program and not os.path.isabs(program):
         return
@@ -3250,7 +3257,7 @@ def check_program(order: Order) -> None:
 
 
 def find_program(program: str, path: str) -> str | None:
-    """As a shell would."""
+    """The program's path, found as a shell would; None if there is none."""
     places = [""] if "/" in program else path.split(":")
     for place in places:
         if not place.startswith("/") and "/" not in program:
@@ -3262,7 +3269,7 @@ def find_program(program: str, path: str) -> str | None:
 
 
 def resolve_gpus(order: Order) -> str:
-    """CUDA_VISIBLE_DEVICES: indices as of now, in the order of buses; MIG devices by name."""
+    """The value of CUDA_VISIBLE_DEVICES: current indices in bus order; MIG devices by name."""
     if not order.gpus:
         return ""
     seen = look_at_gpus(order.root, order.body)
@@ -3275,7 +3282,7 @@ def resolve_gpus(order: Order) -> str:
 
 
 def resolve_gpu(order: Order, seen: Seen, uuid: str) -> str:
-    """One of them; Refused if it is not there, is ill, or is used by somebody else."""
+    """One GPU's index or MIG name; Refused if it is missing, ill, or in use."""
     device = next((d for g in seen.gpus for d in g["mig_devices"] if d["uuid"] == uuid), None)
     gpu = seen.gpu(uuid)
     if gpu is None and device is None:
@@ -3295,7 +3302,7 @@ def resolve_gpu(order: Order, seen: Seen, uuid: str) -> str:
 
 
 def refuse_company(order: Order, app: dict[str, Any]) -> None:
-    """Only other shares of the same GPU are welcome on it."""
+    """Raise Refused unless the process belongs to another share of the same GPU."""
     attempt, pid = app["attempt"], app["pid"]
     holder = attempt or f"{command_of(pid) or 'a process'} (pid {pid})"
     if attempt is None:
@@ -3305,7 +3312,7 @@ def refuse_company(order: Order, app: dict[str, Any]) -> None:
 
 
 def take_gpus(order: Order) -> list[int]:
-    """Locks of all GPUs and of the slot, none of which is taken if one cannot be."""
+    """Take the locks of all GPUs and of the slot, or none of them."""
     taken: list[int] = []
     try:
         for uuid in sorted(order.gpus):
@@ -3321,7 +3328,7 @@ def take_gpus(order: Order) -> list[int]:
 
 
 def take_named(path: str, name: str, what: str) -> int:
-    """An exclusive lock, whose file then says who has it."""
+    """Take an exclusive lock and write the holder's name into its file. Raises Refused."""
     fd = take_lock(path, fcntl.LOCK_EX, GPU_LOCK_PATIENCE)
     if fd is None:
         holder = read_text(path).strip() or "somebody"
@@ -3333,7 +3340,7 @@ def take_named(path: str, name: str, what: str) -> int:
 
 
 def take_gpu(order: Order, uuid: str) -> list[int]:
-    """Whole: its lock. A share: its lock together with others, and a file of the share's own that says how much."""
+    """Lock a GPU: exclusively for a whole one; for a share jointly, plus a file of the share's own that says how much it takes."""
     path = order.root.gpu_lock(uuid)
     if order.share_mb is None:
         return [take_named(path, order.attempt.name, uuid)]
@@ -3349,7 +3356,7 @@ def take_gpu(order: Order, uuid: str) -> list[int]:
 
 
 def take_share(order: Order, uuid: str, share_mb: int) -> int:
-    """If it fits beside those that are held. A share is held while somebody has its file locked, so nothing has to be counted down."""
+    """Take a share if it fits beside those that are held. A share lasts as long as the lock on its file, so no counter has to be kept."""
     folder = order.root.shares(uuid)
     total = order.memory_mb.get(uuid) or 0
     with Held(order.root.lock("shares.lock")):
@@ -3367,7 +3374,7 @@ def take_share(order: Order, uuid: str, share_mb: int) -> int:
 
 
 def share_held(path: str) -> int:
-    """MiB of a share that somebody holds; the file of one that nobody holds goes."""
+    """MiB of a share that is held; the file of one that is not held is removed."""
     if is_locked(path):
         return int(number_in(cell_words(path)) or 0)
     remove_file(path)
@@ -3375,7 +3382,7 @@ def share_held(path: str) -> int:
 
 
 def remove_share(root: Root, uuid: str, name: str) -> None:
-    """The file of a share that has ended."""
+    """Remove the file of a share that has ended."""
     with Held(root.lock("shares.lock")):
         path = os.path.join(root.shares(uuid), name)
         if not is_locked(path):
@@ -3383,7 +3390,7 @@ def remove_share(root: Root, uuid: str, name: str) -> None:
 
 
 def enqueue(order: Order) -> None:
-    """Claim the folder with all in it that the engine needs to begin."""
+    """Claim the folder with everything in it that the engine needs to begin."""
     blobs = take_lock(order.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_PATIENCE)
     if blobs is None or order.missing():
         raise Refusal("busy", "blobs are being swept; ask again")
@@ -3402,7 +3409,7 @@ exec python3 -I -S -X utf8 {runner} {folder}
 
 
 def fill_queued(order: Order, folder: str) -> None:
-    """Its files, this file, what the engine runs, the token."""
+    """Write the job's files, this file, the script that the engine runs, and the token."""
     import shlex
 
     attempt, work = order.attempt, os.path.join(folder, "work")
@@ -3429,10 +3436,9 @@ def fill_queued(order: Order, folder: str) -> None:
 
 
 def supervise(folder: str) -> int:
-    """What `begin.sh` does: begin what was queued, in the foreground, on the machine that its engine has given it.
+    """Run by `begin.sh`: begin a queued attempt in the foreground, on the machine that its engine has chosen.
 
-    The exit status of the command, as shells have it.
-    """
+    Returns the exit status of the command, as shells have it."""
     os.umask(0o077)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until it can be answered
     known = read_json(os.path.join(folder, "state.json")) or {}
@@ -3460,13 +3466,14 @@ def supervise(folder: str) -> int:
 
 
 def complain(message: str) -> int:
-    """To the engine's log. What was given away twice is no failure of anybody's."""
+    """Write to the engine's log and succeed: an attempt that was handed out twice has not failed."""
     os.write(2, (message + "\n").encode("utf-8", "replace"))
     return 0
 
 
 def begin(order: Order, visible: str | None) -> int | None:
-    """Take locks, claim the folder, fork the supervisor. The end of a pipe on which it says that there is something to be seen."""
+    """Take locks, claim the folder, fork the supervisor. Returns a pipe that becomes readable once there is a state to see; None if
+    refused."""
     attempt = order.attempt
     try:
         locks = take_gpus(order)
@@ -3490,7 +3497,7 @@ def begin(order: Order, visible: str | None) -> int | None:
 
 
 def detach(order: Order, visible: str, locks: list[int], blobs: int, speak: int) -> NoReturn:
-    """A grandchild in a session of its own, handed to whoever adopts orphans, becomes the supervisor."""
+    """Fork a grandchild in its own session, adopted by init or a subreaper, which becomes the supervisor."""
     try:
         os.setsid()
         if os.fork() == 0:
@@ -3507,7 +3514,7 @@ def detach(order: Order, visible: str, locks: list[int], blobs: int, speak: int)
 
 
 def prctl(option: int, value: object) -> None:
-    """Of the kernel; without ctypes the rest has to do."""
+    """Call the kernel's prctl; skipped if Python has no ctypes."""
     try:
         import ctypes
 
@@ -3520,10 +3527,9 @@ SET_DEATH_SIGNAL, SET_NAME, SET_SUBREAPER = 1, 15, 36
 
 
 class Supervisor:
-    """Lives as long as the command and what that has started. The only writer of its folder, but for the cells.
+    """Lives as long as the command and everything that it started. Apart from the cells, only the supervisor writes to its folder.
 
-    Once it has settled nothing is imported any more: in days the machine's Python may be replaced by another one.
-    """
+    After `settle` nothing more is imported: over days the machine's Python may be replaced by another one."""
 
     def __init__(
         self, order: Order, visible: str, locks: list[int], blobs: int, speak: int
@@ -3541,14 +3547,14 @@ class Supervisor:
         self.ending: Ending | None = None
         self.killed = False
         self.tell_at = math.inf
-        """When the command is asked to end; it is once."""
+        """When the command is asked to end, which happens once."""
         self.user = ""
         self.left = 0
         self.waker = self.bell = -1
         self.evicted = False
 
     def run(self) -> None:
-        """The whole life."""
+        """Run the attempt from its files to its exit record."""
         self.settle()
         try:
             if self.order.engine:
@@ -3578,7 +3584,7 @@ class Supervisor:
     # - before the command
 
     def settle(self) -> None:
-        """Let go of whoever started it: streams, signals, folder, control group; adopt what the command will leave behind."""
+        """Detach from the caller: streams, signals, folder, control group. Become the adopter of whatever the command leaves behind."""
         for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         if self.order.engine:
@@ -3603,7 +3609,7 @@ class Supervisor:
         self.state["method"] = chosen[0]
 
     def leave_streams(self) -> None:
-        """The channel of the request closes when nobody has it open any more. Complaints of this process go to a file."""
+        """Close the request's channel, which ends once no process has it open. This process's own errors go to a file."""
         keep = {self.lock, self.blobs, self.speak, *self.inherited}
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) not in keep:
@@ -3619,7 +3625,7 @@ class Supervisor:
             os.dup2(source, target)
 
     def make_alarms(self) -> None:
-        """What wakes it early: the end of a child, the bell."""
+        """Set up what wakes it early: the end of a child, and the bell."""
         self.waker, wake = os.pipe()
         for fd in (self.waker, wake):
             os.set_blocking(fd, False)
@@ -3630,7 +3636,7 @@ class Supervisor:
             self.bell = os.open(self.attempt.at("bell"), os.O_RDWR | os.O_NONBLOCK)
 
     def lay_out(self) -> None:
-        """Files into the working folder; as long as nobody has cancelled it meanwhile, nor its deadman is over."""
+        """Put the files into the working folder, unless it is cancelled or its deadman expires meanwhile."""
         root, work, look_at = self.order.root, self.attempt.work, time.monotonic() + TICK
         for manifest in (self.order.files, self.order.resume_files):
             for _ in lay_out(root, work, manifest):
@@ -3643,17 +3649,17 @@ class Supervisor:
             make_folder(os.path.dirname(os.path.join(self.attempt.work, path)))
 
     def take_up(self) -> None:
-        """What was laid out on another machine, perhaps: from here on this one is the attempt's."""
+        """Take over an attempt that may have been laid out on another machine: from here on it belongs to this one."""
         self.state.update(phase="claimed", boot_id=boot_id(), claimed_by=os.uname().nodename)
         write_json(self.attempt.at("state.json"), self.state)
         check_program(self.order)
 
     def evict(self, _signum: int, _frame: object) -> None:
-        """The engine wants its machine back."""
+        """Signal handler: the engine wants its machine back."""
         self.evicted = True
 
     def refuse(self, record: dict[str, Any]) -> None:
-        """Nothing ran, and nothing will."""
+        """Record that nothing ran and nothing will."""
         remove_tree(self.attempt.work)
         self.state.update(phase="refused", refused=record)
         try:
@@ -3664,11 +3670,11 @@ class Supervisor:
         self.say()
 
     def say(self) -> None:
-        """There is something to be seen."""
+        """Tell `launch` that there is a state to see."""
         os.close(self.speak)
 
     def start(self) -> Ending | None:
-        """Fork the child, write down who it is, let it go on. What became of it instead, if it could not."""
+        """Fork the child, record it, let it begin. Returns why it could not begin, or None."""
         go_on, go = os.pipe()
         failed, failure = os.pipe()
         environment = command_environment(self.order, self.visible, self.user)
@@ -3708,7 +3714,7 @@ class Supervisor:
         return self.spawn_failure(failed)
 
     def record_child(self) -> None:
-        """On disk before the command begins."""
+        """Write the child's pid and start ticks to disk before the command begins."""
         self.group.take_in(self.child)
         if self.state["method"] == "cgroup" and not self.group.v2:
             self.state["method"] = "session"
@@ -3725,7 +3731,7 @@ class Supervisor:
         write_json(self.attempt.at("state.json"), self.state)
 
     def spawn_failure(self, failed: int) -> Ending | None:
-        """The pipe closes without a word when the program has begun."""
+        """Why the program could not begin; None once the pipe closes without a word, since then it has."""
         with open(failed, "rb") as pipe:
             words = pipe.read(16).split()
         if not words:
@@ -3739,7 +3745,7 @@ class Supervisor:
     # - while it runs
 
     def watch(self) -> Any:
-        """Until the child has ended; how it did. It stays a zombie until all is over, so that its pid means nobody else."""
+        """Wait until the child has ended and return how. It stays a zombie until all is over, so that its pid is not reused."""
         while True:
             ended = os.waitid(os.P_PID, self.child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
@@ -3750,7 +3756,7 @@ class Supervisor:
             self.sleep()
 
     def sleep(self, due: float = TICK) -> None:
-        """Until something wakes it, or the next look is due. Meanwhile it writes down what the command says."""
+        """Sleep until something wakes it or the next look is due, and write the command's output to its log meanwhile."""
         if self.ending and not self.killed:
             due = min(due, max(0.02, self.ending.kill_at - time.monotonic()))
         until = time.monotonic() + due
@@ -3768,14 +3774,14 @@ class Supervisor:
             due = until - time.monotonic()
 
     def beat(self) -> None:
-        """A sign of life."""
+        """Write a sign of life, every HEARTBEAT seconds."""
         if time.monotonic() >= self.next_beat:
             with contextlib.suppress(OSError):  # it goes on living
                 set_cell(self.attempt.at("heartbeat"), f"{boot_clock():.3f}")
             self.next_beat = time.monotonic() + HEARTBEAT
 
     def perhaps_end(self) -> None:
-        """TERM when there is a reason, KILL when its time is up; KILL again until it works."""
+        """Send TERM when there is a reason, KILL when its time is up, and KILL again until it works."""
         reason = self.reason()
         now = time.monotonic()
         if reason and not self.ending:
@@ -3792,7 +3798,7 @@ class Supervisor:
             self.killed = True
 
     def reason(self) -> Ending | None:
-        """Why the command is to end."""
+        """Why the command has to end; None if it may go on."""
         now = time.monotonic()
         grace = number_in(cell_words(self.attempt.at("cancel")))
         if grace is not None:
@@ -3821,25 +3827,25 @@ class Supervisor:
         return None
 
     def silence(self) -> float:
-        """Seconds of the boot clock since the last contact."""
+        """Boot-clock seconds since the last contact."""
         told = number_in(cell_words(self.attempt.at("contact")))
         self.last_contact = max(self.last_contact, told or 0.0)
         return boot_clock() - self.last_contact
 
     def terminate(self) -> None:
-        """Ask the command's session; one that was stopped has to go on to hear it."""
+        """Send TERM to the command's session, and CONT, because a stopped process has to continue to receive it."""
         for signum in (signal.SIGTERM, signal.SIGCONT):
             with contextlib.suppress(OSError):  # it may have become another user's
                 os.killpg(self.child, signum)
 
     def belonging(self) -> Belonging:
-        """Everything of the attempt."""
+        """Everything that belongs to the attempt."""
         return Belonging(self.attempt, self.state, supervisor=os.getpid())
 
     # - after it
 
     def end_leftovers(self, ended: Any) -> dict[int, Process]:
-        """What outlived the command goes too; what would not."""
+        """End the processes that outlived the command; returns those that could not be ended."""
         belonging = self.belonging()
         if not belonging.alive():
             return {}
@@ -3860,7 +3866,7 @@ class Supervisor:
         return belonging.kill(KILL_PATIENCE)
 
     def staying(self, belonging: Belonging) -> dict[int, Process]:
-        """Who has not gone by itself, as helpers do that see the command end."""
+        """Processes that are left after LEAVING seconds; helpers that see the command end go by themselves."""
         until = time.monotonic() + LEAVING
         while True:
             found = belonging.alive()
@@ -3870,7 +3876,7 @@ class Supervisor:
             self.sleep(0.02)
 
     def hear_out(self, patience: float) -> None:
-        """Into the log with all that was said, for so many seconds at most."""
+        """Write all output to the log, for at most `patience` seconds."""
         until = time.monotonic() + patience
         while self.log and (self.log.write_down() or self.log.unwritten):
             if time.monotonic() >= until:
@@ -3880,7 +3886,7 @@ class Supervisor:
                 time.sleep(0.05)
 
     def leftovers_until(self) -> float:
-        """The grace of whoever wanted the end, or a little after an end that nobody wanted."""
+        """When leftovers are killed: after the grace of a requested end, or soon after the command ended by itself."""
         reason = self.reason()
         if self.ending:
             return min(self.ending.kill_at, reason.kill_at if reason else self.ending.kill_at)
@@ -3888,7 +3894,7 @@ class Supervisor:
         return min(own, reason.kill_at) if reason else own
 
     def finish(self, ending: Ending, ended: Any) -> None:
-        """Take note of the child's end, write the record, go."""
+        """Reap the child, write the record, end."""
         if ended is not None:
             reap_adopted()
             self.hear_out(ROOM_PATIENCE if self.log and self.log.unwritten else LAST_WORDS)
@@ -3901,16 +3907,16 @@ class Supervisor:
         self.say_at_last()
 
     def is_removed(self) -> bool:
-        """Somebody has removed its folder, and with it the lock that it holds: there is no place for a record, nor anybody to read it."""
+        """True if its folder was removed, and with it the lock that it holds: then a record has no place and no reader."""
         return os.fstat(self.lock).st_nlink == 0
 
     def say_at_last(self) -> None:
-        """To whoever still waits for the first word."""
+        """Release a launch that still waits for the first word."""
         with contextlib.suppress(OSError):  # it has been said
             self.say()
 
     def exit_record(self, ending: Ending, ended: Any) -> dict[str, Any]:
-        """How it ended."""
+        """The record of how the command ended."""
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         code, signum = ending.code, None
         if ended is not None and ended.si_code == os.CLD_EXITED:
@@ -3937,7 +3943,7 @@ class Supervisor:
 
 
 class Ending:
-    """Why and until when."""
+    """Why the command has to end, and until when it may take."""
 
     def __init__(self, reason: str, message: str, kill_at: float, code: int | None = None) -> None:
         self.reason, self.message, self.kill_at, self.code = reason, message, kill_at, code
@@ -3945,15 +3951,14 @@ class Ending:
 
 
 def woken(_signum: int, _frame: object) -> None:
-    """The pipe that wakes the supervisor has been written to by then."""
+    """Do nothing: by now Python has written to the pipe that wakes the supervisor."""
 
 
 class Log:
-    """What a command and all that it starts say. It comes through a pipe: whoever writes to /dev/stderr opens that once more, and would
-    empty a file by it.
+    """Collects the output of a command and its processes. It comes through a pipe, because a process that opens /dev/stderr again would
+    truncate a file.
 
-    Where the file cannot be written the command waits as soon as the pipe is full; after LOG_PATIENCE nobody listens any more.
-    """
+    If the file cannot be written, the command blocks once the pipe is full; after LOG_PATIENCE the pipe is closed."""
 
     def __init__(self, path: str) -> None:
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -3966,11 +3971,11 @@ class Log:
         self.is_closed = False
 
     def sources(self) -> list[int]:
-        """What to listen to."""
+        """Descriptors to listen to; none while output is unwritten, or after the pipe is closed."""
         return [] if self.unwritten or self.is_closed else [self.source]
 
     def write_down(self) -> bool:
-        """Some of what was said and is not in the file; whether there was anything that could be written."""
+        """Move some output from the pipe to the file; False if there was none, or it could not be written."""
         if self.is_closed:
             return False
         if not self.unwritten:
@@ -3988,7 +3993,7 @@ class Log:
         return True
 
     def fail(self, error: OSError) -> None:
-        """It may be written later; not for ever."""
+        """Note that the file cannot be written now; after LOG_PATIENCE give up."""
         now = time.monotonic()
         self.stuck_at = now if self.stuck_at is None else self.stuck_at
         self.problem = f"\n[its log could not be written: {error.strerror}]\n"
@@ -3997,13 +4002,14 @@ class Log:
             os.close(self.source)
 
     def tail(self) -> str:
-        """The end of it, as text."""
+        """The end of the output, as text, with a note if the log could not be written."""
         kept = TAIL - len(self.problem.encode())
         return self.last[-kept:].decode("utf-8", "replace") + self.problem
 
 
 def save_exit(attempt: Attempt, record: dict[str, Any]) -> bool:
-    """At once and for good. On a full disk, in the room that was set aside: overwritten in place, blanks after it, then renamed."""
+    """Write the exit record atomically and durably; False if that failed. On a full disk it overwrites the reserve in place, padded with
+    blanks, and renames it."""
     try:
         write_json(attempt.at("exit.json"), record)
         return True
@@ -4023,7 +4029,7 @@ def save_exit(attempt: Attempt, record: dict[str, Any]) -> bool:
 
 
 def make_way(attempt: Attempt) -> None:
-    """For an exit record, where a job has made a folder in its place, or has closed the folder around it."""
+    """Make room for an exit record if a job has made a folder in its place, or has closed the folder around it."""
     with contextlib.suppress(OSError):
         os.chmod(attempt.path, 0o700)
     for path in (attempt.at("exit.json"), f"{attempt.at('exit.json')}.{os.getpid()}.new"):
@@ -4033,7 +4039,7 @@ def make_way(attempt: Attempt) -> None:
 
 
 def command_environment(order: Order, visible: str, user: str) -> dict[str, str]:
-    """Little of the machine's, then the job's, its secrets, and what the runner alone knows."""
+    """The command's environment: a little of the machine's, then the job's, its secrets, and the runner's own variables."""
     attempt = order.attempt
     environment = {
         **(told_by_engine() if order.engine else {}),
@@ -4062,7 +4068,7 @@ def command_environment(order: Order, visible: str, user: str) -> dict[str, str]
 
 
 def told_by_engine() -> dict[str, str]:
-    """Of what it set for this process."""
+    """Variables that the engine set for this process."""
     return {name: text for name, text in os.environ.items() if name.startswith(ENGINE_PREFIXES)}
 
 
@@ -4074,7 +4080,7 @@ def become(
     log: int,
     inherited: list[int],
 ) -> NoReturn:
-    """In the child: wait for the supervisor's word, then be the command. Dies with its supervisor."""
+    """Runs in the child: wait for the supervisor's word, then become the command. The child dies with its supervisor."""
     try:
         os.setsid()
         prctl(SET_DEATH_SIGNAL, int(signal.SIGKILL))
@@ -4091,7 +4097,7 @@ def become(
 def exec_command(
     order: Order, environment: dict[str, str], log: int, inherited: list[int]
 ) -> NoReturn:
-    """Streams, folder and signals as a program expects them."""
+    """Set up streams, folder and signals as a program expects them, then execute it."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, nothing), (1, log), (2, log)):
         os.dup2(source, target)
@@ -4114,10 +4120,9 @@ def exec_command(
 
 
 def enter_scope(unit: str) -> str | None:
-    """Have the system's service manager put this process into a transient scope, out of the login session that may be ended as a whole.
+    """Have the system's service manager put this process into a transient scope, out of the login session, which may be ended as a whole.
 
-    The scope's control group. This process moves into a part of it: what is empty itself may hand its controllers on.
-    """
+    Returns the scope's control group, or None. This process moves into a group below it: only an empty group may hand its controllers on."""
     import subprocess
 
     names = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1")
@@ -4170,7 +4175,7 @@ LONG = frozenset({"join", "keep", "manifest"})
 
 
 def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
-    """Called by the bootstrap with a body whose length and hash agreed."""
+    """Answer one request; the bootstrap calls this after length and hash of the body agreed."""
     os.umask(0o077)
     try:
         answer, data = carry_out(body, payload)
@@ -4189,7 +4194,7 @@ def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
 
 
 def carry_out(body: dict[str, Any], payload: BinaryIO) -> Answered:
-    """Find the verb, do it."""
+    """Find the verb and call it."""
     if body.get("protocol") not in SPOKEN:
         raise Refusal("protocol", "this runner speaks {}".format(", ".join(map(str, SPOKEN))))
     verb = VERBS.get(text_of(body, "verb"))
@@ -4201,7 +4206,7 @@ def carry_out(body: dict[str, Any], payload: BinaryIO) -> Answered:
 
 @contextlib.contextmanager
 def signs() -> Generator[None, None, None]:
-    """Of life, while it gets on."""
+    """Send signs of life while the request makes progress."""
     import threading
 
     working = threading.Lock()
@@ -4224,7 +4229,7 @@ def signs() -> Generator[None, None, None]:
 
 
 def sign(told: int) -> int:
-    """One, if more has been done than `told`; what has been done by now."""
+    """Send one sign if more was done than `told`; returns how much has been done by now."""
     done = Work.done
     if done != told:
         os.write(1, b"\n")
@@ -4232,7 +4237,7 @@ def sign(told: int) -> int:
 
 
 def lines_of(error: BaseException) -> str:
-    """Lines of this file that an error came through."""
+    """Line numbers of this file that an error came through."""
     found: list[str] = []
     trace = error.__traceback__
     while trace is not None:
@@ -4242,7 +4247,7 @@ def lines_of(error: BaseException) -> str:
 
 
 def send_answer(answer: dict[str, Any], data: bytes) -> NoReturn:
-    """Write it out and end, without what Python does at its end."""
+    """Write the answer and exit at once, without Python's clean-up."""
     text = as_bytes(answer)
     sha = hashlib.sha256(text).hexdigest()
     head = f"GROUPWISE-ANSWER {PROTOCOL} {len(text)} {sha} {len(data)}\n"
