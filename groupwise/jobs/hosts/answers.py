@@ -1,8 +1,7 @@
-"""What a runner says, as values: `MemberState`, `Observation` and the like, read from the JSON of its answers.
+"""The runner's answers as values: `MemberState`, `Observation` and the like, read from JSON.
 
-Fields that are not known here are skipped, since a newer runner may say more; a field that is missing or of another type than agreed
-is no answer (BadAnswer), except where an older runner did not say it yet.
-"""
+Unknown fields are skipped, since a newer runner may send more. A field that is missing or of the wrong type raises BadAnswer, unless an
+older runner did not send it yet."""
 
 from __future__ import annotations
 
@@ -25,29 +24,29 @@ from groupwise.jobs.hosts.spec import (
 Word = TypeVar("Word", bound=StrEnum)
 
 MOST, MOST_OF_SMALL = (1 << 63) - 1, (1 << 31) - 1
-"""What columns of databases hold."""
+"""Largest numbers that database columns hold."""
 LONGEST, LONGEST_NAME, LONGEST_TAIL, LONGEST_OUTPUT = 4096, 300, 1 << 16, 8 << 20
-"""Characters that are kept of a text, of a name, of the end of a log, and of what a program printed."""
+"""Most characters that are kept of a text, of a name, of the end of a log, and of a program's output."""
 MOST_LISTED, MOST_GPUS, SHOWN = 10_000, 256, 1_000
-"""Entries of a list, GPUs of a machine, and what is kept of lists that are for people."""
+"""Most entries of a list, most GPUs of a machine, and how many entries are kept of lists that are for people."""
 MOST_EPOCH = (1 << 62) - 1
-"""As runners count; what is above was given out by nobody, and databases do not count much further."""
+"""Highest epoch that runners accept. No control plane gives out a higher one, and databases do not count much further."""
 
 
 class RunnerState(StrEnum):
-    """What a machine knows of an attempt."""
+    """An attempt's state, as its machine sees it."""
 
     ABSENT = "absent"
-    """Nothing. No proof that it never ran there: only `void` is."""
+    """No trace of it. This does not prove that it never begins there: only `void` does."""
     QUEUED = "queued"
     """Laid out for an engine (Slurm, Ray) to begin."""
     CLAIMED = "claimed"
     """Its supervisor lives, its command has not begun."""
     RUNNING = "running"
     EXITED = "exited"
-    """With an exit record."""
+    """Ended, with an exit record."""
     LOST = "lost"
-    """Begun, its supervisor gone without an exit record, the machine not restarted."""
+    """Begun, but its supervisor is gone without an exit record, and the machine was not restarted."""
     REBOOTED = "rebooted"
     """Begun before the machine's last start, without an exit record."""
     VOIDED = "voided"
@@ -60,13 +59,13 @@ class ExitReason(StrEnum):
     """Why a command ended."""
 
     EXITED = "exited"
-    """By itself, or somebody else's signal."""
+    """The command ended by itself, or by a signal that was not ours."""
     CANCELLED = "cancelled"
     EVICTED = "evicted"
-    """Its engine wanted it ended, and said so in time."""
+    """Its engine, or the owner of its machine, wanted it ended, and said so in time."""
     TIME_LIMIT = "time_limit"
     DEADMAN = "deadman"
-    """No word from the control plane for too long."""
+    """The control plane was silent for too long."""
     SPAWN_FAILED = "spawn_failed"
     """It could not be started."""
 
@@ -80,42 +79,42 @@ class ExitRecord:
     reason: ExitReason
     message: str
     oom_kill: int
-    """How often the kernel ended something of it for want of memory."""
+    """How many of its processes the kernel has killed because memory ran out."""
     seconds: float | None
     finished_at: float | None
-    """By the clock of the machine."""
+    """Seconds since the epoch, by the machine's clock."""
     tail: str
-    """The last of its log."""
+    """The end of its log."""
     gpus: int | None = None
-    """That it held on its machine; None: its runner does not say."""
+    """How many GPUs it held on its machine; None: its runner does not say."""
     age: float | None = None
-    """Seconds since then, when this was said."""
+    """Seconds between the end and this answer."""
     leftovers: int = 0
-    """Processes that it had left behind, and that were ended."""
+    """How many processes it left behind and the supervisor had to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why the runner would not start it."""
+    """Why the runner would not start an attempt."""
 
     code: str
     """lower_epoch, voided, gpu_busy, gpu_missing, foreign_busy, disk_full, ram, bad_spec, unknown_program …"""
     message: str
     holder: str | None = None
     highest: int | None = None
-    """Of lower_epoch: that the machine has seen of the job."""
+    """The highest epoch of the job that the machine has seen; only for `lower_epoch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberState:
-    """What one machine knows of one attempt."""
+    """The state of one attempt on one machine."""
 
     job: str
     epoch: int
     state: RunnerState
     rank: int = 0
     boot_id: str | None = None
-    """Of the machine when it began."""
+    """The machine's boot id when the attempt began."""
     same_boot: bool = True
     pid: int | None = None
     start_ticks: int | None = None
@@ -123,51 +122,51 @@ class MemberState:
     started_at: float | None = None
     log_size: int = 0
     checkpoints: int = 0
-    """Complete ones."""
+    """How many complete checkpoints it has."""
     step: int | None = None
-    """Of the newest complete checkpoint."""
+    """The step of the newest complete checkpoint."""
     exit: ExitRecord | None = None
     refused: Refusal | None = None
     survivors: int | None = None
-    """Processes of it that live although its supervisor is gone, as far as that was looked for."""
+    """How many of its processes live although its supervisor is gone; None: not counted."""
     place: str | None = None
-    """Names the root that answered."""
+    """Name of the root that answered."""
     gpus: tuple[str, ...] = ()
-    """UUIDs of those that it was begun with."""
+    """UUIDs of the GPUs that it was begun with."""
     share_mb: int | None = None
-    """Of each of them; None: the whole."""
+    """MiB of its share of each GPU; None: it has whole GPUs."""
     slot: int | None = None
-    """For jobs without a GPU."""
+    """The CPU slot of a job without a GPU."""
     clock: float | None = None
-    """Of the machine, as it answered; given back with `wait` and `touch`, it says from when on silence counts."""
+    """The machine's boot clock when it answered. `wait` and `touch` send it back, and the deadman counts silence from then."""
     engine: str | None = None
-    """The one that it was laid out for."""
+    """The engine that it was laid out for."""
     engine_says: str = ""
-    """The end of what that has written of it; in an `EngineRunner` what it waits for."""
+    """The end of the engine's log of it; from an `EngineRunner`, what it waits for."""
     engine_options: tuple[str, ...] = ()
-    """What that was asked."""
+    """The options that the engine was given."""
     engine_has: bool | None = None
-    """Of one that is queued: whether it is in that engine's queue. None: it has not been asked, or gave no answer."""
+    """True if a queued attempt is in its engine's queue. None: the engine was not asked, or gave no answer."""
     folder: str | None = None
-    """Of an attempt that an engine begins."""
+    """The attempt's folder, if an engine begins it."""
     age: float | None = None
-    """Seconds since it was laid out."""
+    """Seconds since the attempt was laid out; only with an engine."""
     beat_age: float | None = None
-    """Seconds since its supervisor wrote that it lives."""
+    """Seconds since its supervisor's last sign of life, by the file's time; only with an engine."""
 
     @property
     def lives(self) -> bool:
-        """Something of it is there, with its supervisor or without."""
+        """True if processes of it live, with its supervisor or without."""
         return self.state in _SUPERVISED or bool(self.survivors)
 
     @property
     def may_begin(self) -> bool:
-        """An engine may begin it at any moment, whether anybody asks for that or not."""
+        """True if an engine may begin it at any moment, without another request."""
         return self.state is RunnerState.QUEUED
 
     @property
     def handle(self) -> dict[str, Any]:
-        """What tells its processes from others on that machine."""
+        """The facts that tell its processes from others on that machine."""
         return {
             "pid": self.pid,
             "start_ticks": self.start_ticks,
@@ -182,7 +181,7 @@ _SUPERVISED = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING})
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a machine is."""
+    """A description of a machine."""
 
     protocols: tuple[int, ...]
     python: str
@@ -194,18 +193,18 @@ class Hello:
     ram_mb: int | None
     disk_free_mb: int | None
     cgroup: bool
-    """Attempts get a control group of their own."""
+    """True if attempts get a control group of their own."""
     memory_limits: bool
-    """And one that enforces their limit of memory."""
+    """True if that group can also enforce their memory limit."""
     filesystem: str | None
-    """Of the root; locks do not hold on nfs and its kin."""
+    """The root's type of file system; locks do not hold on nfs and its kin."""
     methods: tuple[str, ...]
-    """Ways to start an attempt that are there."""
+    """Ways to start an attempt that the machine has."""
     time: float | None
 
 
 class ProbeStatus(StrEnum):
-    """Whether the question for GPUs was answered."""
+    """The outcome of asking for GPUs."""
 
     OK = "ok"
     ABSENT = "absent"
@@ -217,12 +216,12 @@ class ProbeStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """How the question for GPUs went."""
+    """How the probe for GPUs went."""
 
     status: ProbeStatus
-    """Of the question for GPUs."""
+    """The outcome of asking which GPUs there are."""
     apps: ProbeStatus
-    """Of the question who is on them."""
+    """The outcome of asking which processes use them."""
     lines_not_read: tuple[str, ...] = ()
     exit: int | None = None
     said: str = ""
@@ -230,7 +229,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class SeenGPU:
-    """A GPU, as the probe showed it; None: it did not say."""
+    """A GPU, as the probe showed it. None: the probe did not say."""
 
     index: int
     uuid: str
@@ -254,12 +253,12 @@ class SeenApp:
     pid: int | None
     memory_mb: int | None
     attempt: str | None
-    """`<job>.<epoch>` where it is one of ours."""
+    """`<job>.<epoch>` if the process is one of ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """Something that looks like an attempt and that the runner does not know. It is never touched."""
+    """Something that looks like an attempt but is unknown to the runner, which never touches it."""
 
     what: str
     """folder or process."""
@@ -269,7 +268,7 @@ class Stray:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a machine looked like."""
+    """GPUs, load and attempts of a machine at one moment."""
 
     boot_id: str
     time: float | None
@@ -284,22 +283,22 @@ class Observation:
     attempts: tuple[MemberState, ...]
     quarantined: tuple[Stray, ...]
     unremoved: tuple[str, ...] = ()
-    """Folders of what was forgotten, with files in them that its user may not remove."""
+    """Folders of forgotten attempts, with files in them that the runner's user may not remove."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How a program of a machine ended, and what it said."""
+    """A program's exit status and output."""
 
     code: int | None
-    """None: it did not end in time, and was killed."""
+    """Exit status; None: it did not end in time, and was killed."""
     out: str
     err: str
 
 
 @dataclass(frozen=True, slots=True)
 class LogPart:
-    """A piece of a log, and how long the log was."""
+    """A piece of a log, and the size of the whole log."""
 
     size: int
     data: bytes
@@ -310,26 +309,26 @@ class CheckpointTree:
     """A complete checkpoint on a machine: a folder whose manifest.json was written last."""
 
     path: str
-    """Relative to the work folder, as those of `files`."""
+    """Relative to the work folder, as are the paths of `files`."""
     step: int
     files: Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class WorkTree:
-    """What lies in the work folder of an attempt."""
+    """The files in the work folder of an attempt."""
 
     files: Manifest
     refused: tuple[tuple[str, str], ...]
     """Path and why: links, devices, what cannot be read."""
     checkpoints: tuple[CheckpointTree, ...]
     refused_more: Mapping[str, int] = field(default_factory=dict[str, int])
-    """How many of each kind the machine refuses beside those; it names some of very many."""
+    """How many more of each kind the machine refuses; of very many it names only some."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What still holds something that an attempt had."""
+    """Something that still holds what an attempt had."""
 
     what: str
     """lock, process, cgroup or memory."""
@@ -346,7 +345,7 @@ class Release:
 
 
 class Fields:
-    """The fields of one JSON object of an answer; each is asked for with the type that it must have."""
+    """The fields of one JSON object of an answer, each read with the type that it must have. Raises BadAnswer."""
 
     def __init__(self, document: object, where: str) -> None:
         if not isinstance(document, dict):
@@ -359,11 +358,11 @@ class Fields:
         return cast("str", self._typed(name, str, required=True))[:most]
 
     def number(self, name: str, most: int = MOST) -> int:
-        """A whole number that must be there, of at most that size."""
+        """A required whole number, of at most that size."""
         return self._counted(name, most, int, required=True) or 0
 
     def flag(self, name: str, default: bool | None = None) -> bool:
-        """Must be there where there is no default."""
+        """A truth value; required if there is no default."""
         found = self._typed(name, bool, required=default is None)
         return bool(default) if found is None else cast("bool", found)
 
@@ -373,47 +372,47 @@ class Fields:
         return None if found is None else found[:most]
 
     def number_or_none(self, name: str, most: int = MOST) -> int | None:
-        """A whole number of at most that size; one that came as 3.0 is taken."""
+        """A whole number of at most that size, or None; 3.0 is accepted for 3."""
         return self._counted(name, most, int, float)
 
     def real_or_none(self, name: str) -> float | None:
-        """Any number that a database keeps."""
+        """Any number that a database can hold, or None."""
         found = self._typed(name, int, float)
         if found is not None and not abs(cast("float", found)) <= MOST:  # NaN neither
             raise self.wrong(name, "a number")
         return None if found is None else float(cast("float", found))
 
     def object_or_none(self, name: str) -> Fields | None:
-        """None: it is null or not there."""
+        """The fields of a nested object; None if it is null or missing."""
         found = self._typed(name, dict)
         return None if found is None else Fields(found, f"{self._where}.{name}")
 
     def objects(self, name: str, most: int = MOST_LISTED) -> list[Fields]:
-        """A list of at most so many objects; missing is empty."""
+        """A list of at most `most` objects; empty if missing."""
         found = enumerate(self.listed(name, most))
         return [Fields(entry, f"{self._where}.{name}[{n}]") for n, entry in found]
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list, cut to its first entries; what is no text in it is shown as text."""
+        """The first SHOWN entries of a list; an entry that is no text is converted."""
         return tuple(str(entry)[:LONGEST] for entry in self.listed(name)[:SHOWN])
 
     def listed(self, name: str, most: int = MOST_LISTED) -> Sequence[object]:
-        """A list of at most so many; missing is empty."""
+        """A list of at most `most` entries; empty if missing."""
         found = cast("list[object]", self._typed(name, list) or [])
         if len(found) > most:
             raise BadAnswer(f"{self._where}.{name} has {len(found)} entries; {most} is the most")
         return found
 
     def mapping(self, name: str) -> Mapping[str, object]:
-        """An object with names that are not known before; missing is empty."""
+        """An object whose names are not known in advance; empty if missing."""
         return cast("dict[str, object]", self._typed(name, dict) or {})
 
     def plain(self) -> Mapping[str, Any]:
-        """All of it, as it came."""
+        """The whole object, as it came."""
         return self._document
 
     def wrong(self, name: str, wanted: str) -> BadAnswer:
-        """The error to raise for a field that says something impossible."""
+        """The error to raise for a field with an impossible value."""
         return BadAnswer(
             f"{self._where}.{name} is {repr(self._document.get(name))[:200]}; {wanted} is expected"
         )
@@ -434,7 +433,7 @@ class Fields:
 
 
 def member_state(document: object) -> MemberState:
-    """Raises BadAnswer, as all of the following."""
+    """Read the state of an attempt. Raises BadAnswer, as do all readers below."""
     f = Fields(document, "the state of an attempt")
     exit_record, refused = f.object_or_none("exit"), f.object_or_none("refused")
     state = _one_of(RunnerState, f, "state")
@@ -472,7 +471,7 @@ def member_state(document: object) -> MemberState:
 
 
 def ran(document: object) -> Ran:
-    """The answer to `run`."""
+    """Read the answer to `run`."""
     f = Fields(document, "the answer to run")
     return Ran(
         f.number_or_none("code"), f.text("out", LONGEST_OUTPUT), f.text("err", LONGEST_OUTPUT)
@@ -506,7 +505,7 @@ def _refusal(f: Fields) -> Refusal:
 
 
 def hello(document: object) -> Hello:
-    """The answer to `hello`."""
+    """Read the answer to `hello`."""
     f = Fields(document, "the answer to hello")
     protocols = tuple(n for n in f.listed("protocols") if isinstance(n, int))
     groups = f.object_or_none("cgroup")
@@ -529,7 +528,7 @@ def hello(document: object) -> Hello:
 
 
 def observation(document: object) -> Observation:
-    """The answer to `observe`."""
+    """Read the answer to `observe`."""
     f = Fields(document, "the observation")
     probe = f.object_or_none("probe")
     if probe is None:
@@ -559,7 +558,7 @@ def observation(document: object) -> Observation:
 
 
 def _attempts(f: Fields) -> tuple[tuple[MemberState, ...], tuple[Stray, ...]]:
-    """Those of an observation, and what cannot be one by its name, which a job may make: one such hides no other."""
+    """The attempts of an observation, and those with an impossible name, which a job may make up: one such hides no other."""
     found = [member_state(each) for each in f.listed("attempts")]
     believed = tuple(each for each in found if _is_believable(each))
     strange = (each for each in found if not _is_believable(each))
@@ -600,7 +599,8 @@ def _app(f: Fields) -> SeenApp:
 
 
 def work_tree(document: object) -> WorkTree:
-    """The answer to `manifest`. Paths that lead out of the work folder are moved to `refused`: the machine is not trusted with our disk."""
+    """Read the answer to `manifest`. Paths that lead out of the work folder are moved to `refused`: the machine is not trusted with our
+    disk."""
     f = Fields(document, "the manifest")
     refused = [_pair(entry) for entry in f.listed("refused", MOST_ARTEFACTS)]
     return WorkTree(
@@ -628,7 +628,7 @@ def _checkpoint(f: Fields) -> CheckpointTree:
 
 
 def _countable(f: Fields) -> bool:
-    """Runners of before let any number of steps pass."""
+    """False for an impossible step, which older runners let pass."""
     step = f.plain().get("step")
     return not isinstance(step, int) or 0 <= step <= MOST
 
@@ -648,7 +648,7 @@ def _manifest(f: Fields, name: str, refused: list[tuple[str, str]]) -> Manifest:
 
 
 def _is_below_one(path: str, files: Manifest) -> bool:
-    """Whether a path leads through another file, which no machine has that tells the truth."""
+    """True if a path leads through another file, which an honest machine never reports."""
     return any(str(above) in files for above in PurePosixPath(path).parents)
 
 
@@ -669,7 +669,7 @@ def _pair(entry: object) -> tuple[str, str]:
 
 
 def release(document: object) -> Release:
-    """The answer to `release`."""
+    """Read the answer to `release`."""
     f = Fields(document, "the answer to release")
     holders = tuple(
         Holder(h.text("what"), h.text_or_none("detail") or "", h.number_or_none("pid"))

@@ -1,8 +1,7 @@
-"""Typed calls to the runner of one machine. `Runner` knows the verbs and how long each may take; a `Host` carries them there and back.
+"""Typed calls to the runner of one machine. `Runner` knows the verbs and how long each may take; a `Host` carries requests and answers.
 
-Every call may be repeated. One that raises OutcomeUnknown has to be, or its answer be found out by `status`: the machine may have done
-what it was asked. The runner's own text travels by its hash: a machine that does not have it says so, and is asked again with the text.
-"""
+Every call may be repeated. After OutcomeUnknown the caller has to repeat it, or ask `status`: the machine may have done what it was asked.
+The runner's own text is named by its hash: a machine that does not have it says so, and is asked again with the text."""
 
 from __future__ import annotations
 
@@ -32,19 +31,19 @@ from groupwise.jobs.hosts.port import USUAL_BODY, Host, Request, RunnerRefused, 
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec, Manifest, as_json
 
 USUAL = 30.0
-"""Seconds for a call that waits for nothing."""
+"""Timeout in seconds for a call that waits for nothing."""
 SLOW = 300.0
-"""Seconds for one that reads or writes much on the machine's disk."""
+"""Timeout in seconds for a call that reads or writes much on the machine's disk."""
 LONGEST = 86_400.0
-"""Seconds for one that reads as much as a job has made, SLOW of them without a sign that its runner gets on."""
+"""Timeout in seconds for a call that reads all that a job has made; at most SLOW of them without a sign of progress."""
 LARGEST_MANIFEST, LARGEST_OF_CHECKPOINTS = 256 << 20, 32 << 20
-"""Bytes: of a million files, and of a hundred thousand."""
+"""Size limits in bytes of a list of artefacts (a million files) and of checkpoints (a hundred thousand)."""
 BATCH = 8 << 20
-"""Bytes of blobs in one call; smaller ones travel together, a larger one in parts."""
+"""Most bytes of blobs in one call: smaller blobs travel together, a larger one in parts."""
 PIECE = 4 << 20
-"""Bytes of a log or file, or of many small files together, that are asked for at once."""
+"""Bytes that are asked for at once, of a log, a file, or many small files together."""
 GATHERED = 500
-"""Small files that are asked for at once."""
+"""Most small files that are asked for at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class RunnerText:
 
 @functools.cache
 def runner_text() -> RunnerText:
-    """That of this release."""
+    """The runner of this release."""
     source = Path(__file__).with_name("runner.py").read_text("utf-8")
     return RunnerText(source, hashlib.sha256(source.encode("utf-8")).hexdigest())
 
@@ -70,7 +69,7 @@ class Resume:
     """Paths relative to the work folder."""
     step: int
     path: str
-    """Of the checkpoint's folder, relative likewise."""
+    """The checkpoint's folder, relative to the work folder too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +78,12 @@ class Engine:
 
     name: str
     options: tuple[str, ...] = ()
-    """What is asked of it, in its own words."""
+    """Options for the engine, in its own words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a machine is told to start."""
+    """A request to start an attempt on a machine."""
 
     job: str
     epoch: int
@@ -92,38 +91,39 @@ class Launch:
     rank: int = 0
     members: int = 1
     gpus: Sequence[str] = ()
-    """UUIDs."""
+    """UUIDs of its GPUs on this machine."""
     share_mb: int | None = None
-    """Memory of the one GPU that is shared; None: the GPUs are the attempt's alone."""
+    """Memory in MiB that it takes of the one GPU it shares; None: it has its GPUs to itself."""
     slot: int | None = None
-    """The CPU slot, where there are no GPUs."""
+    """The CPU slot, if it has no GPUs."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     """Set by the control plane: ATTEMPT, PREVIOUS_FAILURE, MASTER_ADDR …"""
     secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     resume: Resume | None = None
     deadman: float | None = None
-    """Seconds."""
+    """Seconds without contact after which the machine ends the attempt; None: never."""
     clock: float | None = None
-    """Of the last `MemberState` that came back: its deadman counts from then, so that it does not begin where this arrives too late."""
+    """Machine clock of the last `MemberState` that came back. The deadman counts from then, so that a launch that arrives too late does not
+    begin."""
     method: str | None = None
-    """How to detach it; None: the best way that there is."""
+    """How to detach the supervisor; None: the best way that the machine has."""
     engine: Engine | None = None
-    """What begins it; None: the machine itself, at once."""
+    """The engine that begins it; None: the machine itself, at once."""
     python: str | None = None
     """The interpreter whose programs the command finds first; None: that of the runner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the caller of `wait` knows of an attempt; an answer comes when any of it has changed."""
+    """The caller's last knowledge of an attempt; `wait` answers when any of it has changed."""
 
     state: RunnerState
     log_size: int = 0
     checkpoints: int = 0
     step: int | None = None
-    """Of the newest of these."""
+    """The step of the newest complete checkpoint."""
     clock: float | None = None
-    """Of the last `MemberState` that came back."""
+    """Machine clock of the last `MemberState` that came back."""
 
 
 class Runner:
@@ -138,7 +138,7 @@ class Runner:
         self.python = python
 
     async def hello(self, *, timeout: float = USUAL) -> Hello:
-        """What the machine is. Raises RunnerRefused where it speaks no protocol of ours."""
+        """Describe the machine. Raises RunnerRefused if it speaks no protocol of ours."""
         told = answers.hello((await self._ask("hello", timeout=timeout)).body)
         if not SPOKEN.intersection(told.protocols):
             raise RunnerRefused(
@@ -155,14 +155,14 @@ class Runner:
         probe_timeout: float = 10.0,
         timeout: float = USUAL,
     ) -> Observation:
-        """GPUs, what runs on them, attempts. `probe`: the command that is asked for GPUs; None: nvidia-smi."""
+        """GPUs, the processes on them, and attempts. `probe`: the command that lists GPUs; None: nvidia-smi."""
         body: dict[str, Any] = {"probe_timeout": probe_timeout}
         if probe is not None:
             body["probe"] = list(probe)
         return answers.observation((await self._ask("observe", body, timeout=timeout)).body)
 
     async def missing(self, hashes: Iterable[str]) -> list[str]:
-        """Those blobs that the machine does not have."""
+        """The blobs that the machine does not have."""
         wanted = list(dict.fromkeys(hashes))
         if not wanted:
             return []
@@ -171,7 +171,7 @@ class Runner:
         return [sha256 for sha256 in wanted if sha256 in lacking]
 
     async def provide(self, store: BlobStore, manifest: Manifest) -> int:
-        """See to it that the machine has every blob of a manifest; how many bytes went there."""
+        """Send the machine every blob of a manifest that it lacks; returns the number of bytes sent."""
         sizes = {entry.sha256: entry.size for entry in manifest.values()}
         lacking = await self.missing(sizes)
         for batch in _batches([(sha256, sizes[sha256]) for sha256 in lacking]):
@@ -183,7 +183,8 @@ class Runner:
         return sum(sizes[sha256] for sha256 in lacking)
 
     async def _put_in_parts(self, store: BlobStore, sha256: str, size: int) -> None:
-        """Parts are blobs themselves, so that one which was cut off goes on with those that are missing; the machine joins them."""
+        """Send a large blob in parts, which the machine joins. Parts are blobs too, so after an interruption only the missing ones are
+        sent."""
         parts = await asyncio.to_thread(_parts, store, sha256)
         lacking = set(await self.missing(part.sha256 for part in parts))
         for part in parts:
@@ -198,7 +199,7 @@ class Runner:
         await self._ask("put", {"blobs": blobs}, data, timeout=SLOW)
 
     async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
-        """Start an attempt; one that was begun before is not begun again. RunnerRefused `missing_blobs`: nothing was claimed yet."""
+        """Start an attempt, unless it was begun before. RunnerRefused `missing_blobs`: nothing was claimed yet."""
         body: dict[str, Any] = {
             "job": launch.job,
             "epoch": launch.epoch,
@@ -226,25 +227,25 @@ class Runner:
         return _state(answer)
 
     async def run(self, arguments: Sequence[str], *, seconds: float = USUAL) -> Ran:
-        """Run a program of the machine to its end, for so many seconds at most."""
+        """Run a program of the machine to its end, for at most `seconds`."""
         body = {"arguments": list(arguments), "timeout": seconds}
         return answers.ran((await self._ask("run", body, timeout=seconds + USUAL)).body)
 
     async def void(
         self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
     ) -> MemberState:
-        """Make sure that it never begins; the answer says what it was if it had."""
+        """Ensure that an attempt never begins; the answer says how far it was if it had begun already."""
         body = {**_named(job, epoch), "because": because}
         return _state(await self._ask("void", body, timeout=timeout))
 
     async def status(self, job: str, epoch: int, *, timeout: float = USUAL) -> MemberState:
-        """What the machine knows of it."""
+        """The machine's knowledge of an attempt."""
         return _state(await self._ask("status", _named(job, epoch), timeout=timeout))
 
     async def wait(
         self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
     ) -> tuple[MemberState, ...]:
-        """States of attempts (job, epoch) as soon as one differs from what is known, or after `seconds`."""
+        """States of attempts (job, epoch) as soon as one differs from `known`, or after `seconds`."""
         body = {
             "known": {
                 f"{job}.{epoch}": {
@@ -264,14 +265,14 @@ class Runner:
     async def kill(
         self, job: str, epoch: int, *, grace: float, timeout: float = USUAL
     ) -> MemberState:
-        """TERM, and KILL after `grace` seconds, to all that is left of it. The answer comes at once; the end is seen by `status`."""
+        """Send TERM, and after `grace` seconds KILL, to all that is left of an attempt. Answers at once; poll `status` to see the end."""
         body = {**_named(job, epoch), "grace": grace}
         return _state(await self._ask("kill", body, timeout=timeout))
 
     async def log(
         self, job: str, epoch: int, offset: int, *, limit: int = PIECE, timeout: float = USUAL
     ) -> LogPart:
-        """Bytes of its log from `offset`, at most `limit`, and how long it is."""
+        """Bytes of an attempt's log from `offset`, at most `limit`, and the log's size."""
         body = {**_named(job, epoch), "offset": offset, "limit": limit}
         answer = await self._ask("log", body, timeout=timeout, most_payload=limit)
         size = answer.body.get("size")
@@ -282,7 +283,7 @@ class Runner:
     async def manifest(
         self, job: str, epoch: int, what: str = "artefacts", *, timeout: float = SLOW
     ) -> WorkTree:
-        """What lies in its work folder. `what`: artefacts, checkpoints or all."""
+        """List the files in an attempt's work folder. `what`: artefacts, checkpoints or all."""
         body = {**_named(job, epoch), "what": what}
         most = LARGEST_OF_CHECKPOINTS if what == "checkpoints" else LARGEST_MANIFEST
         answer = await self._ask("manifest", body, timeout=timeout, longest=LONGEST, most_body=most)
@@ -299,7 +300,7 @@ class Runner:
         limit: int = PIECE,
         timeout: float = USUAL,
     ) -> bytes:
-        """Bytes of a file of its work folder, at most `limit`; no link is followed."""
+        """Bytes of a file in an attempt's work folder, at most `limit`; links are not followed."""
         body = {**_named(job, epoch), "path": path, "offset": offset, "limit": limit}
         answer = await self._ask("read", body, timeout=timeout, most_payload=limit)
         if len(answer.payload) > limit:
@@ -309,8 +310,8 @@ class Runner:
     async def gather(
         self, job: str, epoch: int, files: Manifest, *, timeout: float = SLOW
     ) -> dict[str, bytes]:
-        """Files of its work folder, whole, at most GATHERED of together PIECE bytes. One that is lacking is not what `files` says any more,
-        or cannot be read: `read` says why. Who keeps them compares their hashes."""
+        """Read whole files of an attempt's work folder, at most GATHERED files and PIECE bytes together. A file is left out if it no longer
+        is what `files` says, or cannot be read: `read` says why. A caller that keeps them has to compare their hashes."""
         listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
         body = {**_named(job, epoch), "files": listed}
         most = sum(entry.size for entry in files.values())
@@ -324,7 +325,7 @@ class Runner:
         return _cut_up(answer.payload, came)
 
     async def keep(self, job: str, epoch: int, files: Manifest, *, timeout: float = SLOW) -> None:
-        """Have the machine keep files of its work folder as blobs. RunnerRefused `changed` where one is another by now."""
+        """Have the machine keep files of an attempt's work folder as blobs. RunnerRefused `changed` if one has another hash by now."""
         listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
         body = {**_named(job, epoch), "files": listed}
         await self._ask("keep", body, timeout=timeout, longest=LONGEST)
@@ -340,7 +341,7 @@ class Runner:
         probe: Sequence[str] | None = None,
         timeout: float = USUAL,
     ) -> Release:
-        """Whether nothing holds any more what it had."""
+        """Report whether everything that an attempt had is free again."""
         body: dict[str, Any] = {
             **_named(job, epoch),
             "gpus": list(gpus),
@@ -352,23 +353,22 @@ class Runner:
         return answers.release((await self._ask("release", body, timeout=timeout)).body)
 
     async def forget(self, job: str, epoch: int, *, timeout: float = SLOW) -> None:
-        """Remove its folder. A launch that arrives later is refused all the same."""
+        """Remove an attempt's folder. A launch that arrives later is refused all the same."""
         await self._ask("forget", _named(job, epoch), timeout=timeout)
 
     async def sweep(
         self, keep: Iterable[str] = (), *, older_than: float = 3600.0, timeout: float = SLOW
     ) -> None:
-        """Remove blobs that are not in `keep` and that nobody has asked for lately, runners of earlier releases, and what was left over.
+        """Remove old blobs that are not in `keep`, runners of earlier releases, and leftovers.
 
-        `older_than`: seconds. What was sent, or asked for by `missing`, since then stays.
-        """
+        `older_than`: seconds. Blobs that were sent since then, or asked for by `missing`, stay."""
         body = {"keep": list(keep), "older_than": older_than}
         await self._ask("sweep", body, timeout=timeout)
 
     async def touch(
         self, clocks: Mapping[tuple[str, int], float | None], *, timeout: float = USUAL
     ) -> None:
-        """Tell the deadmen of these attempts (job, epoch) that the control plane lives, each with the clock that came back last."""
+        """Tell the deadmen of these attempts (job, epoch) that the control plane lives, each with the last clock that came back."""
         named = {f"{job}.{epoch}": clock for (job, epoch), clock in clocks.items()}
         if named:
             await self._ask("touch", {"attempts": named}, timeout=timeout)
@@ -422,7 +422,7 @@ def _listed(answer: RunnerResponse, name: str) -> list[Any]:
 
 
 def _cut_up(payload: bytes, files: Sequence[tuple[str, FileEntry]]) -> dict[str, bytes]:
-    """The bytes of each, one after the other in `payload`."""
+    """Split `payload` into the files it holds one after the other."""
     ends = list(itertools.accumulate(entry.size for _, entry in files))
     return {
         path: payload[end - entry.size : end]
@@ -431,7 +431,7 @@ def _cut_up(payload: bytes, files: Sequence[tuple[str, FileEntry]]) -> dict[str,
 
 
 def _batches(blobs: Sequence[tuple[str, int]]) -> Iterable[list[tuple[str, int]]]:
-    """Groups of at most BATCH bytes together; what is larger stands alone."""
+    """Group blobs into batches of at most BATCH bytes; a larger blob is alone in its batch."""
     batch: list[tuple[str, int]] = []
     for blob in blobs:
         if batch and sum(size for _, size in batch) + blob[1] > BATCH:
@@ -444,7 +444,7 @@ def _batches(blobs: Sequence[tuple[str, int]]) -> Iterable[list[tuple[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class _BlobRange:
-    """Of a blob that is too large for one call."""
+    """A part of a blob that is too large for one call."""
 
     sha256: str
     offset: int
@@ -452,7 +452,7 @@ class _BlobRange:
 
 
 def _parts(store: BlobStore, sha256: str) -> list[_BlobRange]:
-    """Raises BlobError where the blob is damaged."""
+    """Split a blob into parts with their hashes. Raises BlobError if the blob is damaged."""
     parts: list[_BlobRange] = []
     for piece in store.pieces(sha256, piece=BATCH):
         offset = parts[-1].offset + parts[-1].size if parts else 0
