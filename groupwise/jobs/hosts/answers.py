@@ -338,7 +338,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Whether a machine is free of an attempt."""
+    """The outcome of `release`: clean, or what is still held."""
 
     clean: bool
     holders: tuple[Holder, ...]

@@ -1,14 +1,13 @@
-"""Files on their way between the control side and machines: what a folder holds (a manifest), and the store that keeps it by hash.
+"""Files on their way between the control side and machines: manifests of folders, and the store that keeps contents by hash.
 
-A manifest says for each path its sha256, mode and size; what lies there is a blob. The store is a folder, `<root>/<aa>/<sha256>`, that any
-number of processes use at once: a blob appears whole or not at all, is never changed, and is hashed again whenever it is read. What
-nobody names any more is collected, but nothing that somebody put there or asked for within the last day: who names it may be about to.
-What a day is, the clock of the store's own file system says, because machines that share a store may differ about the time.
+A manifest gives for each path its sha256, mode and size; the content is a blob. The store is a folder, `<root>/<aa>/<sha256>`, that any
+number of processes use at once: a blob appears whole or not at all, is never changed, and is hashed again whenever it is read. Blobs that
+no record names any more are collected, except those put or asked for within the last day: a caller may be about to name them. The day is
+measured by the clock of the store's own file system, because machines that share a store may differ about the time.
 
-What the control side fetched by itself, for a purpose of its own, is marked (`MARK`), and may be very much: it is spared for minutes alone.
-Who fetches says meanwhile which blobs are needed (`BlobStore.needed`), and has named them by the end of that. Whoever else puts such a blob
-or asks for it takes the mark away.
-"""
+Blobs that the control side fetched for a purpose of its own are marked (`MARK`). There may be very many, so they are spared only for
+minutes. The process that fetches declares which blobs it needs (`BlobStore.needed`), and has named them in a record before that ends. Any
+other process that puts such a blob or asks for it removes the mark."""
 
 from __future__ import annotations
 
@@ -30,20 +29,21 @@ from groupwise.jobs.hosts.spec import SHA256, FileEntry, path_problems
 
 PIECE = 1 << 20
 LARGEST_BLOB = 64 << 30
-"""Bytes of one file."""
+"""Most bytes of one file."""
 MOST_FILES = 100_000
 SPARED = 86_400.0
-"""Seconds in which a blob that was put or asked for is not collected: the longest that anybody takes from there to naming it."""
+"""Time in seconds for which a blob that was put or asked for is not collected: the longest that may pass before a record names it."""
 SLOWEST_DISK = 32 * PIECE
-"""Bytes a second: what has come is read and hashed once more before it is a blob, in which time no more of it comes."""
+"""Bytes a second. A received blob is read and hashed once more before it is stored, and meanwhile no more of it arrives."""
 SPARED_MARKED = 900.0
-"""The same, of a blob that is marked: what was cut off for so long goes on where it ended."""
+"""The same time for a marked blob: an interrupted transfer can be continued for so long."""
 MARK = stat.S_ISVTX
-"""In the mode of a blob's file, where it means nothing else: a copy of the store keeps it, and what loses it is spared for longer."""
+"""A mode bit of a blob's file that means nothing else there. A copy of the store keeps it; a blob that loses it is just spared for
+longer."""
 NEEDED = ".needed"
-"""The folder in which it is said which blobs are needed: a file for each who needs some, locked for as long."""
+"""The folder of declarations of needed blobs: one file for each process that needs some, locked as long as it does."""
 INCOMING = "incoming"
-"""The folder of what is not whole yet."""
+"""The folder of blobs that are not whole yet."""
 
 
 class BlobError(RunError):
@@ -53,7 +53,7 @@ class BlobError(RunError):
 
 
 class BlobBusy(BlobError):
-    """Somebody else receives this blob at the moment: it may be here soon, or go on from where they leave it."""
+    """Another process is receiving this blob: it may be here soon, or be continued from where that process stops."""
 
     code = "blob_busy"
 
@@ -64,7 +64,8 @@ class BlobBusy(BlobError):
 
 
 def files_below(root: Path, paths: Iterable[str] = (".",)) -> dict[str, Path]:
-    """Every regular file of those files and folders, by its path relative to `root`. Raises UsageError that lists whatever is none."""
+    """Every regular file of those files and folders, by its path relative to `root`. Raises UsageError that lists all that are not
+    regular."""
     found: dict[str, Path] = {}
     refused: list[str] = []
     for path in paths:
@@ -126,7 +127,7 @@ def hash_of(path: Path) -> str:
 
 
 class BlobStore:
-    """Blobs of the control side, in a folder."""
+    """The control side's blobs, in a folder."""
 
     def __init__(self, root: Path, *, largest: int = LARGEST_BLOB) -> None:
         self.root = root
@@ -134,7 +135,7 @@ class BlobStore:
         root.mkdir(parents=True, exist_ok=True)
 
     def path(self, sha256: str) -> Path:
-        """Where that blob lies, or would."""
+        """The path of a blob, whether it is there or not. Raises BlobError."""
         if not SHA256.fullmatch(sha256):
             raise BlobError(f"{sha256!r} names no blob: 64 digits of a sha256 are expected")
         return self.root / sha256[:2] / sha256
@@ -143,16 +144,15 @@ class BlobStore:
         return self.path(sha256).is_file()
 
     def missing(self, hashes: Iterable[str], *, marked: bool = False) -> list[str]:
-        """Those that are not here. The others are kept for the next day, whoever names them or not.
+        """The blobs that are not here. The others are kept for another day, named or not.
 
-        `marked`: for who is about to fetch the missing ones by itself; then those that are marked stay so.
-        """
+        `marked`: the caller is about to fetch the missing ones by itself; blobs that are marked stay so."""
         with self._shared():
             return [each for each in dict.fromkeys(hashes) if not self._spare(each, marked)]
 
     @contextlib.contextmanager
     def needed(self, hashes: Iterable[str]) -> Generator[None]:
-        """Meanwhile none of these is collected. It is over with the process at the latest."""
+        """Protect these blobs from collection for the length of a `with`, or until the process ends."""
         folder = self.root / NEEDED
         folder.mkdir(exist_ok=True)
         path = folder / f"{os.getpid()}-{time.monotonic_ns()}"
@@ -166,7 +166,8 @@ class BlobStore:
                 path.unlink(missing_ok=True)
 
     def all_needed(self) -> set[str]:
-        """By whoever is at work. To be asked before it is asked what is named, which is when they are named at the latest."""
+        """Blobs that any process declared as needed. Ask for these before asking which blobs are named: a declaration ends only once they
+        are."""
         found: set[str] = set()
         for path in (self.root / NEEDED).glob("*"):
             with contextlib.suppress(FileNotFoundError), path.open() as file:
@@ -177,7 +178,7 @@ class BlobStore:
         return found
 
     def put(self, data: bytes) -> str:
-        """Keep these bytes; their sha256."""
+        """Store these bytes; returns their sha256."""
         sha256 = hashlib.sha256(data).hexdigest()
         self._check_size(len(data), sha256)
         with self._shared():
@@ -186,10 +187,9 @@ class BlobStore:
         return sha256
 
     def put_file(self, source: Path, more: Callable[[int], None] | None = None) -> FileEntry:
-        """Keep a copy of a file. It is hashed as it is copied, so that one which changes meanwhile is kept as it was read.
+        """Store a copy of a file. It is hashed while it is copied, so a file that changes meanwhile is stored as it was read.
 
-        `more` is told of each further so many bytes.
-        """
+        `more` is called with the number of bytes in each further piece."""
         with source.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o777
             with self._shared():
@@ -198,7 +198,7 @@ class BlobStore:
     def put_files(
         self, files: Mapping[str, Path], more: Callable[[str, int], None] | None = None
     ) -> dict[str, FileEntry]:
-        """Keep copies of all; the manifest. `more` is told of which file there are so many further bytes."""
+        """Store copies of all files; returns the manifest. `more` is called with a file's name and the number of further bytes."""
 
         def kept(name: str, path: Path) -> FileEntry:
             return self.put_file(path, None if more is None else partial(more, name))
@@ -206,11 +206,11 @@ class BlobStore:
         return {name: kept(name, path) for name, path in files.items()}
 
     def read(self, sha256: str) -> bytes:
-        """The bytes of a blob. Raises BlobError where they are not what the name says; that blob is gone then, and may be put again."""
+        """The bytes of a blob. Raises BlobError if their hash is wrong; the blob is removed then, and may be put again."""
         return b"".join(self.pieces(sha256))
 
     def pieces(self, sha256: str, *, piece: int = PIECE) -> Iterator[bytes]:
-        """As `read`, piece by piece; the error comes after the last one."""
+        """Yield the bytes of a blob in pieces. Errors as in `read`; a wrong hash shows after the last piece."""
         digest = hashlib.sha256()
         with self._opened(sha256) as file:
             while data := file.read(piece):
@@ -219,18 +219,18 @@ class BlobStore:
         self._check(sha256, digest.hexdigest())
 
     def part(self, sha256: str, offset: int, length: int) -> bytes:
-        """Some bytes of a blob, not verified: who gets all of them verifies them."""
+        """Some bytes of a blob, not verified: the caller verifies them once it has all."""
         with self._opened(sha256) as file:
             file.seek(offset)
             return file.read(length)
 
     def size(self, sha256: str) -> int:
-        """Bytes of a blob."""
+        """Size of a blob in bytes."""
         with self._opened(sha256) as file:
             return os.fstat(file.fileno()).st_size
 
     def copy(self, entry: FileEntry, target: Path) -> None:
-        """A file of a manifest, at `target`, durable and verified; what was there before is replaced."""
+        """Write a file of a manifest to `target`, durable and verified; replaces what was there."""
         temporary = target.with_name(f".{target.name}.{os.getpid()}.{time.monotonic_ns()}")
         try:
             _write_durably(temporary, self.pieces(entry.sha256), entry.mode)
@@ -244,11 +244,10 @@ class BlobStore:
     def incoming(
         self, sha256: str, size: int, sender: str = "", *, marked: bool = False
     ) -> Generator[Incoming]:
-        """A blob that comes piece by piece; what came before a crash is still there. BlobBusy where somebody else is receiving it.
+        """Receive a blob piece by piece; pieces from before a crash are kept. Raises BlobBusy if another process is receiving it.
 
-        `sender`: letters and digits; what two of them send is kept apart, so that neither completes what the other has begun. `marked`: the
-        blob is to be, unless it is here without a mark.
-        """
+        `sender`: letters and digits; partial blobs of two senders are kept apart, so that neither completes what the other has begun.
+        `marked`: the blob gets a mark, unless it is here without one."""
         self._check_size(size, sha256)
         path = self._incoming_path(sha256, sender)
         with path.open("a+b") as file:
@@ -262,28 +261,27 @@ class BlobStore:
             yield Incoming(self, sha256, size, file, marked=marked)
 
     def received(self, sha256: str, sender: str = "") -> int:
-        """Bytes that have come of a blob which is not whole yet, also while somebody receives it."""
+        """Bytes received of a blob that is not whole yet, even while another process receives it."""
         try:
             return self._incoming_path(sha256, sender).stat().st_size
         except FileNotFoundError:
             return 0
 
     def adopt(self, temporary: Path, sha256: str, *, marked: bool = False) -> None:
-        """A verified, durable file on the store's own disk becomes a blob."""
+        """Turn a verified, durable file on the store's own disk into a blob."""
         with self._shared():
             self._publish(temporary, sha256, marked)
 
     def now(self) -> float:
-        """By the clock that blobs are dated with."""
+        """The present time, by the clock that dates blobs."""
         stamp = self.root / ".lock"
         stamp.touch()
         return stamp.stat().st_mtime
 
     def collect(self, keep: Collection[str], *, now: float | None = None) -> int:
-        """Remove every blob that is not in `keep`, but for those spared; the bytes that this made free.
+        """Remove every blob that is not in `keep` or spared; returns the bytes that this freed.
 
-        `now`: from before it was asked what is to be kept, so that what was put since then is spared however long this takes.
-        """
+        `now`: a time before the caller asked what to keep, so that what was put since then is spared however long this takes."""
         moment = self.now() if now is None else now
         return sum(
             self._collect_in(folder, keep, moment)
@@ -292,7 +290,8 @@ class BlobStore:
         )
 
     def _collect_in(self, folder: Path, keep: Collection[str], moment: float) -> int:
-        """Blobs of one folder, or what was left of some that never became whole; whoever puts some waits no longer than that."""
+        """Collect in one folder, of blobs or of partial ones. The lock is held only for that long, so other processes do not wait
+        longer."""
         freed = 0
         with self._locked(fcntl.LOCK_EX):
             for path in folder.iterdir():
@@ -306,11 +305,11 @@ class BlobStore:
         return freed
 
     def _shared(self) -> contextlib.AbstractContextManager[None]:
-        """While something is put, nothing is collected."""
+        """Lock against collection while something is put."""
         return self._locked(fcntl.LOCK_SH)
 
     def _marking(self) -> contextlib.AbstractContextManager[None]:
-        """Only one at a time decides whether a blob is marked."""
+        """Lock for deciding whether a blob is marked, one process at a time."""
         return self._locked(fcntl.LOCK_EX, ".marking")
 
     @contextlib.contextmanager
@@ -321,7 +320,7 @@ class BlobStore:
             yield
 
     def _spare(self, sha256: str, marked: bool = False) -> bool:
-        """`marked`: it may be and stay so."""
+        """Date a blob as now and drop its mark, unless `marked`. False if it is not here."""
         path = self.path(sha256)
         try:
             os.utime(path)
@@ -407,7 +406,7 @@ class BlobStore:
 
 
 class Incoming:
-    """A blob that is on its way into the store. Only one writes it at a time."""
+    """A blob on its way into the store. Only one process writes it at a time."""
 
     def __init__(
         self,
@@ -423,11 +422,11 @@ class Incoming:
 
     @property
     def received(self) -> int:
-        """Bytes that are here already; what follows them is to be fetched."""
+        """Bytes that are here already; the rest has to be fetched."""
         return os.fstat(self._file.fileno()).st_size
 
     def add(self, data: bytes) -> None:
-        """Bytes that follow those received. Raises BlobError where there are more than announced."""
+        """Append the next bytes. Raises BlobError if there are more than announced."""
         if self.received + len(data) > self.size:
             self.restart()
             raise BlobError(
@@ -437,11 +436,11 @@ class Incoming:
         self._file.flush()
 
     def restart(self) -> None:
-        """Forget what has come."""
+        """Discard all that has come."""
         self._file.truncate(0)
 
     def finish(self) -> None:
-        """Make it a blob, if it is what it should be; else forget it and raise BlobError."""
+        """Turn it into a blob if its hash is right; else discard it and raise BlobError."""
         self._file.seek(0)
         found = hashlib.file_digest(self._file, "sha256").hexdigest()
         if found != self.sha256:
@@ -455,7 +454,7 @@ class Incoming:
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:
-    """Whether an open file is still the one of that name."""
+    """True if an open file is still the one of that name."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -477,7 +476,7 @@ def _is_locked(file: IO[Any]) -> bool:
 
 
 def _is_being_received(path: Path) -> bool:
-    """However long ago its last piece came: a large one is hashed for minutes."""
+    """True while a process receives it, however long ago its last piece came: a large one is hashed for minutes."""
     if path.parent.name != INCOMING:
         return False
     with path.open("rb") as file:

@@ -1,11 +1,10 @@
-"""Host keys, and how a machine is called in somebody's ssh config.
+"""Host keys, and the meaning of names in an ssh config.
 
-A machine is trusted by its key, which stands in its row as `ssh-ed25519 AAAA…`. `scan` asks a machine which key it has, and leaves before
-anything else is said; whether that key is the right one, a person decides, by its fingerprint.
+A machine is trusted by its key, which is stored in its row as `ssh-ed25519 AAAA…`. `scan` reads the key that a machine shows, and leaves
+before anything else is said; a person decides by its fingerprint whether that key is the right one.
 
-`resolve_alias` asks OpenSSH once what a name means: host, port, user, key, jump host. Afterwards nobody's ssh config is read any more, for
-what stands in it may change, and may run commands.
-"""
+`resolve_alias` asks OpenSSH once what a name means: host, port, user, key, jump host. Afterwards no ssh config is read any more, because
+its contents may change, and may run commands."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "ecdsa-sha2-nistp521": ("ecdsa-sha2-nistp521",),
     "ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256"),
 }
-"""The types of key that are taken, best first, and how each may sign: RSA not with SHA-1."""
+"""Key types that are accepted, best first, with the signatures of each: RSA not with SHA-1."""
 
 
 TrustedKeys = tuple[list[asyncssh.SSHKey], list[asyncssh.SSHKey], list[asyncssh.SSHKey]]
-"""Keys, authorities, and keys that are revoked."""
+"""Trusted keys, trusted authorities, revoked keys."""
 NOBODY: TrustedKeys = ([], [], [])
-"""Not None, which would mean everybody."""
+"""Trust no key. Not None, which would mean trusting every key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +51,12 @@ class HostKey:
 
     @property
     def fingerprint(self) -> str:
-        """As ssh and ssh-keygen show it: `SHA256:…`."""
+        """The fingerprint as ssh and ssh-keygen show it: `SHA256:…`."""
         digest = base64.b64encode(hashlib.sha256(self.data).digest()).decode("ascii")
         return "SHA256:" + digest.rstrip("=")
 
     def public(self) -> asyncssh.SSHKey:
-        """For asyncssh. Raises UsageError where the key is none."""
+        """The key as asyncssh has it. Raises UsageError if it is not a key."""
         try:
             return asyncssh.import_public_key(str(self))
         except asyncssh.KeyImportError as error:
@@ -65,7 +64,7 @@ class HostKey:
 
 
 def parse(line: str) -> HostKey:
-    """A key as `type base64`, with a comment after it or not: the line of a `.pub` file or of `ssh-keyscan`. Raises UsageError."""
+    """Read a key as `type base64`, with or without a comment: the line of a `.pub` file or of `ssh-keyscan`. Raises UsageError."""
     words = line.split()
     if len(words) > 2 and words[0] not in ALGORITHMS and words[1] in ALGORITHMS:
         words = words[1:]  # ssh-keyscan and known_hosts begin with the name of the host
@@ -89,18 +88,18 @@ def key_of(public: asyncssh.SSHKey) -> HostKey:
 
 
 def trusting(key: HostKey) -> TrustedKeys:
-    """That one, and nothing else."""
+    """Trust this key and no other."""
     return ([key.public()], [], [])
 
 
 def signatures(pinned: HostKey | None) -> list[str]:
-    """What a machine is asked to sign with: the pinned type first, so that a machine with several keys shows that one."""
+    """Signature algorithms to ask a machine for: the pinned type first, so that a machine with several keys shows that one."""
     first = [*ALGORITHMS[pinned.type]] if pinned else []
     return first + [name for names in ALGORITHMS.values() for name in names if name not in first]
 
 
 class KeyWitness(asyncssh.SSHClient):
-    """Remembers the key of a machine that showed another than the trusted one, and trusts it no more for that."""
+    """Remembers the key of a machine whose key is not trusted, and rejects it."""
 
     def __init__(self) -> None:
         self.seen: HostKey | None = None
@@ -123,7 +122,7 @@ async def scan(
     timeout: float = 10.0,
     tunnel: asyncssh.SSHClientConnection | None = None,
 ) -> HostKey:
-    """The key that a machine shows; nothing but that is asked of it. Raises HostUnreachable."""
+    """The key that a machine shows; it is asked nothing else. Raises HostUnreachable."""
     witness = KeyWitness()
     try:
         connection, _ = await asyncssh.create_connection(
@@ -151,11 +150,11 @@ async def scan(
 
 
 KNOWN_HOSTS = ("~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts")
-"""Where OpenSSH writes down whom somebody trusts."""
+"""Files in which OpenSSH records the machines that a user trusts."""
 
 
 def known(host: str, port: int, files: Sequence[str] = KNOWN_HOSTS) -> HostKey | None:
-    """The best key of a type that is taken here which the user's OpenSSH trusts this host with; None: it knows none, or has it revoked."""
+    """The best accepted key with which the user's OpenSSH trusts this host; None: it knows none, or has it revoked."""
     paths = [str(path) for each in files if (path := Path(each).expanduser()).is_file()]
     if not paths:
         return None
@@ -171,18 +170,18 @@ def known(host: str, port: int, files: Sequence[str] = KNOWN_HOSTS) -> HostKey |
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """What a name in an ssh config stands for."""
+    """The meaning of a name in an ssh config."""
 
     host: str
     port: int
     user: str
     identity_file: str | None
-    """The first of those it names that is there."""
+    """The first of its files that exists."""
     jump: Alias | None = None
 
 
 def resolve_alias(name: str, *, config: Path | None = None, jumps: int = 1) -> Alias:
-    """What `ssh NAME` would connect to, asked of ssh itself. `config` None: that of the user. Raises UsageError."""
+    """Ask ssh what `ssh NAME` would connect to. `config` None: that of the user. Raises UsageError."""
     settings = _asked_of_ssh(name, config)
     host, port, user = (settings[key][0] for key in ("hostname", "port", "user"))
     command = settings.get("proxycommand", ["none"])[0]
