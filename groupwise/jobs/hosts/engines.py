@@ -1,10 +1,9 @@
-"""A machine from which an engine (Slurm, Ray) is given jobs: attempts are laid out on its disk, and begun by the engine where it likes.
+"""A machine that gives jobs to an engine (Slurm, Ray): attempts are laid out on its disk, and the engine begins them where it likes.
 
-What is to be known stands in the attempt's files, as everywhere (`runner.py`), and the engine is asked only where these do not say enough:
-of what waits, and of what seems to be lost, whose supervisor lives on a machine that is not seen from here. One answer of an engine proves
-little: it may have been started anew, and what it has given up may go on. So an attempt is found by its name, it begins once however often
-it is submitted (whoever takes its token begins it), and only silence of both, of the engine and of its supervisor, ends it.
-"""
+As everywhere, an attempt's files tell its state (`runner.py`). The engine is asked only if they do not say enough: about a queued attempt,
+or one that seems lost because its supervisor runs on a machine that cannot be seen from here. One answer of an engine proves little: it may
+have been restarted, and an attempt that it gave up may go on. So an attempt is found by its name; it begins once however often it is
+submitted, because the first to take its token begins it; and it has ended only if both the engine and its supervisor are silent."""
 
 from __future__ import annotations
 
@@ -19,25 +18,25 @@ from groupwise.jobs.hosts.driver import USUAL, Known, Launch, Runner
 from groupwise.jobs.hosts.port import HostError, HostUnreachable, RunnerRefused
 
 LOOK_SECONDS = 10.0
-"""After which an engine is asked again of what only it can tell."""
+"""Time in seconds after which an engine is asked again about what only it can tell."""
 LIVING_BEAT = 60.0
-"""Seconds: a supervisor that has written since then lives, whatever its engine says. It writes every 5."""
+"""Age in seconds up to which a supervisor's last sign proves that it lives, whatever its engine says. It writes one every 5."""
 FORGOTTEN = "its engine knows nothing of it any more"
 UNSURE = frozenset({RunnerState.QUEUED, RunnerState.LOST, RunnerState.REBOOTED})
-"""What the files alone do not say."""
+"""States that the files alone cannot settle."""
 
 
 class EngineJob(Protocol):
-    """What an engine has of an attempt. As text: for people, what it is and why."""
+    """An engine's record of an attempt. `str()` of it tells people what it is and why."""
 
     @property
     def name(self) -> str:
-        """The attempt's; see `name_of`."""
+        """The attempt's name; see `name_of`."""
         ...
 
     @property
     def lives(self) -> bool:
-        """It waits, runs, or is ending."""
+        """True if it waits, runs, or is ending."""
         ...
 
 
@@ -45,24 +44,24 @@ Job = TypeVar("Job", bound=EngineJob)
 
 
 class EngineRunner(Runner, ABC, Generic[Job]):
-    """See `Runner`; `launch` with an engine gives the attempt to it."""
+    """A `Runner` whose `launch`, given an engine, submits the attempt to it."""
 
     _seen: dict[tuple[str, int], RunnerState] | None = None
-    """What the files said of an attempt when they were looked at last."""
+    """The state of each attempt (job, epoch) by its files, when they were last read."""
 
     @abstractmethod
     async def word(self) -> str:
-        """Names the engine in the attempts that it begins: those of another one are none of its business."""
+        """The engine's name in the attempts that it begins; attempts with another name are left alone."""
         ...
 
     @abstractmethod
     async def found(self, names: Collection[str]) -> Sequence[Job]:
-        """What the engine has of these, the first one first. Raises HostUnreachable."""
+        """The engine's jobs with these names, the first submitted first. Raises HostUnreachable."""
         ...
 
     @abstractmethod
     async def _submit(self, state: MemberState, options: Sequence[str]) -> None:
-        """Raises HostUnreachable where it may have been taken, RunnerRefused where the engine would not have it."""
+        """Submit an attempt. Raises HostUnreachable if the engine may have accepted it, RunnerRefused if it refused."""
         ...
 
     @abstractmethod
@@ -70,15 +69,15 @@ class EngineRunner(Runner, ABC, Generic[Job]):
 
     @abstractmethod
     async def _not_queued(self, state: MemberState, jobs: Sequence[Job]) -> MemberState:
-        """What becomes of an attempt whose token is there, and which is in the engine's queue no more, or not yet."""
+        """Decide about an attempt whose token is still there, but which is no longer, or not yet, in the engine's queue."""
         ...
 
     def _waits_for(self, state: MemberState, job: Job) -> str:
-        """For people."""
+        """What a queued attempt waits for, in words for people."""
         return str(job)
 
     async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
-        """See `Runner.launch`. RunnerRefused `engine`: the engine will not have it, and nothing of it is left."""
+        """See `Runner.launch`. RunnerRefused `engine`: the engine refuses it, and nothing of it is left."""
         state = await super().launch(launch, timeout=timeout)
         if state.state is not RunnerState.QUEUED or launch.engine is None:
             return await self._one(state)
@@ -109,7 +108,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
     async def wait(
         self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
     ) -> tuple[MemberState, ...]:
-        """See `Runner.wait`. What is known are the files; what the engine alone knows is asked every LOOK_SECONDS."""
+        """See `Runner.wait`. The machine compares with the files; the engine is asked again every LOOK_SECONDS."""
         seen = self._seen or {}
         told = {key: replace(each, state=seen.get(key, each.state)) for key, each in known.items()}
         if any(each.state in UNSURE for each in told.values()):
@@ -119,7 +118,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
     async def void(
         self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
     ) -> MemberState:
-        """See `Runner.void`. From here on the engine cannot begin it; that it need not try is only told."""
+        """See `Runner.void`. The engine cannot begin it any more; it is told so only to save it the attempt."""
         state = await super().void(job, epoch, because=because, timeout=timeout)
         if state.state is RunnerState.VOIDED:
             with suppress(HostError):
@@ -134,7 +133,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         return await self._one(await super().kill(job, epoch, grace=grace, timeout=timeout))
 
     async def _never_begins(self, state: MemberState, because: str) -> MemberState:
-        """Unless it has begun meanwhile."""
+        """Void an attempt with the reason, unless it has begun meanwhile."""
         said = state.engine_says.strip()
         words = f"{because}, and it never began" + (f"; it said: {said}" if said else "")
         return await super().void(state.job, state.epoch, because=words)
@@ -145,7 +144,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         return (await self._judged((state,)))[0]
 
     async def _judged(self, states: Sequence[MemberState]) -> tuple[MemberState, ...]:
-        """What is true of each, by its files and, where these do not say it, by the engine."""
+        """The true state of each, by its files and, if they cannot settle it, by the engine."""
         if self._seen is None:
             self._seen = {}
         self._seen.update({(each.job, each.epoch): each.state for each in states})
@@ -182,20 +181,19 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         return await self._not_queued(state, jobs)
 
     def _without_answer(self, state: MemberState, error: HostUnreachable) -> MemberState:
-        """What is true of an attempt while the engine does not answer. Raises the error where nobody can say."""
+        """The state of an attempt while the engine does not answer. Raises the error if that cannot be known."""
         raise error
 
 
 class TendedRunner(EngineRunner[Job]):
-    """Of somebody who tends attempts to their end, as a fleet does.
+    """Used by a caller that tends attempts to their end, as a fleet does.
 
-    What the engine does not have is submitted again by whoever tends it (`MemberState.engine_has`), however long ago it was laid out. While
-    the engine is silent, what waits waits, and what was begun is taken to run: nothing has ended before both are silent, and the engine has
-    said so.
-    """
+    The caller submits again whatever the engine does not have (`MemberState.engine_has`), however long ago it was laid out. While the
+    engine is silent, queued attempts wait and begun ones count as running: an attempt has ended only if its supervisor is silent and the
+    engine has said that it is over."""
 
     async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
-        """See `EngineRunner.launch`. Where the engine does not answer it is laid out and waits."""
+        """See `EngineRunner.launch`. If the engine does not answer, the attempt is laid out and waits."""
         try:
             return await super().launch(launch, timeout=timeout)
         except HostUnreachable:
@@ -208,22 +206,22 @@ class TendedRunner(EngineRunner[Job]):
 
 
 def as_running(state: MemberState) -> MemberState:
-    """Of what has begun and is not proved to have ended."""
+    """Count an attempt as running that has begun and is not proved to have ended."""
     runs = RunnerState.CLAIMED if state.pid is None else RunnerState.RUNNING
     return replace(state, state=runs, survivors=None)
 
 
 def name_of(state: MemberState) -> str:
-    """By which engines know an attempt: two roots may have a job of the same name."""
+    """The attempt's name in engines. It includes the root's, because two roots may have a job of the same name."""
     return f"{state.job}.{state.epoch}-{(state.place or '')[:8]}"
 
 
 def _is_unsure(state: MemberState) -> bool:
-    """Of one that began on this very machine its lock tells."""
+    """True if the engine has to be asked. If it began on this very machine, the lock tells."""
     here = state.state is RunnerState.LOST and state.same_boot
     return state.engine is not None and state.state in UNSURE and not here
 
 
 def _beats(state: MemberState) -> bool:
-    """Its supervisor lives on another machine. On this one its lock would show."""
+    """True if its supervisor lives on another machine. On this one its lock would show."""
     return not state.same_boot and state.beat_age is not None and state.beat_age < LIVING_BEAT

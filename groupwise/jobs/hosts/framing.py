@@ -1,12 +1,11 @@
-"""How a request and its answer look as bytes, on the control side; `bootstrap.py` and `runner.py` are the other side.
+"""Requests and answers as bytes, on the control side; `bootstrap.py` and `runner.py` are the other side.
 
-A request is one line, `GROUPWISE <protocol> <length> <sha256>`, a JSON body of that length, and raw bytes where the body says so. The
-machine does nothing before length and hash agree, so a request that was cut on its way has not happened.
+A request is one line, `GROUPWISE <protocol> <length> <sha256>`, a JSON body of that length, and raw bytes if the body says so. The machine
+does nothing until length and hash agree, so a request that was cut on its way has not happened.
 
-An answer begins with `GROUPWISE-ANSWER <protocol> <length> <sha256> <payload length>`. A login shell may say what it likes before that
-line: it is skipped. `AnswerReader` is fed the bytes as they come, from whatever brings them, and stops wanting more when the answer is
-whole: nobody waits for the end of a stream that some other process may hold open.
-"""
+An answer begins with `GROUPWISE-ANSWER <protocol> <length> <sha256> <payload length>`. Whatever a login shell prints before that line is
+skipped. `AnswerReader` takes the bytes as they come, from any transport, and is done when the answer is whole: it does not wait for the end
+of a stream that some other process may hold open."""
 
 from __future__ import annotations
 
@@ -27,26 +26,28 @@ from groupwise.jobs.hosts.port import (
 )
 
 PROTOCOL = 1
-"""What this side writes."""
+"""The protocol of our requests."""
 SPOKEN = frozenset(n for n in (PROTOCOL, PROTOCOL - 1) if n >= 1)
-"""What it reads: also the one before, so that control plane and machines need not change in one moment."""
+"""The protocols of answers that are read: the one before too, so that control plane and machines need not be upgraded at the same
+moment."""
 MOST_NOISE = 1 << 20
-"""Bytes before the answer; a machine that says more than this has no answer in mind."""
+"""Most bytes before the answer; a machine that prints more is not going to answer."""
 
 _HEADER = re.compile(rb"GROUPWISE-ANSWER (\d{1,6}) (\d{1,12}) ([0-9a-f]{64}) (\d{1,12})\r?\n")
 _LONGEST_HEADER = 200
 _MOST_COMPLAINTS = 4000
-"""Bytes of standard error that are kept for a message, the last ones."""
+"""Most bytes of standard error that are kept for a message, the last ones."""
 _LONGEST_COMPLAINT = 300
-"""Letters of it, in the message."""
+"""Most characters of it in a message."""
 
 
 class BadAnswer(OutcomeUnknown):
-    """What came back is no answer: torn, changed on the way, or of another protocol. The request may have been carried out all the same."""
+    """The bytes that came back are no answer: torn, changed on the way, or of another protocol. The request may have been carried out all
+    the same."""
 
 
 def request_bytes(request: Request) -> bytes:
-    """The whole of a request; `payload` and `secrets` become fields of its body where there are any."""
+    """Encode a request; `payload` and `secrets` become fields of its body if there are any."""
     body: dict[str, Any] = {"protocol": PROTOCOL, **request.body, "verb": request.verb}
     if request.payload:
         body["payload"] = len(request.payload)
@@ -59,7 +60,7 @@ def request_bytes(request: Request) -> bytes:
 
 
 def answer_bytes(body: Mapping[str, Any], payload: bytes = b"", protocol: int = PROTOCOL) -> bytes:
-    """The whole of an answer, for those who stand in for a machine."""
+    """Encode an answer, for stand-ins for a machine."""
     document = json.dumps(body, separators=(",", ":")).encode("ascii")
     digest = hashlib.sha256(document).hexdigest()
     header = f"GROUPWISE-ANSWER {protocol} {len(document)} {digest} {len(payload)}\n"
@@ -67,7 +68,7 @@ def answer_bytes(body: Mapping[str, Any], payload: bytes = b"", protocol: int = 
 
 
 class AnswerReader:
-    """Takes what a machine says, piece by piece, until there is an answer to the request in it."""
+    """Collects a machine's output, piece by piece, until it contains an answer to the request."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -80,18 +81,18 @@ class AnswerReader:
 
     @property
     def silent(self) -> bool:
-        """Nothing came at all, not even noise."""
+        """True if nothing came at all, not even noise."""
         return not self._buffer and not self._noise
 
     def feed(self, data: bytes) -> bool:
-        """True once the answer is whole. Raises BadAnswer for what can become none."""
+        """Add output; True once the answer is whole. Raises BadAnswer if it cannot become one."""
         self._buffer += data
         if self._body_length is None and not self._find_header():
             return False
         return self._take_answer()
 
     def noise(self, most: int = 2000) -> str:
-        """What stands where an answer should be, for a message."""
+        """The end of the output so far, which is no answer, for a message."""
         return bytes(self._buffer[-most:]).decode("utf-8", "replace").strip()
 
     def _find_header(self) -> bool:
@@ -159,7 +160,7 @@ def _object(document: bytes, most_body: int) -> Mapping[str, Any]:
 
 
 def _storable(value: Any) -> Any:
-    """The same without characters that no database takes: a job may print anything, and the end of its log is told as text."""
+    """Replace characters that no database takes: a job may print anything, and the end of its log is reported as text."""
     if isinstance(value, str):
         return value.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
     if isinstance(value, list):
@@ -170,7 +171,7 @@ def _storable(value: Any) -> Any:
 
 
 def accepted(answer: RunnerResponse) -> RunnerResponse:
-    """The answer, unless it is a refusal: then RunnerRefused."""
+    """The answer itself; raises RunnerRefused if it is a refusal."""
     error = answer.body.get("error")
     if error is None:
         return answer
@@ -179,17 +180,17 @@ def accepted(answer: RunnerResponse) -> RunnerResponse:
 
 
 def no_answer(request: Request, place: object, timeout: float) -> str:
-    """In words, once the time limit is over."""
+    """The message for a call whose time limit is over."""
     since = "" if request.longest is None else " of the last sign that it gets on"
     return f"no answer to {request.verb} from {place} within {timeout:g} s{since}"
 
 
 CANNOT_EXECUTE = frozenset({126, 127})
-"""What a shell ends with when it finds no such program, or may not run it."""
+"""Exit statuses of a shell that finds no such program, or may not run it."""
 
 
 def without_answer(reader: AnswerReader, status: int | None, complaints: str) -> HostError:
-    """What it means that the command on the machine has ended and there is no answer. `complaints` is what it wrote to standard error."""
+    """The error for a command that ended on the machine without an answer. `complaints` is its standard error."""
     said = _last_line(complaints) or _last_line(reader.noise())
     if status in CANNOT_EXECUTE and reader.answer is None:
         return RunnerRefused(
@@ -201,24 +202,24 @@ def without_answer(reader: AnswerReader, status: int | None, complaints: str) ->
 
 
 def _last_line(said: str) -> str:
-    """Of a traceback that is the error; people read it among the states of many machines."""
+    """The last line: of a traceback, that is the error. People read it among the states of many machines."""
     return said.strip().rpartition("\n")[2].strip()[-_LONGEST_COMPLAINT:]
 
 
 class Exchange:
-    """One request under way, told by its transport what comes from the machine; `answer` is what the caller waits for."""
+    """One request under way. Its transport reports what comes from the machine; the caller awaits `answer`."""
 
     def __init__(self, request: Request) -> None:
         self.answer: asyncio.Future[RunnerResponse] = asyncio.get_running_loop().create_future()
         self.status: int | None = None
-        """What the command on the machine ended with, once it has."""
+        """Exit status of the command on the machine, once it has ended."""
         self._reader = AnswerReader(request)
         self._complaints = b""
         self._limit: asyncio.Timeout | None = None
         self._patience = self._end = 0.0
 
     def limit(self, patience: float, longest: float | None) -> asyncio.Timeout:
-        """The time limit of the call, in seconds from now on; with `longest` from when the machine was last heard, and that in all."""
+        """The call's time limit, `patience` seconds from now; with `longest`, from the last sign of life, and at most `longest` in all."""
         now = asyncio.get_running_loop().time()
         limit = asyncio.timeout_at(now + patience)
         if longest is not None:
@@ -227,11 +228,11 @@ class Exchange:
 
     @property
     def answered(self) -> bool:
-        """The answer came, whole."""
+        """True once the whole answer came."""
         return self._reader.answer is not None
 
     def heard(self, data: bytes) -> None:
-        """Its standard output."""
+        """Take a piece of standard output."""
         if self.answer.done():
             return
         self._wait_on()
@@ -250,22 +251,22 @@ class Exchange:
             self._limit.reschedule(min(now + self._patience, self._end))
 
     def complained(self, data: bytes) -> None:
-        """Its standard error."""
+        """Take a piece of standard error."""
         self._complaints = (self._complaints + data)[-_MOST_COMPLAINTS:]
 
     def fail(self, error: HostError) -> None:
-        """No answer will come."""
+        """End the call with an error; ignored if it has ended."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
     def over(self) -> None:
-        """No more will be heard."""
+        """End the call because no more output comes."""
         self.fail(
             without_answer(self._reader, self.status, self._complaints.decode("utf-8", "replace"))
         )
 
     def drop(self) -> None:
-        """Nobody waits any more."""
+        """Abandon the call: the caller no longer waits for it."""
         if not self.answer.done():
             self.answer.cancel()
         elif not self.answer.cancelled():

@@ -2,12 +2,11 @@
 
 Nothing of the user's is read: no ssh config, no known hosts, no agent unless one is named. A machine is trusted by its pinned key alone.
 
-What an error means is decided by one thing: whether any byte of the request had been given to the connection. Before, nothing can have
-happened (HostUnreachable, HostKeyError); after, only the machine knows (OutcomeUnknown).
+The meaning of an error depends on one thing: whether any byte of the request had been given to the connection. Before that, nothing can
+have happened (HostUnreachable, HostKeyError); after it, only the machine knows (OutcomeUnknown).
 
-A connection that is dead without a word (half-open) is found by keepalive messages, or by a call whose time runs out: no new call is
-put on it then. A machine takes ten sessions on a connection; calls beyond that get a second connection, which ends when it is idle.
-"""
+A connection that died silently (half-open) is found by keepalive messages, or by a call whose time runs out; it gets no new calls then. A
+machine takes ten sessions on a connection; calls beyond that get another connection, which ends when it is idle."""
 
 from __future__ import annotations
 
@@ -37,30 +36,30 @@ from groupwise.jobs.hosts.port import (
 )
 
 CONNECTS_AT_ONCE = 20
-"""Of this process, to all machines together: each costs a key exchange here, and file descriptors."""
+"""Most connections that this process makes at once, to all machines together: each costs a key exchange here, and file descriptors."""
 SESSIONS = 9
 """Calls on one connection at a time; sshd takes ten sessions (MaxSessions)."""
 CONNECTIONS = 4
-"""To one machine, for calls that wait there for long."""
+"""Most connections to one machine, for calls that wait there for long."""
 ATTEMPTS = 2
-"""Connections that are tried for a call, where one gives no session at all."""
+"""Connections that are tried for a call, if they give no session at all."""
 ENDS_BY_ITSELF = 2.0
-"""Seconds that the runner has to end after its answer."""
+"""Time in seconds for the runner to end after its answer."""
 
 _connects: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a machine is, who one is there, and which key it must show."""
+    """A machine's address, the user there, and the key that it must show."""
 
     host: str
     user: str
     port: int = 22
     key_path: str | None = None
-    """A private key on this machine, without a passphrase; None: those of the agent."""
+    """A private key on this machine, without a passphrase; None: the keys of the agent."""
     host_key: str | None = None
-    """The pinned one, as `ssh-ed25519 AAAA…`."""
+    """The pinned key, as `ssh-ed25519 AAAA…`."""
 
     def __str__(self) -> str:
         return f"{self.user}@{self.host}" + (f":{self.port}" if self.port != 22 else "")
@@ -68,16 +67,16 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds."""
+    """Time limits in seconds."""
 
     connect: float = 10.0
     """For address, key exchange and login together."""
     keepalive: float = 15.0
-    """Between questions whether the machine is still there; after three without an answer the connection is given up."""
+    """Between keepalive messages; after three without an answer the connection is given up."""
 
 
 class _Channel(Protocol):
-    """What of a channel is used here; asyncssh leaves open whether it carries text or bytes."""
+    """The part of a channel that is used here; asyncssh leaves open whether it carries text or bytes."""
 
     def write(self, data: bytes) -> None: ...
     def write_eof(self) -> None: ...
@@ -91,7 +90,7 @@ class _Connection(Protocol):
 
 
 class _Session(asyncssh.SSHClientSession[bytes]):
-    """One call on one connection: what is sent, and what is heard."""
+    """One call on one connection."""
 
     def __init__(self, request: Request, changed: Callable[[], None]) -> None:
         self.exchange = Exchange(request)
@@ -103,7 +102,7 @@ class _Session(asyncssh.SSHClientSession[bytes]):
         self._patience_ends: asyncio.TimerHandle | None = None
 
     async def open_on(self, link: _Link) -> None:
-        """Run the bootstrap there. Raises what asyncssh raises."""
+        """Run the bootstrap on that connection. Raises what asyncssh raises."""
         self._link, self._holds_place = link, True
         link.sessions += 1
         link.waiting.add(self)
@@ -111,7 +110,8 @@ class _Session(asyncssh.SSHClientSession[bytes]):
         self._channel, _ = await connection.create_session(lambda: self, COMMAND, encoding=None)
 
     def send(self, request: bytes) -> None:
-        """All of it; asyncssh keeps what the machine does not take at once. Raises HostUnreachable where the session is gone already."""
+        """Send the whole request; asyncssh buffers what the machine does not take at once. Raises HostUnreachable if the session has ended
+        already."""
         assert self._channel is not None
         try:
             self._channel.write(request)
@@ -121,7 +121,7 @@ class _Session(asyncssh.SSHClientSession[bytes]):
         self._channel.write_eof()
 
     def leave(self) -> None:
-        """The call is over. After an answer the machine's process ends by itself, and is given time to; else it is not waited for."""
+        """End the call. After an answer the machine's process gets time to end by itself; otherwise the session is aborted."""
         self.exchange.drop()
         if self._link is not None:
             self._link.waiting.discard(self)
@@ -135,7 +135,7 @@ class _Session(asyncssh.SSHClientSession[bytes]):
         self._changed()
 
     def give_up_place(self) -> None:
-        """The machine no longer counts it."""
+        """Free its place on the connection, because the machine no longer counts it."""
         if self._link is not None and self._holds_place:
             self._holds_place = False
             self._link.sessions -= 1
@@ -143,7 +143,7 @@ class _Session(asyncssh.SSHClientSession[bytes]):
             self._changed()
 
     def retire_link(self) -> None:
-        """No answer came in time: whoever asks next shall not wait for what may be the same dead connection."""
+        """Take no new calls on this connection after a timeout: it may be dead."""
         if self._link is not None:
             self._link.retired = True
 
@@ -166,18 +166,18 @@ class _Session(asyncssh.SSHClientSession[bytes]):
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One connection, and what is on it."""
+    """One connection and its sessions."""
 
     connection: asyncssh.SSHClientConnection
     lost: asyncio.Event
     jump: asyncssh.SSHClientConnection | None = None
     room: int = SESSIONS
     sessions: int = 0
-    """The machine counts one until its process has ended, which is a little after the answer."""
+    """Sessions that the machine counts: each until its process has ended, a little after the answer."""
     waiting: set[_Session] = field(default_factory=set[_Session])
-    """Those whose answer has not come."""
+    """Sessions whose answer has not come."""
     retired: bool = False
-    """No new calls."""
+    """True if it takes no new calls."""
 
     @property
     def usable(self) -> bool:
@@ -200,7 +200,7 @@ class SshHost:
         agent_path: str | None = None,
         patience: Patience | None = None,
     ) -> None:
-        """`jump` is a host to go through; it must show its own pinned key. `agent_path` is the socket of an agent, where keys are there."""
+        """`jump` is a host to go through; it must show its own pinned key. `agent_path` is the socket of an agent that holds the keys."""
         self.address = address
         self._jump = jump
         self._agent_path = agent_path
@@ -227,7 +227,7 @@ class SshHost:
             session.leave()
 
     def doubt(self) -> None:
-        """The machine may have begun anew: nobody waits any longer on a connection of before, and no new call is put on one."""
+        """End calls on all present connections, and put no new ones on them: the machine may have restarted."""
         for link in self._links:
             link.retired = True
             for session in link.waiting:
@@ -251,7 +251,7 @@ class SshHost:
             await link.end()
 
     async def _begin(self, session: _Session) -> None:
-        """The bootstrap runs on the machine and waits for a request. Until here every failure means that nothing was sent."""
+        """Start the bootstrap on the machine, ready for a request. Until then every failure means that nothing was sent."""
         broken = 0
         while True:
             link = await self._link_with_room()
@@ -288,7 +288,7 @@ class SshHost:
                 await self._changed.wait()
 
     async def _open_another(self) -> None:
-        """Open a connection, together with all who want one now; a failure is everybody's."""
+        """Open a connection, together with all callers that want one now; a failure reaches them all."""
         if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._connect())
             self._opening.add_done_callback(_noticed)
@@ -323,7 +323,7 @@ class SshHost:
         )
 
     def _sessions_changed(self) -> None:
-        """A session has ended: others may have waited for its place, and its connection may be of no more use."""
+        """React to the end of a session: calls may wait for its place, and its connection may be of no more use."""
         self._changed.set()
         usable = [link for link in self._links if link.usable]
         for link in usable[1:]:
@@ -338,13 +338,13 @@ class SshHost:
 
 
 def _noticed(opening: asyncio.Task[_Link]) -> None:
-    """Whoever wanted the connection may have gone before it failed: nobody has to hear of that."""
+    """Mark the result as seen: the callers may all have gone before it failed."""
     if not opening.cancelled():
         opening.exception()
 
 
 def connecting() -> asyncio.Semaphore:
-    """The places for connections that are being made, of this event loop."""
+    """Semaphore for connections that are being made, one for each event loop."""
     return _connects.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(CONNECTS_AT_ONCE))
 
 
@@ -355,7 +355,8 @@ async def connect(
     agent_path: str | None = None,
     patience: Patience | None = None,
 ) -> tuple[asyncssh.SSHClientConnection, asyncio.Event]:
-    """A connection to a machine that has shown its pinned key, and the event of its loss. Raises HostUnreachable or HostKeyError."""
+    """Connect to a machine that shows its pinned key; returns the connection and the event of its loss. Raises HostUnreachable or
+    HostKeyError."""
     patience = patience or Patience()
     pinned = _pinned(address)
     witness = KeyWitness()
@@ -408,7 +409,7 @@ def _pinned(address: Address) -> HostKey:
 async def _client_keys(
     address: Address, agent_path: str | None
 ) -> AsyncGenerator[list[str] | list[asyncssh.SSHKeyPair]]:
-    """What to log in with: one key file, or the keys of the agent that is named."""
+    """Keys to log in with: one key file, or the keys of the agent."""
     if address.key_path is not None:
         yield [_private_file(address.key_path)]
         return
@@ -426,7 +427,7 @@ async def _client_keys(
 
 
 def _private_file(name: str) -> str:
-    """Checks what ssh checks too. Raises HostUnreachable."""
+    """Check a key file's permissions, as ssh does. Raises HostUnreachable."""
     try:
         path = Path(name).expanduser()
         mode = path.stat().st_mode
@@ -464,7 +465,7 @@ async def read_host_key(
     agent_path: str | None = None,
     patience: Patience | None = None,
 ) -> HostKey:
-    """The key that a machine shows, through `jump` where there is one. Raises HostUnreachable; HostKeyError for the jump host's."""
+    """The key that a machine shows, through `jump` if there is one. Raises HostUnreachable; HostKeyError for the jump host's key."""
     patience = patience or Patience()
     async with connecting():
         if jump is None:
