@@ -1,12 +1,11 @@
-"""What is run on a machine for every call: one constant command, in which nothing of any user stands.
+"""The one constant command that is run on a machine for every call. It contains nothing of any user.
 
-`BOOTSTRAP` reads a request from standard input and does nothing before length and hash of it agree. Then it looks for the runner that the
-request names by its hash, below the machine's root; is there none, it answers `{"need": "runner"}`, and the driver asks again with the
-text as the field `source`. It keeps that text (and what Python compiled of it, which halves the time of a call), and hands over:
-`answer_request` of `runner.py` does the rest. A full disk stops none of this: the runner then runs from memory.
+`BOOTSTRAP` reads a request from standard input and does nothing until its length and hash agree. Then it looks below the machine's root for
+the runner that the request names by its hash; if there is none, it answers `{"need": "runner"}`, and the driver asks again with the text as
+the field `source`. It stores that text (and the compiled code, which halves the time of a call), and calls `answer_request` of `runner.py`,
+which does the rest. A full disk stops none of this: the runner then runs from memory.
 
-It is read by whatever `python3` stands on the machine's PATH, so it is written for the oldest: below 3.8 it answers with a refusal.
-"""
+The machine's `python3` runs it, whatever its version, so it is written for the oldest: below 3.8 it answers with a refusal."""
 
 from __future__ import annotations
 
@@ -102,7 +101,7 @@ space["answer_request"](body, stdin)
 """The text for `python3 -c`."""
 
 FLAGS = ("-I", "-S", "-X", "utf8")
-"""Isolated from the folder it starts in and from PYTHON* variables, without site packages (faster), and UTF-8 whatever the locale."""
+"""Isolated from its starting folder and PYTHON* variables, without site packages (faster), and UTF-8 in any locale."""
 
 COMMAND = f"exec python3 {shlex.join(FLAGS)} -c {shlex.quote(BOOTSTRAP)}"
-"""The one command line that a machine is ever given."""
+"""The only command line that a machine ever gets."""

@@ -73,7 +73,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         ...
 
     def _waits_for(self, state: MemberState, job: Job) -> str:
-        """What a queued attempt waits for, in words for people."""
+        """The queued attempt's reason for waiting, in words for people."""
         return str(job)
 
     async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:

@@ -1,8 +1,7 @@
-"""Why a command failed: from what its runner wrote down to a failure class, with the line that was believed for it.
+"""Why a command failed: turns the runner's exit record into a failure class, with the line that decided it.
 
-The log is text of the job's own making. It decides how often a job is tried again and what people are told, and never whether something
-still runs.
-"""
+The log is text of the job's own making. It decides how often a job is retried and what people read, but never whether something still
+runs."""
 
 from __future__ import annotations
 
@@ -50,13 +49,13 @@ class FailureClass(StrEnum):
 
 
 def succeeded(record: ExitRecord) -> bool:
-    """The command ended by itself, and well. One that says 0 because it was told to stop has not done its work."""
+    """True if the command ended by itself, and well. One that exits with 0 because it was told to stop has not done its work."""
     return record.code == 0 and record.reason is ExitReason.EXITED
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """A class, and what it was believed for."""
+    """A failure class and the evidence for it."""
 
     failure: FailureClass
     because: str
@@ -66,7 +65,7 @@ SIGKILL, SIGTERM = 9, 15
 _TRY_LATER = 75
 """EX_TEMPFAIL of sysexits: a hub or another service did not answer, and may the next time."""
 _USER_CODES = frozenset({2, *range(64, 79)} - {_TRY_LATER})
-"""2 is what argument parsers say, 64 to 78 is the band of sysexits."""
+"""Argument parsers exit with 2; 64 to 78 is the range of sysexits."""
 _SHELL_KILLED = 128 + SIGKILL
 _SHELL_TERMINATED = 128 + SIGTERM
 
@@ -94,13 +93,13 @@ _NETWORK = re.compile(
     r"|HTTP(?:Status)?Error.*\b(?:429|50[0234])\b|\b(?:502 Bad Gateway|503 Service Unavailable|504 Gateway Time-?out)\b"
 )
 LONGEST_LINE = 300
-"""Characters of a line that is given as a reason."""
+"""Most characters of a line that is given as a reason."""
 _LAST_LINES = 20
-"""A log speaks of connections that were lost and found again; only what stands at its end ended the job."""
+"""Lines at a log's end that are searched for some causes: connections lost earlier may have been found again."""
 
 
 def classify(record: ExitRecord, *, gpu_problems: Sequence[str] = ()) -> Diagnosis:
-    """Why a command failed that left this record. `gpu_problems`: what its machine says is wrong with the GPUs that it held."""
+    """Decide why a command failed that left this record. `gpu_problems`: the faults that its machine reports of the GPUs it held."""
     return (
         _by_reason(record)
         or _by_code(record)
@@ -112,7 +111,7 @@ def classify(record: ExitRecord, *, gpu_problems: Sequence[str] = ()) -> Diagnos
 
 
 def _by_reason(record: ExitRecord) -> Diagnosis | None:
-    """Where the runner itself ended it, or could not begin."""
+    """The class if the runner itself ended the command, or could not begin it."""
     classes = {
         ExitReason.TIME_LIMIT: FailureClass.TIME_LIMIT,
         ExitReason.DEADMAN: FailureClass.HOST_LOST,
@@ -178,7 +177,7 @@ def _line_of(text: str, position: int) -> str:
 
 
 def _with_last_line(said: str, record: ExitRecord) -> str:
-    """A code alone says little, and the last line is what programs end with that give up, a traceback's message too."""
+    """Add the log's last line to an exit code, which alone says little: programs that give up end with their reason, tracebacks too."""
     last = next((line for line in reversed(record.tail.splitlines()) if line.strip()), None)
     return said if last is None else f"{said}: {_shown(last)}"
 

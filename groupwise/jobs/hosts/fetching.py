@@ -1,9 +1,8 @@
 """Files of an attempt, brought from its machine into a folder here.
 
-The machine says what there is (path, sha256, mode, size). Large files come in pieces, of small ones many with one call. Each is hashed here
-and flushed, and a file that an earlier try left half is gone on with. What comes out otherwise than the machine said has changed meanwhile:
-that raises `Changed`, and the list has to be asked for anew.
-"""
+The machine lists what there is (path, sha256, mode, size). Large files come in pieces, small ones many in one call. Each is hashed here and
+flushed, and a file that an earlier try left half done is continued. If a file differs from the list, it has changed meanwhile: that raises
+`Changed`, and the caller has to ask for the list again."""
 
 from __future__ import annotations
 
@@ -22,17 +21,17 @@ from groupwise.jobs.hosts.spec import FileEntry, Manifest
 T = TypeVar("T")
 
 AT_ONCE = 4
-"""Calls to the machine for files, at once: each is for a piece of one, or for many small ones."""
+"""Calls to the machine at once, each for a piece of one file or for many small files."""
 CHANGED = frozenset({"not_found", "changed", "refused_path"})
-"""How a machine refuses to read a file that it offered before: something has changed it since."""
+"""Error codes with which a machine refuses a file that it offered before: something has changed it since."""
 
 
 class Changed(Exception):
-    """A file is not what the machine's list said. The message is its path."""
+    """A file is not the one in the machine's list. The message is its path."""
 
 
 class Write(Protocol):
-    """Does something to the disk, in a thread; `name` says what, in a word."""
+    """Runs work on the disk in a thread; `name` says in a word what it does."""
 
     def __call__(self, name: str, fn: Callable[[], T], /) -> Awaitable[T]: ...
 
@@ -43,7 +42,7 @@ def in_a_thread(name: str, fn: Callable[[], T]) -> Awaitable[T]:
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """Whoever is cancelled meanwhile waits for its end: a thread cannot be stopped, and the folder is somebody else's soon."""
+    """Await the work's end even when cancelled: a thread cannot be stopped, and another caller may soon use the folder."""
     working = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(working)
@@ -53,7 +52,7 @@ async def to_its_end(work: Awaitable[T]) -> T:
 
 
 class Fetching:
-    """From the working folder of one attempt into `folder`, which is nobody else's meanwhile."""
+    """Copies files from the working folder of one attempt into `folder`, which no other caller uses meanwhile."""
 
     def __init__(
         self, runner: Runner, job: str, epoch: int, folder: Path, write: Write = in_a_thread
@@ -79,14 +78,14 @@ class Fetching:
             await asyncio.wait(tasks)
 
     async def _parcel(self, parcel: Manifest) -> None:
-        """Several come together. What does not come so is another file by now or cannot be read: by itself it says why."""
+        """Fetch several files together. A file left out has changed or cannot be read: fetched by itself, it says why."""
         if len(parcel) > 1:
             parcel = await self._gather(parcel)
         for path, entry in parcel.items():
             await self._file(path, entry)
 
     async def _gather(self, parcel: Manifest) -> Manifest:
-        """With one call; those that have not come."""
+        """Fetch with one call; returns the files that have not come."""
         lacking = await self._write("parcel", partial(_absent, self._folder, parcel))
         if not lacking:
             return lacking
@@ -94,7 +93,7 @@ class Fetching:
         return await self._write("gathered", partial(_keep, self._folder, lacking, came))
 
     async def _file(self, path: str, entry: FileEntry) -> None:
-        """Whole and verified. What an earlier try left may be torn: then once more, from the beginning."""
+        """Fetch a file whole and verified. What an earlier try left may be torn: then once more, from the beginning."""
         here = await self._write("file", partial(_begin, self._folder / path, entry))
         if here and await self._rest(path, entry, here):
             return
@@ -102,7 +101,7 @@ class Fetching:
             raise Changed(path)
 
     async def _rest(self, path: str, entry: FileEntry, here: int) -> bool:
-        """Fetch what follows `here`. False: the file that came out is not the one of the list, and is gone."""
+        """Fetch what follows `here`. False: the result is not the file of the list, and was removed."""
         place = self._folder / path
         while here < entry.size:
             try:
@@ -121,7 +120,7 @@ class Fetching:
 
 
 def _parcels(files: Manifest) -> Iterator[Manifest]:
-    """Files that one call can bring, in order of their names; what is too large for one stands alone."""
+    """Groups of files that one call can bring, in order of their names; a file too large for that is alone."""
     parcel: dict[str, FileEntry] = {}
     size = 0
     for path, entry in sorted(files.items()):
@@ -135,7 +134,7 @@ def _parcels(files: Manifest) -> Iterator[Manifest]:
 
 
 def _begin(place: Path, entry: FileEntry) -> int:
-    """How many bytes of a file are here already."""
+    """The number of bytes of a file that are here already."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.open("ab") as file:
         size = os.fstat(file.fileno()).st_size
@@ -146,7 +145,7 @@ def _begin(place: Path, entry: FileEntry) -> int:
 
 
 def _absent(folder: Path, parcel: Manifest) -> Manifest:
-    """Those that an earlier try has not left whole and right."""
+    """The files that an earlier try has not left whole and right."""
 
     def is_here(path: str, entry: FileEntry) -> bool:
         place = folder / path
@@ -156,7 +155,7 @@ def _absent(folder: Path, parcel: Manifest) -> Manifest:
 
 
 def _keep(folder: Path, lacking: Manifest, came: Mapping[str, bytes]) -> Manifest:
-    """Write what came; those that are lacking still."""
+    """Write what came; returns the files that are still missing."""
     for path, data in came.items():
         _append(folder / path, 0, data)
     kept = {path for path in came if _finish(folder / path, lacking[path])}
@@ -171,7 +170,7 @@ def _append(place: Path, offset: int, data: bytes) -> int:
 
 
 def _finish(place: Path, entry: FileEntry) -> bool:
-    """Whether it is the right file; then it is on the disk for good, else gone."""
+    """True if it is the right file, which is then durable; a wrong one is removed."""
     place.touch()  # one without content has not been written yet
     if hash_of(place) != entry.sha256:
         place.unlink()
@@ -183,7 +182,7 @@ def _finish(place: Path, entry: FileEntry) -> bool:
 
 
 def set_mode(descriptor: int, entry: FileEntry) -> None:
-    """Whoever may read a new file here may execute it if it could be there, and nobody may more than there."""
+    """Make a new file here executable for its readers if it was so there, but never grant more than it granted there."""
     mode = os.fstat(descriptor).st_mode
     if entry.mode & 0o100:
         mode |= (mode & 0o444) >> 2

@@ -1,10 +1,9 @@
-"""This machine as a host: each call runs the bootstrap as a process of its own, exactly as it would be run over SSH, without a shell.
+"""This machine as a host: each call runs the bootstrap as a process of its own, exactly as over SSH, but without a shell.
 
-So the embedded default and a fleet of machines go through the same runner, and what is started lives on when the control plane ends:
-the runner detaches it.
+So the embedded default and a fleet of machines use the same runner, and what is started lives on when the control plane ends: the runner
+detaches it.
 
-A call ends when the answer is whole, not when the process's output ends: what it left behind may hold that open for hours.
-"""
+A call ends when the answer is whole, not when the process's output ends: processes that it left behind may hold that open for hours."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, Request, 
 
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 ENDS_BY_ITSELF = 2.0
-"""Seconds that the runner has to end after its answer."""
+"""Time in seconds for the runner to end after its answer."""
 PASSED_ON = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "SLURM_CONF")
-"""What a login sets. The rest, keys of the control plane among it, is nothing for a process that outlives it."""
+"""Variables that a login sets. The others, such as keys of the control plane, are kept from a process that outlives it."""
 
 
 def _of_a_login(also: Iterable[str]) -> dict[str, str]:
@@ -42,8 +41,8 @@ class LocalHost:
         environment: Mapping[str, str] | None = None,
         also: Iterable[str] = (),
     ) -> None:
-        """`python` runs the bootstrap, with those variables of this process that a login would set too and those of `also`, or with
-        `environment`."""
+        """`python` runs the bootstrap, with `environment`, or else with the variables of this process that a login would set and those of
+        `also`."""
         self._command = (python, *FLAGS, "-c", BOOTSTRAP)
         self._environment = dict(environment if environment is not None else _of_a_login(also))
         self._under_way: set[_Process] = set()
@@ -84,8 +83,7 @@ class LocalHost:
 class _Process:
     """One process of the bootstrap: the request goes in, the answer is read as it comes.
 
-    Not a subprocess of asyncio: in Python 3.11 whoever is cancelled as one of these begins waits for ever.
-    """
+    Not a subprocess of asyncio: in Python 3.11, cancelling a task while one of these begins makes it wait for ever."""
 
     def __init__(self, request: Request) -> None:
         self.exchange = Exchange(request)
@@ -97,7 +95,7 @@ class _Process:
     async def begin(
         self, command: Sequence[str], environment: Mapping[str, str], request: bytes
     ) -> None:
-        """Start it, and send it the request. Cancelled or failed, it leaves nothing behind. Raises OSError."""
+        """Start it, and send it the request. If cancelled or failed, it leaves nothing behind. Raises OSError."""
         with contextlib.ExitStack() as ours:
             sends, hears, listens = self._start(command, environment, ours)
             try:
@@ -110,7 +108,7 @@ class _Process:
     def _start(
         self, command: Sequence[str], environment: Mapping[str, str], ours: contextlib.ExitStack
     ) -> tuple[BinaryIO, BinaryIO, BinaryIO]:
-        """The ends of its pipes that are ours: what it is asked, what it answers, what it complains of."""
+        """Start the process; returns our ends of its standard input, output and error."""
         with contextlib.ExitStack() as theirs:
             asks, sends = _pipe(theirs, ours)
             hears, answers = _pipe(ours, theirs)
@@ -129,7 +127,7 @@ class _Process:
         return sends, hears, listens
 
     def _watch(self, child: subprocess.Popen[bytes]) -> None:
-        """`_exited` is set once it has."""
+        """Set `_exited` once the process has ended."""
         loop = asyncio.get_running_loop()
         handle = os.pidfd_open(child.pid)
 
@@ -155,7 +153,7 @@ class _Process:
         writing.write_eof()
 
     async def end(self) -> None:
-        """Let go of it. A process that does not end by itself is killed; what it has started is not."""
+        """Leave the process. One that does not end by itself is killed; what it has started is not."""
         self.exchange.drop()
         try:
             await self._exits(within=ENDS_BY_ITSELF if self.exchange.answered else 0)
@@ -173,14 +171,14 @@ class _Process:
                 await self._exited.wait()
 
     def heard(self, number: int, data: bytes) -> None:
-        """Of its output or its complaints."""
+        """Take a piece of its standard output or error."""
         if number == STANDARD_ERROR:
             self.exchange.complained(data)
         else:
             self.exchange.heard(data)
 
     def closed(self, number: int) -> None:
-        """Nothing more comes of that."""
+        """Note that this output has ended."""
         self._open.discard(number)
         self._perhaps_over()
 
@@ -190,7 +188,7 @@ class _Process:
 
 
 class _Pipe(asyncio.Protocol):
-    """One of its outputs."""
+    """The reading end of one of its outputs."""
 
     def __init__(self, process: _Process, number: int) -> None:
         self._process, self._number = process, number
@@ -203,7 +201,7 @@ class _Pipe(asyncio.Protocol):
 
 
 def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[BinaryIO, BinaryIO]:
-    """Its two ends, closed by whoever owns them."""
+    """Both ends of a pipe, each closed by the stack that it is given to."""
     read, write = os.pipe()
     return (
         reader.enter_context(os.fdopen(read, "rb", buffering=0)),

@@ -1,10 +1,10 @@
 """A machine from which Ray's head can be reached: attempts are laid out on its disk, which the nodes share, and begun by Ray as its jobs.
 
-What is asked of it when, and what its answers are worth, stands in `engines.py`. Ray is asked by the HTTP API of its head (the Jobs API),
-under an id that is the attempt's name, so that it has each once. It keeps all it knows in the head: one that was started anew knows nothing
-of what waited, and what has waited for a quarter of an hour it gives up. Both are submitted again by whoever looks, since what is asked of
-it stands with the attempt, and whether it begins is decided by its token; or by whom tends it, where somebody does (`TendedRay`).
-"""
+`engines.py` says when an engine is asked and what its answers are worth. Ray is asked by the HTTP API of its head (the Jobs API), with the
+attempt's name as the job's id, so that Ray has each attempt once. Ray keeps all its state in the head: after a restart it knows nothing of
+the jobs that waited, and it gives up a job that has waited for a quarter of an hour. The next caller that looks submits both again, since
+their options stand with the attempt and its token decides whether it begins. A caller that tends its attempts does so itself
+(`TendedRay`)."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ from groupwise.jobs.hosts.port import Host, HostUnreachable, RunnerRefused
 
 NAME = "ray"
 ADDRESS = "http://127.0.0.1:8265"
-"""Where a head answers, unless it was told otherwise."""
+"""The head's default address."""
 TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-"""Variables by which Ray is asked."""
+"""Variables in which Ray looks for its token."""
 HERE = frozenset({"127.0.0.1", "localhost", "::1"})
 CALL_SECONDS = 15.0
 STOP_SECONDS = 30
-"""Between Ray's TERM and its KILL; 3, if nothing is said, are too few for a checkpoint. The supervisor needs 25 (EVICT_GRACE)."""
+"""Time in seconds between Ray's TERM and its KILL. Ray's default of 3 is too short for a checkpoint; the supervisor needs 25
+(EVICT_GRACE)."""
 LIVING = frozenset({"PENDING", "RUNNING"})
 SAY_ENOUGH = frozenset({"PENDING", "RUNNING", "SUCCEEDED"})
 """States whose message is no news."""
 GAVE_UP = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
-"""What Ray says of a job that has waited for RAY_JOB_START_TIMEOUT_SECONDS (900) of its head."""
+"""Ray's error for a job that has waited for RAY_JOB_START_TIMEOUT_SECONDS (900) of its head."""
 WANTED = {
     "entrypoint_num_cpus": "CPU",
     "entrypoint_num_gpus": "GPU",
     "entrypoint_memory": "memory",
 }
-"""What a job asks, and what Ray calls it."""
+"""Options of a job, and the resources that Ray calls by other names."""
 GANG = "gang"
-"""In what is asked: that it is of several machines at once, which the Jobs API does not know (`ray_gang.py`)."""
+"""Option of a job on several machines at once, which the Jobs API does not know (`ray_gang.py`)."""
 
 Call = tuple[str, str, Mapping[str, Any] | None]
 """Method, path, body."""
@@ -50,19 +51,19 @@ Call = tuple[str, str, Mapping[str, Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class RayJob:
-    """What Ray has of a submission."""
+    """Ray's record of a submission."""
 
     name: str
     status: str
     why: str = ""
     gave_up: bool = False
-    """Ray has: it had waited too long."""
+    """True if Ray gave the job up because it had waited too long."""
     has: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    """Of Ray's resources, by their names, what is used and what there is."""
+    """Amounts of each Ray resource, by name: in use, and in total."""
 
     @property
     def lives(self) -> bool:
-        """It waits, runs, or is ending."""
+        """True if it waits, runs, or is ending."""
         return self.status in LIVING
 
     def __str__(self) -> str:
@@ -71,7 +72,7 @@ class RayJob:
 
 
 class RayRunner(EngineRunner[RayJob]):
-    """See `EngineRunner`."""
+    """The `EngineRunner` for Ray."""
 
     _word: str | None = None
 
@@ -88,7 +89,7 @@ class RayRunner(EngineRunner[RayJob]):
         self.address = address
 
     async def word(self) -> str:
-        """See `EngineRunner.word`: machines that share a folder may have a Ray each, under one and the same address."""
+        """See `EngineRunner.word`. It names the machine, since machines that share a folder may have a Ray each, under the same address."""
         if self._word is None:
             where = urlsplit(self.address)
             here = where.hostname in HERE
@@ -107,7 +108,7 @@ class RayRunner(EngineRunner[RayJob]):
         return [job for name, answer in answers if (job := _job(name, *answer, has)) is not None]
 
     async def free(self) -> str:
-        """What of its resources nobody uses, in words. Raises HostUnreachable where no Ray answers."""
+        """Ray's unused resources, in words. Raises HostUnreachable if no Ray answers."""
         (status, version), (_, cluster) = await self._call(
             ("GET", "/api/version", None), ("GET", "/api/cluster_status", None)
         )
@@ -116,7 +117,7 @@ class RayRunner(EngineRunner[RayJob]):
         return _free(_resources(cluster), ("CPU", "GPU")) or "nothing yet"
 
     def _waits_for(self, state: MemberState, job: RayJob) -> str:
-        """See `EngineRunner._waits_for`. Ray says of no job what it lacks."""
+        """See `EngineRunner._waits_for`. Lists wanted and free resources, because Ray does not say what a job lacks."""
         asked = _asked(state.engine_options)
         gang: dict[str, Any] | None = asked.get(GANG)
         wants = _wants(asked) if gang is None else gang["bundle"]
@@ -151,19 +152,19 @@ class RayRunner(EngineRunner[RayJob]):
         raise self._no_answer(status, text)
 
     async def _cancel(self, jobs: Iterable[RayJob]) -> None:
-        """What waits is told so as well, although Ray hears it only once it has begun it."""
+        """Stop jobs, also those that wait, although Ray obeys only once it has begun them."""
         calls = [("POST", f"{_path(each.name)}/stop", None) for each in jobs if each.lives]
         await self._call(*calls)
 
     async def _not_queued(self, state: MemberState, jobs: Sequence[RayJob]) -> MemberState:
-        """What Ray has forgotten, or was tired of, it gets again; as what it is about to get."""
+        """Submit a job again that Ray has forgotten or given up; until then it counts as on its way."""
         if any(not each.gave_up for each in jobs):
             return await self._never_begins(state, str(jobs[-1]))
         await self._call(*(("DELETE", _path(each.name), None) for each in jobs))
         return await self._unknown(replace(state, engine_says="it is on its way to Ray"))
 
     async def _unknown(self, state: MemberState) -> MemberState:
-        """What becomes of an attempt that Ray does not have."""
+        """Decide about an attempt that Ray does not have: submit it."""
         try:
             await self._submit(state, state.engine_options)
         except RunnerRefused as refusal:
@@ -171,7 +172,7 @@ class RayRunner(EngineRunner[RayJob]):
         return state
 
     async def _call(self, *calls: Call) -> list[tuple[int, str]]:
-        """Status and text of each. Raises HostUnreachable where one was not answered, or Ray does not know who asks."""
+        """Status and text of each call. Raises HostUnreachable if one got no answer, or Ray rejects the token."""
         if not calls:
             return []
         asked = {"address": self.address, "seconds": CALL_SECONDS, "calls": calls}
@@ -193,7 +194,7 @@ class RayRunner(EngineRunner[RayJob]):
 
 
 class TendedRay(TendedRunner[RayJob], RayRunner):
-    """See `TendedRunner`. Its folder is that of no other engine, so that its attempts stay its own where Ray's address changes."""
+    """The `TendedRunner` for Ray. No other engine uses its folder, so its attempts stay its own even if Ray's address changes."""
 
     async def word(self) -> str:
         """See `EngineRunner.word`."""
@@ -209,7 +210,7 @@ def _text(program: str) -> str:
 
 
 def _asked(options: Sequence[str]) -> dict[str, Any]:
-    """In the words of the Jobs API."""
+    """The options in the words of the Jobs API."""
     return json.loads(options[0]) if options else {}
 
 
@@ -223,14 +224,14 @@ def _path(name: str) -> str:
 
 
 def _gang_entrypoint(state: MemberState, gang: Mapping[str, Any]) -> str:
-    """A line of shell that waits for all machines. It works on none of them."""
+    """A shell line that waits for all machines. It uses no resources of any of them."""
     asked = shlex.quote(json.dumps({"folder": state.folder, **gang}))
     log = shlex.quote(f"{state.folder}/engine.log")
     return f"exec python3 -c {shlex.quote(_text('ray_gang.py'))} {asked} >>{log} 2>&1"
 
 
 def _entrypoint(state: MemberState, asked: Mapping[str, Any]) -> str:
-    """A line of shell. Ray leaves a job that asks for no GPU those of its node."""
+    """A shell line that begins the attempt. It hides GPUs if none were asked for: Ray would leave the job those of its node."""
     none = "" if asked.get("entrypoint_num_gpus") else "CUDA_VISIBLE_DEVICES= "
     begin, log = (shlex.quote(f"{state.folder}/{name}") for name in ("begin.sh", "engine.log"))
     return f"{none}exec sh {begin} >>{log} 2>&1"
@@ -239,7 +240,7 @@ def _entrypoint(state: MemberState, asked: Mapping[str, Any]) -> str:
 def _job(
     name: str, status: int, text: str, has: Mapping[str, tuple[float, float]]
 ) -> RayJob | None:
-    """None: Ray does not know it. Raises HostUnreachable for what says neither."""
+    """Ray's record of a job; None if Ray does not know it. Raises HostUnreachable if the answer says neither."""
     if status == 404 and "does not exist" in text:
         return None
     try:
@@ -260,7 +261,7 @@ def _free(has: Mapping[str, tuple[float, float]], words: Iterable[str]) -> str:
 
 
 def _resources(cluster: str) -> dict[str, tuple[float, float]]:
-    """By their names, what is used and what there is; empty where Ray does not say it: its word for people alone hangs on that."""
+    """Used and total amounts by resource name; empty if Ray does not report them, since only words for people depend on it."""
     try:
         usage = json.loads(cluster)["data"]["clusterStatus"]["loadMetricsReport"]["usage"]
         return {str(word): (float(used), float(total)) for word, (used, total) in usage.items()}
@@ -273,7 +274,7 @@ def _number(amount: float) -> str:
 
 
 def _gist(text: str) -> str:
-    """Of a message that goes on with a traceback, or with the end of a log."""
+    """The essence of a message that goes on with a traceback, or with the end of a log."""
     first = text.partition("\n")[0].strip()
     if "Full traceback" in first:
         return first.removesuffix(" Full traceback:")
@@ -282,5 +283,5 @@ def _gist(text: str) -> str:
 
 
 def _last_line(text: str) -> str:
-    """Where a traceback says what it is."""
+    """The last line with words in it, which in a traceback names the error."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip(" .")), "")

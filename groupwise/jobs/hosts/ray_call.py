@@ -1,9 +1,8 @@
-"""What asks the HTTP API of Ray's head, on the machine from which that can be reached. Its text is run there by the driver (`ray.py`).
+"""Calls the HTTP API of Ray's head, on a machine from which it can be reached. The driver (`ray.py`) runs this text there.
 
-It needs Python 3.8 and nothing else, so that Ray itself need not be installed where jobs are given to it. One JSON object comes as the
-argument: the address, seconds for a call, and calls [[method, path, body or null], …]; one JSON list goes out: of each call status and
-text. Code 3, with the reason on stderr: no answer to one of them, and what it asked may have been done.
-"""
+It needs only Python 3.8, so Ray need not be installed on the machine. The argument is one JSON object: the address, seconds for a call, and
+calls [[method, path, body or null], …]. It prints one JSON list: status and text of each call. Exit code 3, with the reason on stderr: a
+call got no answer, and may have been carried out."""
 
 from __future__ import annotations
 
@@ -16,22 +15,22 @@ from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Re
 
 NO_ANSWER = 3
 LARGEST = 1 << 18
-"""Bytes of one answer: Ray says 20,000 letters of a job that failed. Many of these are one answer of the runner."""
+"""Most bytes of one answer: Ray sends 20,000 characters about a failed job. Many of these make up one answer of the runner."""
 TOKEN = os.path.join("~", ".ray", "auth_token")
-"""Where Ray keeps it, if the environment does not say otherwise (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH)."""
+"""Ray's token file, if the environment names none (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH)."""
 
 
 class Stays(HTTPRedirectHandler):
-    """The token goes to nobody else."""
+    """Follows no redirect, so that the token goes to no other server."""
 
     def redirect_request(
         self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> None:
-        """No."""
+        """Refuse the redirect."""
 
 
 def main() -> int:
-    """The exit code."""
+    """Make the calls; returns the exit code."""
     asked = json.loads(sys.argv[1])
     # The head is inside the cluster, and a proxy leads out of it.
     opener = build_opener(ProxyHandler({}), Stays())
@@ -59,7 +58,7 @@ def answer(opener: OpenerDirector, request: Request, seconds: float) -> tuple[in
 
 
 def headers() -> dict[str, str]:
-    """With the token, if there is one: a head that wants none does not look at it."""
+    """Headers with the token, if there is one: a head that needs none ignores it."""
     found = {"Content-Type": "application/json"}
     token = os.environ.get("RAY_AUTH_TOKEN") or kept()
     if token:
@@ -68,7 +67,7 @@ def headers() -> dict[str, str]:
 
 
 def kept() -> str:
-    """The token of the file; empty: there is none that could be read."""
+    """The token from its file; empty if none could be read."""
     path = os.path.expanduser(os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN)
     try:
         with open(path, encoding="utf-8") as file:

@@ -1,18 +1,16 @@
-"""What begins a job on several machines of Ray at once: the entrypoint of such a job, run by the Python that Ray has on its nodes.
+"""Begins a job on several machines of Ray at once: the entrypoint of such a job, run by the Python that Ray has on its nodes.
 
-It waits until Ray has set aside so much on so many nodes (a placement group, one bundle on each), and keeps an actor on each. That of the
-first one runs the attempt's `begin.sh`, which is the job as far as its record goes; begun, the command writes down what the others are to
-run (`groupwise.engine.learner.launch_node`), in a file of the attempt's folder, which all nodes share, for its user alone: secrets never go
-through Ray. The first one's end is the end of all. Where another one ends, or is gone with its node, all are given time to notice, then
+It waits until Ray has reserved a bundle on each of so many nodes (a placement group), and keeps an actor on each. The first machine's actor
+runs the attempt's `begin.sh`, which is the job as far as its record goes. Its command writes down what the other machines have to run
+(`groupwise.engine.learner.launch_node`), in a file of the attempt's folder, which all nodes share, readable by its user alone: secrets
+never go through Ray. When the first machine ends, all end. If another one ends, or is gone with its node, all get time to notice, then are
 ended.
 
-Ray takes back what it has set aside when this program is gone, however that ended; then its actors are gone too, and what they have begun
-hears it from the kernel.
+Ray takes its reservation back when this program is gone, however that ended; its actors are gone then too, and the kernel tells the
+processes they have begun.
 
-Its text is given to Python by the driver (`ray.py`). One JSON object comes as the argument: the attempt's folder, nodes, and the bundle
-that each is to have, as Ray calls it: CPU, GPU, memory in bytes, other resources. Exit code: that of the first one; 75 where that is not
-known.
-"""
+The driver (`ray.py`) passes this text to Python. The argument is one JSON object: the attempt's folder, nodes, and the bundle for each in
+Ray's terms: CPU, GPU, memory in bytes, other resources. The exit code is that of the first machine; 75 if it is not known."""
 
 from __future__ import annotations
 
@@ -28,18 +26,18 @@ from importlib import import_module
 from typing import Any
 
 TICK = 0.5
-"""Seconds between two looks."""
+"""Time in seconds between two looks."""
 NOTICE = 60.0
-"""Seconds that the first machine has to notice that another one has ended."""
+"""Time in seconds for the first machine to notice that another one has ended."""
 SAVING = 60.0
-"""Seconds that the others have after TERM; torchrun kills after 50."""
+"""Time in seconds for the others after TERM; torchrun kills after 50."""
 UNREAD = 15.0
-"""Seconds in which a disk may come round that does not give what is on it."""
+"""Time in seconds for a disk that cannot be read to recover."""
 EVICTED = 25.0
-"""Seconds that the job has, once it is to end."""
+"""Time in seconds for the job to end, once it has to."""
 SHARED = "all nodes of Ray need the folder of jobs under one path, on a disk that they share, and the same environment"
 LOST = 75
-"""EX_TEMPFAIL: the same command begun again goes on."""
+"""EX_TEMPFAIL: the same command goes on if it is begun again."""
 NO_RAY = 69
 """EX_UNAVAILABLE."""
 PARENT_DEATH_SIGNAL = 1
@@ -48,30 +46,31 @@ import ctypes, os, sys
 ctypes.CDLL(None).prctl({PARENT_DEATH_SIGNAL}, {int(signal.SIGTERM)}, 0, 0, 0)
 os.execvp(sys.argv[1], sys.argv[1:])
 """
-"""Becomes a command that hears TERM when the process that began it is gone."""
+"""Runs a command that gets TERM when the process that began it is gone."""
 NODES, HOST, ORDER = "RAY_GROUPWISE_NODES", "RAY_GROUPWISE_HOST", "RAY_GROUPWISE_ORDER"
-"""What the command on the first machine is told: how many there are, where they meet, and where it says what the others are to run."""
+"""Variables for the command on the first machine: how many there are, where they meet, and where to write what the others have to run."""
 
 ADDRESS = "RAY_ADDRESS"
-"""By which `ray.init()` finds the cluster; jobs of Ray have it, and workers have not."""
+"""Variable by which `ray.init()` finds the cluster; Ray's jobs have it, its workers do not."""
 OF_WORKERS = frozenset({"RAY_JOB_ID", "RAY_RAYLET_PID"})
-"""What Ray itself takes away from what jobs begin (RAY_INTERNAL_FLAGS)."""
+"""Variables that Ray itself removes from what jobs begin (RAY_INTERNAL_FLAGS)."""
 
 
 class Machine:
-    """One of them, as an actor on a node. All its answers come at once, so that the thread that began a process lives as long as it."""
+    """One machine, as an actor on a node. Its calls run one after another, in one thread: the one that begins a process lives as long as
+    it."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
         self._unread: float | None = None
-        """Since when the order has been there and could not be read."""
+        """Time since when the order was there but could not be read."""
 
     def host(self) -> str:
-        """Where the others reach it."""
+        """The address at which the others reach it."""
         return str(import_module("ray.util").get_node_ip_address())
 
     def lead(self, folder: str, told: dict[str, str]) -> bool:
-        """Begin the attempt, once however often it is told to."""
+        """Begin the attempt, once however often it is called."""
         if self._child is not None:
             return True
         with open(os.path.join(folder, "engine.log"), "ab") as log:
@@ -81,8 +80,8 @@ class Machine:
         return True
 
     def follow(self, path: str, rank: int) -> bool | str:
-        """Begin what the first one has written down, once, and whether it has; a string: why it never will. What its processes say goes
-        to a file beside that."""
+        """Begin, once, what the first machine has written down. True if it has begun, False if not yet, a string if it never will, with the
+        reason. Output goes to a file beside the order."""
         if self._child is not None:
             return True
         try:
@@ -111,12 +110,12 @@ class Machine:
         return True
 
     def note(self, folder: str, line: str) -> None:
-        """In the attempt's log."""
+        """Write a line to the attempt's log."""
         with open(os.path.join(folder, "engine.log"), "a", encoding="utf-8") as log:
             log.write(line)
 
     def evict(self, folder: str) -> None:
-        """Have the attempt, which this one leads, end: its runner looks for this file, and tells the job alone."""
+        """Have the attempt that this machine leads end: its runner looks for this file, and tells only the job."""
         new = os.path.join(folder, "evict.new")
         with open(new, "w", encoding="ascii") as file:
             file.write(f"{EVICTED:g}")
@@ -139,12 +138,12 @@ class Machine:
         return code if code is None or code >= 0 else 128 - code
 
     def end(self) -> None:
-        """What it has begun is to save. That passes it on to its own."""
+        """Send TERM to what it has begun, which passes it on to its own processes."""
         if self._child is not None and self._child.poll() is None:
             self._child.terminate()
 
     def kill(self) -> None:
-        """All that it has begun."""
+        """Kill everything that it has begun."""
         if self._child is not None and self._child.poll() is None:
             for pid in below(self._child.pid):
                 with contextlib.suppress(OSError):
@@ -152,7 +151,7 @@ class Machine:
 
 
 def below(first: int) -> list[int]:
-    """It, and all processes that it has begun."""
+    """A process and all its descendants."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -168,16 +167,16 @@ def below(first: int) -> list[int]:
 
 
 def remove(path: str) -> None:
-    """If it is there."""
+    """Remove a file if it is there."""
     with contextlib.suppress(OSError):
         os.remove(path)
 
 
 class Gang:
-    """All of them."""
+    """All machines of the job."""
 
     def __init__(self, ray: Any, machines: list[Any], folder: str, stops: list[int]) -> None:
-        """`stops`: not empty once Ray wants all of it ended."""
+        """`stops`: not empty once Ray wants the job ended."""
         self._ray, self._stops = ray, stops
         self._first, self._others = machines[0], machines[1:]
         self._folder = folder
@@ -185,10 +184,10 @@ class Gang:
         self._followed: set[int] = set()
         self._cannot: set[int] = set()
         self._missed: float | None = None
-        """Since when one of the others has been known to be gone."""
+        """Time since when one of the others has been known to be gone."""
 
     def run(self) -> int:
-        """From its beginning to its end. The exit code."""
+        """Run the job to its end; returns the exit code."""
         if not (host := self._answered(self._first.host)):
             return LOST
         told = {NODES: str(len(self._others) + 1), HOST: host, ORDER: self._order}
@@ -233,7 +232,7 @@ class Gang:
             remove(self._order)
 
     def _give_up(self, rank: int, why: str) -> None:
-        """Without this one there is nothing to wait for."""
+        """Record a machine that cannot begin; the job is ended at once, because it needs all of them."""
         self._cannot.add(rank)
         line = f"Machine {rank + 1} of {len(self._others) + 1} cannot begin its part: {why}\n"
         self._asked(self._first.note.remote(self._folder, line))
@@ -258,13 +257,13 @@ class Gang:
             self._asked(self._others[each].kill.remote())
 
     def _answered(self, method: Any, *asked: Any) -> Any:
-        """Asked until it answers; None: it is gone."""
+        """Call until the machine answers; None: it is gone."""
         while (answer := self._asked(method.remote(*asked), False)) is None:
             time.sleep(TICK)
         return answer or None
 
     def _asked(self, answer: Any, gone: Any = None) -> Any:
-        """What a machine answers; None where it does not at this moment, `gone` where it is, with its node perhaps."""
+        """A machine's answer; None if it does not answer at the moment, `gone` if the machine is gone, perhaps with its node."""
         try:
             return self._ray.get(answer)
         except self._ray.exceptions.ActorUnavailableError:
@@ -274,7 +273,7 @@ class Gang:
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the job; returns the exit code."""
     asked = json.loads(sys.argv[1])
     try:
         ray = import_module("ray")
@@ -298,7 +297,7 @@ def main() -> int:
 
 
 def begun(ray: Any, group: Any, asked: dict[str, Any]) -> list[Any]:
-    """An actor in each bundle, which has all of it."""
+    """Start an actor in each bundle, which takes all of it."""
     places = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
     bundle = dict(asked["bundle"])
     cpus, gpus, memory = (bundle.pop(word, None) for word in ("CPU", "GPU", "memory"))

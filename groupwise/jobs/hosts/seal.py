@@ -1,12 +1,11 @@
-"""`seal`: says of a checkpoint of any trainer that it is whole, so that the fleet mirrors it while the job goes on.
+"""`seal`: marks a checkpoint of any trainer as whole, so that the fleet mirrors it while the job goes on.
 
-A trainer writes many files, and nobody else can know when it has written the last. So it says so: `manifest.json` with step, sizes and
-hashes, written after all of them. From a program that is no Python:
+A trainer writes many files, and only the trainer knows when it has written the last. It says so by calling `seal`, which writes
+`manifest.json` with step, sizes and hashes after all of them. From a program that is not in Python:
 
     python -m groupwise.jobs.hosts.seal outputs/checkpoint-500 500
 
-Standard library only, from Python 3.8 on: where a machine has no Groupwise, this file travels with the job.
-"""
+Standard library only, from Python 3.8 on: if a machine has no Groupwise, this file travels with the job."""
 
 from __future__ import annotations
 
@@ -21,11 +20,10 @@ _PIECE = 1 << 20
 
 
 def seal(folder: str | Path, step: int) -> Path:
-    """Write the manifest of a checkpoint to which nobody writes any more, after `step` steps; its path.
+    """Write the manifest of a finished checkpoint, after `step` steps; returns its path.
 
-    All its files are flushed to the disk before. To be called by one process of a job, rank 0, once all that write there have finished (a
-    barrier). Raises ValueError where the folder holds something that could not travel: a link, a socket.
-    """
+    All its files are flushed to the disk before. Call it from one process of a job, rank 0, once all that write there have finished (a
+    barrier). Raises ValueError if the folder holds something that could not travel: a link, a socket."""
     top = Path(folder)
     manifest, new = top / MANIFEST, top / (MANIFEST + ".new")
     files: dict[str, dict[str, int | str]] = {}
@@ -50,7 +48,7 @@ def seal(folder: str | Path, step: int) -> Path:
 
 
 def _entry(path: Path) -> dict[str, int | str]:
-    """Size and hash of what is read, on the disk for certain."""
+    """Flush a file to the disk and return its size and hash."""
     sha256, size = hashlib.sha256(), 0
     with open(path, "rb") as stream:
         for piece in iter(lambda: stream.read(_PIECE), b""):

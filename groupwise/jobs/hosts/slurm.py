@@ -1,11 +1,10 @@
-"""A machine on which Slurm's programs are: attempts are laid out on its disk, which the nodes share, and begun by Slurm.
+"""A machine that has Slurm's programs: attempts are laid out on its disk, which the nodes share, and begun by Slurm.
 
-What is asked of it when, and what its answers are worth, stands in `engines.py`: a controller that has just been started shows what runs as
+`engines.py` says when an engine is asked and what its answers are worth: a controller that has just been started shows running jobs as
 pending, and a node that it has given up may go on.
 
-Who launches something and goes away is told when Slurm does not answer, and what Slurm has lost has ended. Who tends attempts to their
-end, as a fleet does, has a `TendedSlurm`.
-"""
+A caller that launches a job and leaves gets an error if Slurm does not answer, and a job that Slurm has lost counts as ended. A caller that
+tends attempts to their end, as a fleet does, uses `TendedSlurm`."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from groupwise.jobs.hosts.port import HostUnreachable, RunnerRefused
 
 NAME = "slurm"
 ON_ITS_WAY = 60.0
-"""Seconds in which whoever laid an attempt out may still be submitting it."""
+"""Time in seconds during which the process that laid an attempt out may still be submitting it."""
 ENDED = frozenset(
     {
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
@@ -35,7 +34,7 @@ _NO_ANSWER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """A line of squeue."""
+    """A line of squeue's output."""
 
     id: int
     state: str
@@ -44,7 +43,7 @@ class SlurmJob:
 
     @property
     def lives(self) -> bool:
-        """It waits, runs, or is ending."""
+        """True if it waits, runs, or is ending."""
         return self.state not in ENDED
 
     def __str__(self) -> str:
@@ -53,7 +52,7 @@ class SlurmJob:
 
 
 class SlurmRunner(EngineRunner[SlurmJob]):
-    """See `EngineRunner`."""
+    """The `EngineRunner` for Slurm."""
 
     async def word(self) -> str:
         """See `EngineRunner.word`."""
@@ -64,7 +63,7 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         return [each for each in await self.jobs() if each.name in names]
 
     async def jobs(self) -> list[SlurmJob]:
-        """What Slurm has of this user, by number; what has ended is there for some minutes (MinJobAge). Raises HostUnreachable."""
+        """Slurm's jobs of this user, by number; ended ones stay listed for some minutes (MinJobAge). Raises HostUnreachable."""
         wanted = ("--noheader", "--me", "--states=all", "--format=%i|%T|%j|%r")
         ran = await self._asked("squeue", *wanted)
         if ran.code != 0:
@@ -78,7 +77,7 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         return sorted(found, key=lambda job: job.id)
 
     async def try_options(self, options: Sequence[str]) -> str:
-        """What Slurm says of a job with these options, without a job. RunnerRefused `engine`: it would not have it."""
+        """Slurm's verdict on a job with these options, without making one. RunnerRefused `engine`: Slurm would refuse it."""
         ran = await self._asked("sbatch", "--test-only", *options, "--wrap=true")
         _expect_taken(ran)
         return _said(ran)
@@ -94,7 +93,7 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         await self._cancel_doubles(state)
 
     async def _cancel_doubles(self, state: MemberState) -> None:
-        """Of several that submitted it at once, one stays in the queue; if more began, one would find the token."""
+        """Cancel all but one if several callers submitted it at once. If more of them began, only one would find the token."""
         living = [each for each in await self.found([name_of(state)]) if each.lives]
         await self._cancel(living[1:])
 
@@ -104,7 +103,7 @@ class SlurmRunner(EngineRunner[SlurmJob]):
             await self._asked("scancel", *numbers)
 
     async def _not_queued(self, state: MemberState, jobs: Sequence[SlurmJob]) -> MemberState:
-        """What Slurm has forgotten is told apart from what it does not have yet by time alone."""
+        """Decide whether Slurm has forgotten a job or does not have it yet: only its age tells."""
         if jobs:
             return await self._never_begins(state, str(jobs[-1]))
         if (state.age or 0.0) < ON_ITS_WAY:
@@ -122,7 +121,7 @@ class SlurmRunner(EngineRunner[SlurmJob]):
 
 
 class TendedSlurm(TendedRunner[SlurmJob], SlurmRunner):
-    """See `TendedRunner`."""
+    """The `TendedRunner` for Slurm."""
 
     async def _not_queued(self, state: MemberState, jobs: Sequence[SlurmJob]) -> MemberState:
         return await super()._not_queued(state, jobs) if jobs else _on_its_way(state)
@@ -139,7 +138,7 @@ def _on_its_way(state: MemberState) -> MemberState:
 
 
 def _expect_taken(ran: Ran) -> None:
-    """Raises HostUnreachable where it is not known, RunnerRefused where Slurm would not."""
+    """Raises HostUnreachable if it is not known whether Slurm took the job, RunnerRefused if it refused."""
     if ran.code == 0:
         return
     if ran.code is None or _NO_ANSWER.search(ran.err):
@@ -148,7 +147,7 @@ def _expect_taken(ran: Ran) -> None:
 
 
 def _said(ran: Ran) -> str:
-    """In one line, without the names of its programs."""
+    """Slurm's message in one line, without the names of its programs."""
     lines = [line.strip() for line in (ran.err or ran.out).splitlines() if line.strip()]
     words = [re.sub(r"^(?:sbatch|squeue|scancel): (?:error: )?", "", line) for line in lines]
     if ran.code is None:

@@ -1,8 +1,7 @@
-"""What is to be run on a machine: `JobSpec`, plain data that travels to the runner and into the database.
+"""A job to run on a machine: `JobSpec`, plain data that travels to the runner and into the database.
 
-Whoever makes one (admission of a fleet, a cloud backend) has it checked once, here; the runner checks the same again, since it trusts
-nobody. Nothing of it is ever put into a shell's words: the command is an argument list, and all of it travels on standard input.
-"""
+Its makers (admission of a fleet, a cloud backend) have it checked once, here; the runner checks the same again, since it trusts no caller.
+Nothing of it ever becomes part of a shell command: the command is an argument list, and all of it travels on standard input."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ATTEMPT_VARIABLE = "GROUPWISE_ATTEMPT"
-"""`<job>.<epoch>`, in the environment of every process of an attempt."""
+"""The variable that holds `<job>.<epoch>` in every process of an attempt."""
 MOST_ARTEFACTS = 1_000_000
-"""Files that a job may leave on a machine; as in `runner.py`."""
+"""Most files that a job may leave on a machine; the same as in `runner.py`."""
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
-"""It names folders and control groups on every machine, so that nothing else is taken."""
+"""Names that jobs may have; strict, because they name folders and control groups on every machine."""
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 RESERVED_NAMES = frozenset(
@@ -45,7 +44,7 @@ RESERVED_PREFIXES = (
     "GROUPWISE_ATTEMPT",
     "GROUPWISE_RUNNER",
 )
-"""What decides which program runs, or what the runner itself sets: not for users."""
+"""Variables that decide which program runs, or that the runner itself sets: users may not."""
 MOST_ARGUMENTS = 4096
 LONGEST_ARGUMENT = 128 * 1024
 
@@ -62,23 +61,23 @@ class FileEntry:
 
 
 Manifest = Mapping[str, FileEntry]
-"""Path, relative and with `/`, → what lies there."""
+"""Maps a path, relative and with `/`, to the file there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an attempt may use. None: no limit."""
+    """Limits of an attempt. None: no limit."""
 
     time_seconds: float | None = None
-    """From the start of the command; then TERM, `grace_seconds`, KILL."""
+    """Counts from the start of the command; then TERM, `grace_seconds`, KILL."""
     grace_seconds: float = 30.0
-    """Between TERM and KILL, whoever ends it."""
+    """Between TERM and KILL, for whatever reason it is ended."""
     ram_mb: int | None = None
     disk_mb: int | None = None
-    """Free on the machine's disk before it starts."""
+    """Space that must be free on the machine's disk before it starts."""
     artefact_mb: int = 20_000
     artefact_files: int = 100_000
-    """At most MOST_ARTEFACTS."""
+    """Not more than MOST_ARTEFACTS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class JobSpec:
     """A command with its environment and files. The working folder is empty but for `files`."""
 
     arguments: tuple[str, ...]
-    """The argument list; the first is looked up on PATH, where the folder of the machine's `python` stands first."""
+    """The argument list; the first is looked up on PATH, which begins with the folder of the machine's `python`."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     files: Manifest = field(default_factory=dict[str, FileEntry])
     secrets: tuple[str, ...] = ()
@@ -94,12 +93,12 @@ class JobSpec:
     artefacts: tuple[str, ...] = ("outputs",)
     """Paths relative to the working folder, of files and folders to fetch when it has ended."""
     checkpoints: tuple[str, ...] = ("outputs",)
-    """Folders, relative likewise, below which folders with a `manifest.json` are checkpoints."""
+    """Folders relative to the working folder; folders below them with a `manifest.json` are checkpoints."""
     limits: Limits = field(default_factory=Limits)
 
 
 def problems(spec: JobSpec) -> list[str]:
-    """What is wrong with it, in words for whoever wrote it; empty: nothing."""
+    """Everything wrong with it, in words for its author; empty if nothing is."""
     return [
         *_argument_problems(spec.arguments),
         *name_problems("environment", spec.environment),
@@ -134,7 +133,7 @@ def _argument_problems(arguments: tuple[str, ...]) -> list[str]:
 
 
 def name_problems(what: str, names: Iterable[str]) -> list[str]:
-    """Of variables that a job is to have, in words; empty: nothing."""
+    """Problems with names of variables that a job wants to have, in words; empty if there are none."""
     found: list[str] = []
     for name in names:
         if not ENVIRONMENT_NAME.fullmatch(name):
@@ -149,7 +148,7 @@ def name_problems(what: str, names: Iterable[str]) -> list[str]:
 
 
 def path_problems(what: str, path: str) -> list[str]:
-    """Why a path is not one inside the working folder."""
+    """Why a path is not one inside the working folder; empty if it is one."""
     parts = path.split("/")
     if not path or path.startswith("/") or "\0" in path or any(p in ("", ".", "..") for p in parts):
         return [
@@ -184,7 +183,7 @@ def as_json(spec: JobSpec) -> dict[str, Any]:
 
 
 def from_json(document: Mapping[str, Any]) -> JobSpec:
-    """The spec that `as_json` made; what it was made of had been checked."""
+    """The spec that `as_json` wrote; not checked again."""
     return JobSpec(
         arguments=tuple(document["arguments"]),
         environment=dict(document["environment"]),
@@ -197,6 +196,6 @@ def from_json(document: Mapping[str, Any]) -> JobSpec:
 
 
 def spec_hash(spec: JobSpec) -> str:
-    """The same for specs that say the same."""
+    """A hash that is the same for specs with the same content."""
     canonical = json.dumps(as_json(spec), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()

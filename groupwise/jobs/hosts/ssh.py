@@ -70,7 +70,7 @@ class Patience:
     """Time limits in seconds."""
 
     connect: float = 10.0
-    """For address, key exchange and login together."""
+    """Covers address, key exchange and login together."""
     keepalive: float = 15.0
     """Between keepalive messages; after three without an answer the connection is given up."""
 
