@@ -1,9 +1,8 @@
-"""What can place a job: the contract of every backend, a machine over SSH as much as a cluster or a cloud.
+"""The contract of every backend that can place a job: a machine over SSH as much as a cluster or a cloud.
 
-A job has a name, which is its key: submitted again, by whomever, it is the same job. Its attempts are counted from 1; a later one goes on
-from the checkpoints of the one before. Nothing that a backend needs is on the machine that submitted: whoever reaches the place finds the
-job by its name, with all that it was asked for but the values of its secrets.
-"""
+A job's name is its key: submitted again, by any user, it is the same job. Its attempts are counted from 1; a later one goes on from the
+checkpoints of the one before. A backend keeps nothing it needs on the machine that submitted: from any machine that reaches the place, a
+job can be found by its name, with everything it was asked for but the values of its secrets."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ class CloudError(RunError):
 
 
 class Unreachable(CloudError):
-    """The place did not answer. What it was asked may have been done; asking again finds out."""
+    """The place did not answer. It may have carried out the request; asking again finds out."""
 
     code = "unreachable"
 
 
 class Busy(CloudError):
-    """Somebody else is at it at the moment; asking again helps."""
+    """Another process is working on it at the moment; try again."""
 
     code = "busy"
 
@@ -51,10 +50,10 @@ class NotHere(CloudError):
 
 
 class Phase(StrEnum):
-    """How far an attempt is."""
+    """How far an attempt has come."""
 
     WAITING = "waiting"
-    """Taken, and not begun: in a queue, or its machine is made ready."""
+    """Accepted but not begun: in a queue, or its machine is being prepared."""
     RUNNING = "running"
     ENDED = "ended"
 
@@ -67,7 +66,7 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
     TIME_LIMIT = "time_limit"
     LOST = "lost"
-    """Its machine was, with what was not fetched yet."""
+    """Its machine was lost, with everything not fetched yet."""
     REFUSED = "refused"
     """It never began."""
 
@@ -78,54 +77,54 @@ class Ending:
 
     outcome: Outcome
     reason: str
-    """For people."""
+    """The reason, in words for people."""
     failure: FailureClass | None = None
-    """What kind of failure it was; None: none."""
+    """The kind of failure; None: it did not fail."""
     code: int | None = None
-    """Exit status of the command, where it came to one; below 0 the signal that killed it, as in `subprocess`."""
+    """Exit status of the command, if it got that far; below 0 the signal that killed it, as in `subprocess`."""
     seconds: float | None = None
-    """That the command took."""
+    """How long the command ran, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What is known of an attempt now."""
+    """The state of an attempt now."""
 
     phase: Phase
     log_size: int = 0
     """Bytes of its log so far."""
     checkpoints: int = 0
-    """Complete ones."""
+    """How many complete checkpoints it has."""
     step: int | None = None
-    """Of the newest of these."""
+    """The step of the newest complete checkpoint."""
     ending: Ending | None = None
-    """There from `Phase.ENDED` on."""
+    """How it ended; set once the phase is `Phase.ENDED`."""
     waits_for: str = ""
-    """In a queue: what for, as the engine says it."""
+    """The reason why it waits in a queue, as the engine gives it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A job that is to be placed."""
+    """A job to be placed."""
 
     name: str
     """Letters, digits, `-` and `_`."""
     spec: JobSpec
     gpus: int = 0
-    """Of each machine, for the job alone."""
+    """GPUs of each machine, for this job alone."""
     nodes: int = 1
-    """Machines on which its command runs; the first one has its log and what it makes."""
+    """Machines on which its command runs; the first one has its log and its results."""
     secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    """Values of the variables that `spec.secrets` names. They travel beside the job and are kept nowhere."""
+    """Values of the variables that `spec.secrets` names. They travel beside the job and are stored nowhere."""
     asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What only this kind of place understands, as JSON: a partition, a type of machine."""
+    """Options that only this kind of place understands, as JSON: a partition, a type of machine."""
     python: str | None = None
-    """The interpreter there whose programs its command finds first; None: whatever the place has."""
+    """The interpreter there whose programs the command finds first; None: whatever the place has."""
     meets_at: str | None = None
-    """Where the other machines reach the first one; None: as whoever submits does."""
+    """Address at which the other machines reach the first one; None: the one that the submitter uses."""
 
     def problems(self) -> list[str]:
-        """What is wrong with it, in words; empty: nothing."""
+        """Everything wrong with it, in words; empty if nothing is."""
         found = problems(self.spec)
         if not JOB_ID.fullmatch(self.name):
             found.append(
@@ -139,7 +138,7 @@ class Order:
         return found + [f"secret {name}: there is no value for it" for name in lacking]
 
     def document(self) -> dict[str, Any]:
-        """All of it but the values of secrets, to be kept where the job is."""
+        """The order as JSON, without the values of secrets, to be stored beside the job."""
         return {
             "format": 1,
             "name": self.name,
@@ -152,7 +151,7 @@ class Order:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Order:
-        """What `document` described; the values of secrets have to be given anew."""
+        """Read what `document` wrote; the values of secrets have to be given again."""
         return cls(
             document["name"],
             from_json(document["spec"]),
@@ -164,46 +163,46 @@ class Order:
         )
 
     def with_secrets(self, secrets: Mapping[str, str]) -> Order:
-        """The same with these values."""
+        """The same order with these values."""
         return replace(self, secrets=dict(secrets))
 
 
 HOW = ("python", "meets_at")
-"""What an order says of how the job is begun, and not of what it is."""
+"""Fields of an order that say how the job is begun, not what it is."""
 
 
 def identity_fields(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an order's document, what makes it another job's or the same."""
+    """The fields of an order's document that decide whether two orders describe the same job."""
     return {name: value for name, value in document.items() if name not in HOW}
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do beside placing a job on one machine."""
+    """Abilities of a backend beyond placing a job on one machine."""
 
     nodes: bool = False
-    """Several machines for one job."""
+    """It can run one job on several machines."""
     paid: bool = False
-    """Machines cost money while they are there."""
+    """Its machines cost money while they exist."""
     queues: bool = False
-    """A job waits for what it needs; else what is not free refuses it."""
+    """A job waits for what it needs; without this, it is refused if that is not free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What would be done."""
+    """The steps that `submit` would take."""
 
     where: str
     steps: tuple[str, ...]
-    """In order, for people."""
+    """The steps in order, in words for people."""
     command: tuple[str, ...]
-    """As it will be run there."""
+    """The command as it will be run there."""
     price_per_hour: float | None = None
-    """Dollars; None where nothing is paid, or where nobody could say how much (`paid`)."""
+    """Dollars; None if nothing is paid, or the price is not known (see `paid`)."""
     paid: bool = False
-    """It costs something, known or not."""
+    """True if it costs something, known or not."""
     paid_hours: float | None = None
-    """The most that is paid for; None: as long as the job may take."""
+    """Most hours that are paid for; None: as long as the job may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,64 +213,64 @@ class Handle:
     name: str
     attempt: int
     detail: Mapping[str, str] = field(default_factory=dict[str, str])
-    """How the place calls it: an engine's id, the address of a machine."""
+    """The place's own names for it: an engine's id, the address of a machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What was brought here."""
+    """The results that were brought here."""
 
     folder: Path
     files: tuple[str, ...]
-    """That are here now, by their paths in `folder`."""
+    """Files that are here now, by their paths in `folder`."""
     received: int
-    """Bytes that came; a file that was here already came no more."""
+    """Bytes that were transferred; files that were here already are not sent again."""
     left_out: Mapping[str, str]
-    """What did not come, with the reason."""
+    """Files that did not come, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rented:
-    """What costs money for a job as long as it is there: a machine, a box."""
+    """Something that costs money for a job as long as it exists: a machine, a box."""
 
     id: str
-    """As its place calls it."""
+    """The place's name for it."""
     job: str
     attempt: int
-    """That it was begun for."""
+    """The attempt that it was started for."""
     owner: str
-    """Who began it."""
+    """The user who started it."""
     since: float
     """Seconds since the epoch."""
     deadline: float
-    """Likewise; at which it ends by itself; whatever is there later has to be ended."""
+    """Time when it ends by itself, in seconds since the epoch; if it is still there later, it has to be ended."""
     address: str = ""
-    """For people."""
+    """Its address, for people."""
     price_per_hour: float | None = None
-    """Dollars; None: nobody knows."""
+    """Dollars; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a job has cost so far."""
+    """The cost of a job so far."""
 
     dollars: float
     counts: str
-    """What was counted, and what was not, for people."""
+    """An account of what was counted and what was not, for people."""
 
 
 TERMINATE_AFTER = "terminate_after"
-"""In `Order.asks` of a place that is paid: what the job runs on ends as soon as its results are here, also after a success."""
+"""A key of `Order.asks` at a paid place: the job's machine ends as soon as its results are here, also after a success."""
 KEEP_ON_FAILURE = "keep_on_failure"
-"""Likewise: it stays until its deadline where the job or its set-up has failed."""
+"""Another such key: the machine stays until its deadline if the job or its set-up has failed."""
 
 
 @runtime_checkable
 class Renting(Protocol):
-    """What a backend of a place that is paid can do beside."""
+    """Additional abilities of a backend whose place is paid."""
 
     async def rented(self) -> list[Rented]:
-        """All that is there of anybody's jobs of this account, whatever its job does."""
+        """Everything that exists for jobs of this account, of any user and in any state."""
         ...
 
     async def give_back(self, rented: Rented) -> None:
@@ -281,47 +280,45 @@ class Renting(Protocol):
 
 @runtime_checkable
 class Priced(Protocol):
-    """What a backend can do beside that can say what its jobs cost."""
+    """The additional ability of a backend to say what its jobs cost."""
 
     async def cost(self, handle: Handle) -> Cost | None:
-        """Of all attempts so far, as far as is known. None: nothing is."""
+        """The cost of all attempts so far, as far as it is known. None: nothing is."""
         ...
 
 
 class Backend(Protocol):
-    """A place for jobs. Every call may be repeated, and made anew by another process on another machine."""
+    """A place for jobs. Every call may be repeated, also by another process on another machine."""
 
     name: str
     capabilities: Capabilities
 
     async def plan(self, order: Order) -> Plan:
-        """What `submit` would do; nothing is changed."""
+        """Describe what `submit` would do; changes nothing."""
         ...
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:
-        """Place it; `store` holds its files. A job of this name that asks for the same is not placed again.
+        """Place the job; `store` holds its files. A job with this name and the same order is not placed again.
 
-        Raises NameTaken where it asks for something else, UsageError for an order with problems, CloudError.
-        """
+        Raises NameTaken if that job has another order, UsageError for an order with problems, CloudError."""
         ...
 
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
         """Begin another attempt of a job whose last one has ended without success, from its newest checkpoint.
 
-        `store`: what the place does not have any more is looked for there. Raises NotHere, CloudError.
-        """
+        `store` is searched for files that the place no longer has. Raises NotHere, CloudError."""
         ...
 
     async def find(self, name: str) -> Handle | None:
-        """The newest attempt of a job."""
+        """The newest attempt of a job; None if there is no such job."""
         ...
 
     async def order(self, handle: Handle) -> Order:
-        """What was asked for, without the values of secrets."""
+        """The job's order, without the values of secrets."""
         ...
 
     async def status(self, handle: Handle) -> Status:
-        """What is known now. What cannot be found out raises CloudError: silence is no end."""
+        """The state of an attempt now. Raises CloudError if it cannot be found out: silence does not mean the end."""
         ...
 
     async def wait(self, handle: Handle, seen: Status, seconds: float) -> Status:
@@ -333,14 +330,13 @@ class Backend(Protocol):
         ...
 
     async def cancel(self, handle: Handle, grace: float) -> None:
-        """Ask it to end, and end it after `grace` seconds. One that has not begun never will; of one that has ended nothing changes."""
+        """Ask it to end, and end it after `grace` seconds. One that has not begun never will; one that has ended stays as it is."""
         ...
 
     async def fetch(self, handle: Handle, folder: Path) -> Fetched:
-        """Bring what it has made: after its end all artefacts, before it every complete checkpoint.
+        """Bring its results: all artefacts once it has ended, before that every complete checkpoint.
 
-        What is here already comes no more, and what other attempts left here is set aside (`groupwise.jobs.clouds.folder`).
-        """
+        Files that are here already are not sent again, and what other attempts left here is set aside (`groupwise.jobs.clouds.folder`)."""
         ...
 
     async def list(self) -> list[Handle]:
@@ -348,9 +344,9 @@ class Backend(Protocol):
         ...
 
     async def cleanup(self, handle: Handle) -> None:
-        """Remove a job that has ended from its place. Raises CloudError for one that has not."""
+        """Remove a job that has ended from its place. Raises CloudError if it has not."""
         ...
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
         ...

@@ -1,8 +1,7 @@
-"""Engines that begin jobs in place of the machine that is spoken to, by their names: what a fleet needs to know of each.
+"""Engines that begin jobs in place of the machine that is called, by their names: all that a fleet needs to know of each.
 
-Such a machine is a door: attempts are laid out there, as everywhere, and its engine begins them where and when it likes. What an engine
-has of its own stands behind its runner (`hosts/`), which answers as every runner does.
-"""
+Such a machine is a door: attempts are laid out there, as everywhere, and its engine begins them where and when it likes. What is special
+about an engine is hidden by its runner (`hosts/`), which answers like every runner."""
 
 from __future__ import annotations
 
@@ -20,61 +19,61 @@ from groupwise.jobs.hosts.slurm import TendedSlurm
 from groupwise.jobs.hosts.spec import Limits
 
 LITTLE = 0.001
-"""Of the resource that marks Ray's nodes with a kind of GPU: as much as Ray itself asks for, so that it never runs out."""
+"""Amount of the resource that marks Ray's nodes with a kind of GPU: the same as Ray itself uses, so small that it never runs out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """The runner of a machine that an engine stands behind, and what only that engine answers."""
+    """The runner of a machine with an engine behind it, and the calls that only that engine answers."""
 
     runner: Runner
     ask: Callable[[], Awaitable[object]]
-    """Whether the engine answers. Raises HostUnreachable where it does not."""
+    """Call the engine. Raises HostUnreachable if it does not answer."""
     try_options: Callable[[Sequence[str]], Awaitable[str]]
-    """What it says of a job with these, without a job. Raises HostUnreachable, RunnerRefused."""
+    """The engine's verdict on a job with these options, without making one. Raises HostUnreachable, RunnerRefused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """To an engine."""
+    """How to reach an engine."""
 
     host: Host
-    """The machine that is spoken to."""
+    """The machine that is called."""
     root: str
-    """There."""
+    """The runner's folder there."""
     python: str
     """The interpreter of jobs."""
     address: str | None = None
-    """Of the engine, as that machine reaches it; None: the usual one, or it has none."""
+    """The engine's address, as that machine reaches it; None: the usual one, or it has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """By a job of a fleet, of one machine."""
+    """The needs of a fleet's job on one machine."""
 
     gpus: int = 0
     gpu_model: str | None = None
-    """As the engine calls it."""
+    """The model's name in the engine's terms."""
     cpus: int | None = None
     ram_mb: int | None = None
     options: Sequence[str] = ()
-    """Of its row, as they were written."""
+    """Options of the job's row, as they were written."""
     limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """One of them."""
+    """A kind of engine."""
 
     title: str
-    """For people."""
+    """Its name for people."""
     door: Callable[[Way], Door]
     options: Callable[[EngineRequest], tuple[str, ...]]
-    """What is asked of it for a job. Raises UsageError for options that are none, or not for people to set."""
+    """The engine's options for a job. Raises UsageError for options that do not exist, or that users may not set."""
     check_address: Callable[[str], object]
-    """As somebody wrote it. Raises UsageError for what is none."""
+    """Check an address that a user wrote. Raises UsageError if it is not one."""
     variables: tuple[str, ...] = ()
-    """Of the machine that is spoken to, by which the engine is asked; secrets among them, which are nobody else's."""
+    """Variables of the called machine that calls to the engine use. Some hold secrets, which no other engine may get."""
 
 
 def _slurm(way: Way) -> Door:
@@ -120,4 +119,4 @@ ENGINES: Mapping[str, EngineKind] = {
     SLURM: EngineKind("Slurm", _slurm, _sbatch_options, _no_address),
     RAY: EngineKind("Ray", _ray, _ray_options, ray.checked_address, TOKENS),
 }
-"""By the names that rows of a fleet have them under."""
+"""Maps the names that a fleet's rows use to engines."""

@@ -1,9 +1,8 @@
 """The folder that a job's results are fetched to. Files appear whole under their names, and nothing that is here is lost.
 
-What somebody changed here, or a later attempt has otherwise, or has not, is set aside in `earlier/`: the record of a run is several
-files, and those of two attempts beside each other would be no record. Of checkpoints the folder is a mirror, since a run keeps its last
-few: one that was brought here and is gone there is removed here too, once a later one is here.
-"""
+A file that was changed here, or that a later attempt has in another version or not at all, is set aside in `earlier/`: the record of a run
+is several files, and a mixture of two attempts' files would be no record. For checkpoints the folder is a mirror, since a run keeps only
+its last few: one that was brought here and is gone there is removed here too, once a later one is here."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ from groupwise.jobs.hosts.files import hash_of, sync_folder
 from groupwise.jobs.hosts.spec import FileEntry, Manifest, path_problems
 
 INCOMING = ".incoming"
-"""The subfolder in which we keep the note and the files that have not come whole."""
+"""The subfolder for the note and for files that have not come whole."""
 NOTE = "brought.json"
-"""The file in it that says whose results these are, and the hash that each file had when it came."""
+"""The file in it that names the owner of these results, and the hash that each file had when it came."""
 NOT_WHOLE = "files"
 """The folder beside the note for files that are still being fetched. A machine could call one of its files like the note."""
 EARLIER = "earlier"
 SPARED = 1 << 30
-"""Bytes of the disk that results leave free; of a small disk a twentieth."""
+"""Most bytes of the disk that results leave free; on a small disk a twentieth of it."""
 MANIFEST = "manifest.json"
 
 
@@ -44,25 +43,25 @@ class Brought:
 
 @dataclass(slots=True)
 class ResultsFolder:
-    """Held by this process; `results_folder` makes one."""
+    """The folder while this process holds it; made by `results_folder`."""
 
     folder: Path
     of: str
-    """The job, and where it is: results of two jobs do not belong into one folder."""
+    """The job, and its place: results of two jobs do not belong in one folder."""
     brought: dict[str, Brought] = field(default_factory=dict[str, "Brought"])
-    """By its path."""
+    """Files that were brought here, by path."""
 
     @property
     def incoming(self) -> Path:
-        """Where files grow until they are whole."""
+        """The folder in which files grow until they are whole."""
         return self.folder / INCOMING / NOT_WHOLE
 
     def lacking(self, files: Manifest) -> Manifest:
-        """Those that are not here, or are others here."""
+        """The files that are missing here, or differ here."""
         return {path: entry for path, entry in files.items() if not self._is_here(path, entry)}
 
     def check_room(self, wanted: Manifest) -> None:
-        """A machine that lies, or has made more than fits, does not fill the disk. Raises CloudError."""
+        """Raises CloudError if the files do not fit: a machine that lies, or has made too much, must not fill the disk."""
         left = sum(self._left(path, entry) for path, entry in wanted.items())
         disk = shutil.disk_usage(self.folder)
         if left and left > disk.free - min(SPARED, disk.total // 20):
@@ -72,12 +71,12 @@ class ResultsFolder:
             )
 
     def _left(self, path: str, entry: FileEntry) -> int:
-        """Bytes of it that have not come."""
+        """Bytes of a file that have not come."""
         place = self.incoming / path
         return max(0, entry.size - place.stat().st_size) if place.is_file() else entry.size
 
     def take(self, came: Manifest, there: Manifest, attempt: int, *, ended: bool) -> None:
-        """Put in place what came of an attempt; `there` are all files that it offers, and has at all if it has `ended`."""
+        """Put in place what came of an attempt. `there`: all files that it offers, and all that it has if it has `ended`."""
         offered = set(there)
         self._set_aside(came, offered, attempt, ended=ended)
         self._put_in_place(came)
@@ -88,7 +87,7 @@ class ResultsFolder:
         self._write_note()
 
     def take_written(self, files: Mapping[str, bytes], attempt: int) -> None:
-        """Put in place what is told of an attempt beside what it offers; what an earlier one had there is set aside, too."""
+        """Put in place files that are made here about an attempt; what an earlier one had there is set aside too."""
         entries: Manifest = {}
         for path, data in files.items():
             new = self.incoming / path
@@ -111,7 +110,7 @@ class ResultsFolder:
         return (self.folder / path).is_file()
 
     def _set_aside(self, came: Manifest, offered: set[str], attempt: int, *, ended: bool) -> None:
-        """What others than this attempt have left where it has something else."""
+        """Set aside what others than this attempt have left, if it has something else there."""
         replaced = [path for path in came if self._has(path) and not self._came(path, attempt)]
         checkpoints = self._checkpoints()
         gone = [
@@ -129,7 +128,7 @@ class ResultsFolder:
             (self.folder / path).replace(target)
 
     def _came(self, path: str, attempt: int) -> bool:
-        """Of this attempt, and nobody has changed it since."""
+        """True if the file came from this attempt and is unchanged."""
         found = self.brought.get(path)
         return found is not None and found.attempt == attempt and self._is_as_it_came(path)
 
@@ -138,7 +137,7 @@ class ResultsFolder:
         return found is not None and hash_of(self.folder / path) == found.sha256
 
     def _checkpoints(self) -> set[str]:
-        """Folders of them that were brought here."""
+        """Folders of the checkpoints that were brought here."""
         found = (PurePosixPath(path) for path in self.brought)
         return {str(path.parent) for path in found if path.name == MANIFEST}
 
@@ -152,14 +151,14 @@ class ResultsFolder:
         return not self._has(f"{checkpoint}/{MANIFEST}")
 
     def _has_successor(self, checkpoint: str, there: Iterable[str]) -> bool:
-        """A later one beside it, which is at the place and here."""
+        """True if a later checkpoint beside it is both at the place and here."""
         step, beside = _step(self.folder / checkpoint), PurePosixPath(checkpoint).parent
         others = [each for each in there if PurePosixPath(each).parent == beside]
         steps = [_step(self.folder / each) for each in others]
         return step is not None and any(each is not None and each > step for each in steps)
 
     def _remove(self, checkpoint: str) -> None:
-        """Its list of files first; what somebody else put beside them stays."""
+        """Remove a checkpoint, its manifest first; files that were not brought stay."""
         inside = [each for each in self.brought if each.startswith(f"{checkpoint}/")]
         for path in sorted(inside, key=lambda path: PurePosixPath(path).name != MANIFEST):
             (self.folder / path).unlink(missing_ok=True)
@@ -187,13 +186,13 @@ class ResultsFolder:
 
 
 def may_come(path: str) -> bool:
-    """Whether a machine may bring a file of this path: it lies inside the folder, and not in one of our own subfolders."""
+    """True if a machine may bring a file with this path: inside the folder, and not in one of our own subfolders."""
     return not path_problems("file", path) and path.split("/")[0].lower() not in (INCOMING, EARLIER)
 
 
 @contextmanager
 def results_folder(folder: Path, of: str) -> Generator[ResultsFolder]:
-    """The folder, for whoever fetches there alone. Raises Busy where somebody does, CloudError where it is another job's."""
+    """Hold the folder while results are fetched to it. Raises Busy if another process does, CloudError if it is another job's."""
     with _alone(folder):
         owner, brought = _read_note(folder / INCOMING / NOTE)
         if owner not in (None, of):
@@ -204,8 +203,8 @@ def results_folder(folder: Path, of: str) -> Generator[ResultsFolder]:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Before another job brings its results here: what earlier ones have brought goes to a folder in `earlier`, this one. None: there is
-    nothing. Raises Busy, CloudError."""
+    """Move the results of earlier jobs to a folder in `earlier`, before another job brings its own; returns that folder. None: there are
+    none. Raises Busy, CloudError."""
     note = folder / INCOMING / NOTE
     if not note.exists():
         return None
@@ -224,7 +223,7 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def _remove_empty(folder: Path, inside: Path) -> None:
-    """Folders in it that nothing is left in."""
+    """Remove folders that are empty, from `inside` upwards."""
     with suppress(OSError):
         while inside != folder:
             inside.rmdir()
@@ -233,7 +232,7 @@ def _remove_empty(folder: Path, inside: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Generator[None]:
-    """Nobody else brings anything there. Raises Busy; CloudError where it cannot be written."""
+    """Lock the folder against other processes. Raises Busy; CloudError if it cannot be written."""
     incoming = folder / INCOMING
     try:
         incoming.mkdir(parents=True, exist_ok=True)
@@ -268,7 +267,7 @@ def _read_note(note: Path) -> tuple[str | None, dict[str, Brought]]:
 
 
 def _step(checkpoint: Path) -> int | None:
-    """Of a whole one."""
+    """The step of a whole checkpoint; None if it is not whole."""
     try:
         step = json.loads((checkpoint / MANIFEST).read_bytes())["step"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -1,10 +1,8 @@
 """Several machines as one backend: a job whose command runs on all of them at once.
 
-The first machine is the job's: its attempts, its log and what it makes are those that are told, and checkpoints are found there. The
-others are begun under the same name and the same epoch, so that whoever submits it again completes what was begun in part. All are
-begun, or none; that they find each other is the command's business (`groupwise.engine.learner.launch_node`), which is told where
-(`core/rendezvous.py`).
-"""
+The first machine is the job's: its attempts, log and results are reported, and checkpoints are found there. The others are begun under the
+same name and the same epoch, so that submitting again completes what was begun in part. All are begun, or none. The command itself makes
+the machines find each other (`groupwise.engine.learner.launch_node`); it gets the address to meet at (`core/rendezvous.py`)."""
 
 from __future__ import annotations
 
@@ -37,9 +35,9 @@ from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.spec import JobSpec
 
 NODES = "nodes"
-"""The folder of the results that has what the other machines have said."""
+"""The folder of the results with the logs of the other machines."""
 ENDED_WITHIN = 60.0
-"""Seconds for what is killed."""
+"""Time in seconds for killed attempts to end."""
 PIECE = 1 << 20
 Found = TypeVar("Found")
 
@@ -56,7 +54,7 @@ class _Overtaken(CloudError):
 
 
 class _Machine(MachineBackend):
-    """One of them, with its place among all."""
+    """One of the machines, with its rank."""
 
     def __init__(
         self, name: str, runner: Runner, where: str, rank: int, count: int, meets_at: str
@@ -78,7 +76,7 @@ class _Machine(MachineBackend):
         )
 
     async def _end(self, handle: Handle) -> None:
-        """At once, and wait for it. Raises CloudError where it does not end."""
+        """End an attempt at once and wait for it. Raises CloudError if it does not end."""
         await self.cancel(handle, 0.0)
         status, until = await self.status(handle), time.monotonic() + ENDED_WITHIN
         while status.ending is None:
@@ -91,10 +89,10 @@ class _Machine(MachineBackend):
 
 
 class _Other(_Machine):
-    """Any but the first."""
+    """Any machine but the first."""
 
     async def expect_room(self, order: Order) -> None:
-        """Raises CloudError where its GPUs are taken."""
+        """Raises CloudError if its GPUs are taken."""
         await self._free_gpus(order.gpus)
 
     async def highest(self, name: str) -> int:
@@ -102,7 +100,7 @@ class _Other(_Machine):
         return max((each.epoch for each in await self._attempts(name)), default=0)
 
     async def expect_no_other(self, order: Order) -> None:
-        """Raises NameTaken where a job of this name that asks for something else is here."""
+        """Raises NameTaken if it has a job of this name with another order."""
         last = await self._newest(order.name)
         if last is not None and last.state is not RunnerState.REFUSED:
             await self._expect_same(order, self._handle(last))
@@ -110,7 +108,7 @@ class _Other(_Machine):
     async def join(
         self, order: Order, store: BlobStore, epoch: int, attempt: int, secret: bytes
     ) -> MemberState:
-        """Begin its part of this epoch, unless that has been done. `secret`: the first machine's. Raises CloudError where it will not."""
+        """Begin its part of this epoch, unless that has been done. `secret`: the first machine's. Raises CloudError if it refuses."""
         state = await self._begin_at(order, store, epoch, attempt, None, {KEY: secret})
         if state.refused is not None and state.refused.code == OVERTAKEN:
             raise _Overtaken(state.refused.message, state.refused.highest or epoch)
@@ -118,24 +116,24 @@ class _Other(_Machine):
         return state
 
     async def end(self, name: str, newest: int) -> None:
-        """What of this job lives here of epochs up to this one, at once, and wait for it. Raises CloudError for what does not end."""
+        """End this job's living attempts up to this epoch, at once, and wait for them. Raises CloudError if one does not end."""
         for state in await self._attempts(name):
             if state.epoch <= newest and self._status(state).ending is None:
                 await self._end(self._handle(state))
 
     async def end_all(self, name: str) -> None:
-        """See `end`, of all epochs."""
+        """Call `end` for all epochs."""
         await self.end(name, await self.highest(name))
 
     async def forget(self, name: str) -> None:
-        """Remove what it has of this job."""
+        """Remove everything that it has of this job."""
         last = await self._newest(name)
         if last is not None:
             await self.cleanup(self._handle(last))
 
 
 class GangBackend(_Machine):
-    """See `groupwise.jobs.clouds.backend.Backend`."""
+    """A `Backend` that runs each job on all of its machines."""
 
     capabilities = Capabilities(nodes=True)
 
@@ -145,7 +143,7 @@ class GangBackend(_Machine):
         (runner, where), *others = machines
         super().__init__(name, runner, where, 0, count, meets_at)
         self._own: set[bytes] = set()
-        """Secrets of attempts that this one has begun, or tried to: the first machine has that of whoever did."""
+        """Secrets of attempts that this object began, or tried to. The first machine has the secret of the process that did."""
         self._others = [
             _Other(name, runner, where, rank, count, meets_at)
             for rank, (runner, where) in enumerate(others, 1)
@@ -167,8 +165,8 @@ class GangBackend(_Machine):
     async def _begin(
         self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
     ) -> Handle:
-        """What the others have of earlier attempts is ended first. What they have of one that is on the first machine is not: the first
-        machine is asked after them, and an attempt begins there before it does elsewhere."""
+        """End the others' earlier attempts, then begin on the first machine before the others. If the first machine has the attempt
+        already, only complete it: so it is asked after the others, and nothing of a living attempt is ended."""
         await _all(each.expect_no_other(order) for each in self._others)
         known = await _all(each.highest(order.name) for each in self._others)
         if (handle := await self._since(order, epoch)) is not None:
@@ -189,8 +187,8 @@ class GangBackend(_Machine):
         raise AssertionError("the last try returns or raises")
 
     async def _completed(self, order: Order, store: BlobStore, handle: Handle) -> Handle:
-        """What has begun on the first machine, on all of them. Of what somebody else has begun nothing is begun once it has ended, and it
-        is not ended where another machine will not."""
+        """Begin on all machines what has begun on the first. An attempt that another process has begun is not completed once it has ended,
+        and is not ended if another machine refuses."""
         ended = (await self.status(handle)).ending is not None
         if ended and not self._own:
             return handle
@@ -237,7 +235,7 @@ class GangBackend(_Machine):
         await _all((super().cancel(handle, grace), *others))
 
     async def _fetched(self, handle: Handle, results: ResultsFolder, *, ended: bool) -> Fetched:
-        """What the other machines have said comes, too, at the end."""
+        """Fetch the results and, at the end, the logs of the other machines."""
         fetched = await super()._fetched(handle, results, ended=ended)
         if not ended:
             return fetched
@@ -278,7 +276,7 @@ class GangBackend(_Machine):
 
 
 async def _all(asked: Iterable[Awaitable[Found]]) -> list[Found]:
-    """Their results; all have ended when the first error is raised."""
+    """Await all; returns their results. All have ended when the first error is raised."""
     found = await asyncio.gather(*asked, return_exceptions=True)
     for each in found:
         if isinstance(each, BaseException):
@@ -287,6 +285,6 @@ async def _all(asked: Iterable[Awaitable[Found]]) -> list[Found]:
 
 
 async def _unless_away(asked: Awaitable[None]) -> None:
-    """A machine that cannot be told ends its part by itself, once it misses the first one."""
+    """Await, but ignore an unreachable machine: it ends its part by itself, once it misses the first one."""
     with suppress(Unreachable):
         await asked

@@ -1,9 +1,8 @@
 """One machine as a backend: this one, or one over SSH.
 
-Jobs are attempts of its runner (`groupwise.jobs.hosts`), which goes on by itself.
-What was asked for lies in the working folder of each attempt, so that whoever reaches the machine finds all of it by the job's name. An
-attempt is one epoch of the runner: it begins at most once, whoever asks for it how often. They are counted on after a job was removed.
-"""
+Jobs are attempts of its runner (`groupwise.jobs.hosts`), which goes on by itself. The order lies in the working folder of each attempt, so
+anyone who reaches the machine finds all of it by the job's name. An attempt is one epoch of the runner: it begins at most once, however
+often and by how many callers it is requested. Epochs keep counting after a job was removed."""
 
 from __future__ import annotations
 
@@ -59,18 +58,18 @@ from groupwise.jobs.hosts.port import (
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec, Manifest
 
 ROOT = "groupwise-launch"
-"""Where the runner keeps its files, below the home folder there."""
+"""The runner's folder for its files, below the home folder there."""
 ORDER = ".groupwise-order.json"
-"""The file of the working folder that says what was asked for."""
+"""The file of the working folder that holds the order."""
 MOST_ORDER = 64 << 20
-"""Bytes of it: a job may have a hundred thousand files."""
+"""Most bytes of that file: a job may have a hundred thousand files."""
 NO_PROBE = ("true",)
-"""Nothing is asked of GPUs."""
+"""A probe that asks nothing about GPUs."""
 NAME_ALL = (
     "name all of them, in the order in which they were named first: --at ssh:USER@HOST,USER@HOST."
 )
 TRIES = 3
-"""Of what others may spoil meanwhile: a GPU that was free, a checkpoint that is removed while it is fetched."""
+"""Tries of steps that others may spoil: a free GPU is taken, a checkpoint is removed while it is fetched."""
 GONE = {
     RunnerState.LOST: (FailureClass.SUPERVISOR_LOST, "what watched over it on {where} was killed"),
     RunnerState.REBOOTED: (FailureClass.REBOOT, "{where} was started anew while it ran"),
@@ -78,7 +77,7 @@ GONE = {
 
 OVERTAKEN = "lower_epoch"
 OTHERS = frozenset({OVERTAKEN, "gpu_busy", "foreign_busy"})
-"""Refusals of a launch that somebody else came before."""
+"""Refusals of a launch because another one came first."""
 BEGUN = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING, RunnerState.EXITED})
 ENDED_BY_RUNNER = {
     ExitReason.TIME_LIMIT: Outcome.TIME_LIMIT,
@@ -88,7 +87,7 @@ ENDED_BY_RUNNER = {
 
 
 class MachineBackend:
-    """See `groupwise.jobs.clouds.backend.Backend`."""
+    """A `Backend` on one machine."""
 
     capabilities = Capabilities()
 
@@ -110,7 +109,7 @@ class MachineBackend:
         return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
 
     async def _sending(self, order: Order) -> tuple[Hello, str]:
-        """What the machine is, and the step of sending it what it lacks."""
+        """A description of the machine, and the step of sending it the files that it lacks."""
         sizes = {each.sha256: each.size for each in order.spec.files.values()}
         with self._told():
             hello = await self._runner.hello()
@@ -135,7 +134,7 @@ class MachineBackend:
         return handle
 
     async def _expect_same(self, order: Order, handle: Handle) -> None:
-        """Raises NameTaken where the attempt is of a job that asks for something else."""
+        """Raises NameTaken if the attempt belongs to a job with another order."""
         try:
             asked = await self.order(handle)
         except CloudError:
@@ -148,7 +147,7 @@ class MachineBackend:
             )
 
     async def _was_refused(self, handle: Handle) -> bool:
-        """Or was ended before it had begun."""
+        """True if the attempt was refused, or ended before it had begun."""
         with self._told():
             state = await self._runner.status(handle.name, handle.attempt)
         return state.state in (RunnerState.REFUSED, RunnerState.VOIDED)
@@ -172,7 +171,7 @@ class MachineBackend:
         return await self._begin(order, store, there[-1].epoch + 1, len(attempts) + 1, newest)
 
     def _expect_its_machines(self, order: Order, last: MemberState) -> None:
-        """Raises UsageError where this place is not all that the job ran on, as this attempt of it was begun."""
+        """Raises UsageError if this place does not have all machines of the job's last attempt."""
         if order.nodes > 1 and not self.capabilities.nodes:
             raise UsageError(
                 f"{order.name} runs on {order.nodes} machines at once, and {self._where} is one: {NAME_ALL}"
@@ -192,7 +191,7 @@ class MachineBackend:
         return await self._begin(order, store, attempt, attempt, newest)
 
     async def _newest_checkpoint(self, attempts: Sequence[MemberState]) -> Resume | None:
-        """Of any attempt, the last one first: it may have ended before its own first one."""
+        """The newest checkpoint of the last attempt that has one: the very last may have ended before its first."""
         for each in reversed(attempts):
             if each.checkpoints:
                 with self._told():
@@ -207,7 +206,7 @@ class MachineBackend:
     async def _begin(
         self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
     ) -> Handle:
-        """Begin it under this epoch or, where others were removed, a later one; or find what somebody else began meanwhile."""
+        """Begin under this epoch or, if higher ones were seen and removed, a later one; or find what another caller began meanwhile."""
         for left in reversed(range(TRIES)):
             state = await self._begin_at(order, store, epoch, attempt, resume)
             if not left or state.refused is None or state.refused.code not in OTHERS:
@@ -219,7 +218,7 @@ class MachineBackend:
         raise AssertionError("the last try returns or raises")
 
     async def _since(self, order: Order, epoch: int) -> Handle | None:
-        """What of this job was begun here under this epoch or a later one. Raises NameTaken where that is another job."""
+        """The attempt of this job that was begun here under this epoch or a later one, or None. Raises NameTaken if it is another job's."""
         newest = await self._newest(order.name)
         if newest is None or newest.epoch < epoch or newest.state is RunnerState.REFUSED:
             return None
@@ -236,7 +235,8 @@ class MachineBackend:
         resume: Resume | None,
         beside: Mapping[str, bytes] = MappingProxyType({}),
     ) -> MemberState:
-        """`beside`: files of its working folder that are no part of what was asked for. One that has begun is found, whatever it holds."""
+        """Begin under this epoch, or find the attempt if it has begun, whatever it holds. `beside`: files for its working folder that are
+        not part of the order."""
         with self._told():
             there = await self._runner.status(order.name, epoch)
         if there.state in BEGUN:
@@ -248,7 +248,7 @@ class MachineBackend:
             return await self._launched(launch)
 
     def _expect_begun(self, order: Order, state: MemberState) -> None:
-        """One that was cancelled before it began is none that the machine would not begin. Raises CloudError."""
+        """Raises CloudError if the machine refused to begin it. An attempt that was cancelled before it began is not a refusal."""
         if state.refused is not None and state.state is not RunnerState.VOIDED:
             raise CloudError(f"{self._where} does not begin {order.name}: {_words(state.refused)}")
 
@@ -267,7 +267,7 @@ class MachineBackend:
         )
 
     async def _launched(self, launch: Launch) -> MemberState:
-        """Of one epoch there is never more than one attempt: where no answer came, asking again says what became of it."""
+        """Launch, and again if no answer came: an epoch never has more than one attempt, so the second answer tells what became of it."""
         for _ in range(TRIES - 1):
             try:
                 return await self._runner.launch(launch)
@@ -276,7 +276,7 @@ class MachineBackend:
         return await self._runner.launch(launch)
 
     async def _free_gpus(self, count: int) -> list[str]:
-        """Those that nothing runs on."""
+        """GPUs that nothing runs on. Raises CloudError if there are too few."""
         if count == 0:
             return []
         with self._told():
@@ -313,7 +313,7 @@ class MachineBackend:
         return Order.from_document(json.loads(data))
 
     async def _begun_with_its_files(self, handle: Handle) -> None:
-        """Somebody else may be placing it at this moment."""
+        """Wait until its files are laid out: another process may be placing it at this moment."""
         key = (handle.name, handle.attempt)
         state = await self._runner.status(*key)
         for _ in range(TRIES):
@@ -333,19 +333,19 @@ class MachineBackend:
         )
 
     async def _attempts(self, name: str | None = None) -> list[MemberState]:
-        """Oldest first."""
+        """The attempts of a job, or of all, oldest first."""
         with self._told():
             seen = await self._runner.observe(probe=NO_PROBE)
         found = [each for each in seen.attempts if name is None or each.job == name]
         return sorted(found, key=lambda each: each.epoch)
 
     async def _newest(self, name: str) -> MemberState | None:
-        """Its last attempt that was begun or waits; where there is none, the last that was refused."""
+        """The job's last attempt that was begun or waits; if there is none, the last that was refused."""
         there = await self._attempts(name)
         return _newest_of(there) if there else None
 
     async def _begun(self, name: str) -> list[MemberState]:
-        """Its attempts but those that the machine would not begin. Raises NotHere where there are none."""
+        """The job's attempts but those that the machine refused. Raises NotHere if there are none."""
         return self._begun_of(name, await self._attempts(name))
 
     def _begun_of(self, name: str, attempts: Sequence[MemberState]) -> list[MemberState]:
@@ -397,7 +397,7 @@ class MachineBackend:
         return Status(phase, state.log_size, state.checkpoints, state.step, ending, waits_for)
 
     def _ending(self, state: MemberState) -> Ending | None:
-        """None: it has not ended."""
+        """How it ended; None: it has not."""
         if state.exit is not None:
             return _ended(state.exit)
         if state.refused is not None:
@@ -473,7 +473,7 @@ class MachineBackend:
 
     @contextmanager
     def _told(self) -> Generator[None]:
-        """What goes wrong with the machine, in words for people."""
+        """Turn errors of the machine into CloudError, in words for people."""
         try:
             yield
         except HostKeyError as error:
@@ -499,7 +499,7 @@ def refuse(order: Order) -> None:
 
 
 def _newest_of(attempts: Sequence[MemberState]) -> MemberState:
-    """Of these, oldest first: one that was refused has made nothing, and stands in the way of nothing that was made before."""
+    """The newest of attempts, given oldest first. Refused ones count only if there are no others: they made nothing."""
     begun = [each for each in attempts if each.state is not RunnerState.REFUSED]
     return (begun or attempts)[-1]
 
@@ -510,7 +510,7 @@ def _words(refused: Refusal) -> str:
 
 
 def _offered(tree: WorkTree) -> Manifest:
-    """What is asked for is one of the two."""
+    """All files of a tree. A request fills only one of its two parts."""
     of_checkpoints = {
         path: each for found in tree.checkpoints for path, each in found.files.items()
     }
@@ -518,7 +518,7 @@ def _offered(tree: WorkTree) -> Manifest:
 
 
 def _with_order(order: Order, store: BlobStore, beside: Mapping[str, bytes]) -> JobSpec:
-    """Its spec, with the file beside it that says what was asked for, and others."""
+    """The order's spec, with the order itself and the files `beside` it among its files."""
     ours = {ORDER: json.dumps(order.document(), sort_keys=True).encode(), **beside}
     entries = {path: FileEntry(store.put(data), 0o600, len(data)) for path, data in ours.items()}
     return replace(order.spec, files={**order.spec.files, **entries})

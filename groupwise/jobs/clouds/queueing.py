@@ -1,4 +1,4 @@
-"""Engines as backends: the machine whose runner is spoken to gives jobs to one, and they wait in its queue for what they need."""
+"""Engines as backends: the machine whose runner is called gives jobs to an engine, in whose queue they wait for what they need."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from groupwise.jobs.hosts.spec import JobSpec
 
 
 class EngineBackend(MachineBackend, ABC):
-    """See `groupwise.jobs.clouds.backend.Backend`."""
+    """A `Backend` that places jobs through an engine."""
 
     capabilities = Capabilities(queues=True)
 
     @abstractmethod
     async def _engine(self, order: Order) -> Engine:
-        """What is asked of it for this job. Raises UsageError for what would make another job of it."""
+        """The engine and its options for this job. Raises UsageError for options that would make it another job."""
         ...
 
     @abstractmethod
     async def _asked(self, engine: Engine) -> tuple[str, str]:
-        """How that is given to it, and what it says of it, in words. It is asked, and nothing is changed."""
+        """Describe in words how the job is given to the engine, and the engine's answer. Changes nothing."""
         ...
 
     async def plan(self, order: Order) -> Plan:
-        """See `Backend.plan`. The engine is asked whether it would have the job."""
+        """See `Backend.plan`. The engine is asked whether it would accept the job."""
         refuse(order)
         with self._told():
             engine = await self._engine(order)

@@ -1,8 +1,7 @@
-"""On a spot machine: asks its metadata service whether AWS wants it back, and then tells the jobs on it, so that they save and end.
+"""Runs on a spot machine: asks its metadata service whether AWS wants it back, and then tells its jobs, so that they save and end.
 
-This file travels in the machine's user data and is run there as root, from every start on. It needs Python 3.8 and nothing else. AWS gives
-two minutes' notice; a job has most of them: the file `evict` in its folder says how many seconds (`groupwise/jobs/hosts/runner.py`).
-"""
+This file travels in the machine's user data and is run there as root, from every start on. It needs only Python 3.8. AWS gives two minutes'
+notice; a job has most of them: the file `evict` in its folder says how many seconds (`groupwise/jobs/hosts/runner.py`)."""
 
 import glob
 import os
@@ -12,14 +11,14 @@ import urllib.request
 
 SERVICE = "http://169.254.169.254"
 EVERY = 5.0
-"""Seconds between questions, as AWS advises."""
+"""Seconds between requests, as AWS advises."""
 TO_SAVE = 90
-"""Seconds of the two minutes; the rest is for bringing what was saved to whoever watches."""
+"""Seconds of the two minutes; in the rest a watcher can fetch what was saved."""
 TIMEOUT = 2.0
 
 
 def wanted_back(service: str) -> bool:
-    """Whether there is a notice. A service that does not answer has given none."""
+    """True if there is a notice. A service that does not answer gives none."""
     try:
         asked = urllib.request.Request(
             service + "/latest/api/token",
@@ -39,7 +38,7 @@ def wanted_back(service: str) -> bool:
 
 
 def tell(root: str) -> None:
-    """All attempts below this folder of a runner, those that have ended too: they take no notice."""
+    """Tell all attempts below this root; those that have ended ignore it."""
     for folder in glob.glob(os.path.join(glob.escape(root), "attempts", "*")):
         new = os.path.join(folder, "evict.new")
         try:
@@ -52,7 +51,7 @@ def tell(root: str) -> None:
 
 
 def main() -> None:
-    """Until the machine is gone; an attempt that begins after the notice is told too."""
+    """Run until the machine is gone; attempts that begin after the notice are told too."""
     root = sys.argv[1]
     service = sys.argv[2] if len(sys.argv) > 2 else SERVICE
     every = float(sys.argv[3]) if len(sys.argv) > 3 else EVERY
