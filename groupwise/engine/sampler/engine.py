@@ -46,7 +46,11 @@ class Engine(Protocol):
     """Rows in progress, in the order in which `decode` takes tokens and gives logits."""
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
-        """Compute a prompt, by itself."""
+        """Compute a prompt."""
+        ...
+
+    def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
+        """Compute several prompts, on a GPU together; each has the same bits as by itself."""
         ...
 
     def begin(self, prompt: Prompt) -> Row:

@@ -47,6 +47,10 @@ class SlotEngine:
             hidden = self._decoder.hidden(ids_1P, positions_1P, mask, cache)
             return CachedPrompt(length, self._decoder.logits(hidden[0, -1:])[0], cache)
 
+    def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
+        """See `Engine.prefill_all`."""
+        return [self.prefill(ids) for ids in texts]
+
     def begin(self, prompt: Prompt) -> Row:
         """See `Engine.begin`."""
         assert isinstance(prompt, CachedPrompt)
