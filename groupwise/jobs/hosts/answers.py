@@ -603,19 +603,15 @@ def work_tree(document: object) -> WorkTree:
     disk."""
     f = Fields(document, "the manifest")
     refused = [_pair(entry) for entry in f.listed("refused", MOST_ARTEFACTS)]
+    counts = f.mapping("refused_more")
+    if not all(isinstance(count, int) and 0 <= count <= MOST for count in counts.values()):
+        raise f.wrong("refused_more", "a number for each kind")
     return WorkTree(
         files=_manifest(f, "files", refused),
         refused=tuple(refused),
         checkpoints=tuple(_checkpoint(c) for c in f.objects("checkpoints") if _countable(c)),
-        refused_more=_counts(f, "refused_more"),
+        refused_more=cast("dict[str, int]", dict(counts)),
     )
-
-
-def _counts(f: Fields, name: str) -> dict[str, int]:
-    counts = f.mapping(name)
-    if not all(isinstance(count, int) and 0 <= count <= MOST for count in counts.values()):
-        raise f.wrong(name, "a number for each kind")
-    return cast("dict[str, int]", dict(counts))
 
 
 def _checkpoint(f: Fields) -> CheckpointTree:
@@ -641,15 +637,13 @@ def _manifest(f: Fields, name: str, refused: list[tuple[str, str]]) -> Manifest:
             refused.append((path, problems[0]))
         else:
             files[path] = _entry(f, name, entry)
-    for path in [path for path in files if _is_below_one(path, files)]:
+    # A path may lead through another file of the list; an honest machine never reports one.
+    for path in list(files):
+        if not any(str(above) in files for above in PurePosixPath(path).parents):
+            continue
         del files[path]
         refused.append((path, "a file of the list is its folder"))
     return files
-
-
-def _is_below_one(path: str, files: Manifest) -> bool:
-    """True if a path leads through another file, which an honest machine never reports."""
-    return any(str(above) in files for above in PurePosixPath(path).parents)
 
 
 def _entry(f: Fields, name: str, entry: object) -> FileEntry:

@@ -28,7 +28,7 @@ from groupwise.jobs.hosts.answers import (
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.framing import SPOKEN, BadAnswer
 from groupwise.jobs.hosts.port import USUAL_BODY, Host, Request, RunnerRefused, RunnerResponse
-from groupwise.jobs.hosts.spec import FileEntry, JobSpec, Manifest, as_json
+from groupwise.jobs.hosts.spec import JobSpec, Manifest, as_json
 
 USUAL = 30.0
 """Timeout in seconds for a call that waits for nothing."""
@@ -210,11 +210,18 @@ class Runner:
             "share_mb": launch.share_mb,
             "slot": launch.slot,
             "environment": dict(launch.environment),
-            "resume": None if launch.resume is None else _resume(launch.resume),
+            "resume": None,
             "deadman": launch.deadman,
             "clock": launch.clock,
             "python": launch.python or self.python,
         }
+        if launch.resume is not None:
+            manifest = {p: [e.sha256, e.mode, e.size] for p, e in launch.resume.manifest.items()}
+            body["resume"] = {
+                "manifest": manifest,
+                "step": launch.resume.step,
+                "path": launch.resume.path,
+            }
         if launch.method is not None:
             body["method"] = launch.method
         longest = None
@@ -322,7 +329,12 @@ class Runner:
         ]
         if len(whole) != len(listed) or len(answer.payload) != sum(e.size for _, e in came):
             raise BadAnswer("the answer to gather is not as long as the files that it names")
-        return _cut_up(answer.payload, came)
+        # The payload holds the files one after the other.
+        ends = list(itertools.accumulate(entry.size for _, entry in came))
+        return {
+            path: answer.payload[end - entry.size : end]
+            for (path, entry), end in zip(came, ends, strict=True)
+        }
 
     async def keep(self, job: str, epoch: int, files: Manifest, *, timeout: float = SLOW) -> None:
         """Have the machine keep files of an attempt's work folder as blobs. RunnerRefused `changed` if one has another hash by now."""
@@ -405,29 +417,11 @@ def _state(answer: RunnerResponse) -> MemberState:
     return answers.member_state(answer.body)
 
 
-def _resume(resume: Resume) -> dict[str, Any]:
-    manifest = {path: _entry(entry) for path, entry in resume.manifest.items()}
-    return {"manifest": manifest, "step": resume.step, "path": resume.path}
-
-
-def _entry(entry: FileEntry) -> list[Any]:
-    return [entry.sha256, entry.mode, entry.size]
-
-
 def _listed(answer: RunnerResponse, name: str) -> list[Any]:
     found = answer.body.get(name)
     if not isinstance(found, list):
         raise BadAnswer(f"the answer has {name} = {found!r}; a list is expected")
     return list(found)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-
-
-def _cut_up(payload: bytes, files: Sequence[tuple[str, FileEntry]]) -> dict[str, bytes]:
-    """Split `payload` into the files it holds one after the other."""
-    ends = list(itertools.accumulate(entry.size for _, entry in files))
-    return {
-        path: payload[end - entry.size : end]
-        for (path, entry), end in zip(files, ends, strict=True)
-    }
 
 
 def _batches(blobs: Sequence[tuple[str, int]]) -> Iterable[list[tuple[str, int]]]:

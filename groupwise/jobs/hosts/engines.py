@@ -118,7 +118,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
     async def void(
         self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
     ) -> MemberState:
-        """See `Runner.void`. The engine cannot begin it any more; it is told so only to save it the attempt."""
+        """See `Runner.void`. The engine cannot begin it any more; telling it only saves it the attempt."""
         state = await super().void(job, epoch, because=because, timeout=timeout)
         if state.state is RunnerState.VOIDED:
             with suppress(HostError):
@@ -173,7 +173,9 @@ class EngineRunner(Runner, ABC, Generic[Job]):
     async def _judge(self, state: MemberState, jobs: Sequence[Job]) -> MemberState:
         living = next((each for each in jobs if each.lives), None)
         if state.state is not RunnerState.QUEUED:
-            if living is None and not _beats(state):
+            # Shows a supervisor that lives on another machine. On this one its lock would show.
+            beats = state.beat_age is not None and state.beat_age < LIVING_BEAT
+            if living is None and (state.same_boot or not beats):
                 return replace(state, engine_says=str(jobs[-1]) if jobs else FORGOTTEN)
             return as_running(state)
         if living is not None:
@@ -220,8 +222,3 @@ def _is_unsure(state: MemberState) -> bool:
     """True if the engine has to be asked. If it began on this very machine, the lock tells."""
     here = state.state is RunnerState.LOST and state.same_boot
     return state.engine is not None and state.state in UNSURE and not here
-
-
-def _beats(state: MemberState) -> bool:
-    """True if its supervisor lives on another machine. On this one its lock would show."""
-    return not state.same_boot and state.beat_age is not None and state.beat_age < LIVING_BEAT

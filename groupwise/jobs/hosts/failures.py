@@ -156,7 +156,10 @@ def _by_log(record: ExitRecord) -> Diagnosis | None:
         (_NETWORK, last, FailureClass.NETWORK),
     ):
         if match := pattern.search(text):
-            return Diagnosis(failure, _line_of(text, match.start()))
+            position = match.start()
+            begin = text.rfind("\n", 0, position) + 1
+            end = text.find("\n", position)
+            return Diagnosis(failure, _shown(text[begin : end if end >= 0 else len(text)]))
     return None
 
 
@@ -168,12 +171,6 @@ def _by_signal(record: ExitRecord) -> Diagnosis | None:
     if record.signal is not None:
         return Diagnosis(FailureClass.CRASHED, f"signal {record.signal}")
     return None
-
-
-def _line_of(text: str, position: int) -> str:
-    begin = text.rfind("\n", 0, position) + 1
-    end = text.find("\n", position)
-    return _shown(text[begin : end if end >= 0 else len(text)])
 
 
 def _with_last_line(said: str, record: ExitRecord) -> str:

@@ -216,7 +216,12 @@ class BlobStore:
             while data := file.read(piece):
                 digest.update(data)
                 yield data
-        self._check(sha256, digest.hexdigest())
+        found = digest.hexdigest()
+        if found != sha256:
+            self.path(sha256).unlink(missing_ok=True)
+            raise BlobError(
+                f"the blob {sha256} in {self.root} had other contents (sha256 {found}): it was damaged on the disk and has been removed"
+            )
 
     def part(self, sha256: str, offset: int, length: int) -> bytes:
         """Some bytes of a blob, not verified: the caller verifies them once it has all."""
@@ -257,7 +262,9 @@ class BlobStore:
                 raise BlobBusy(f"the blob {sha256} is being received by somebody else") from None
             if not _is_at(file, path):
                 raise BlobBusy(f"the blob {sha256} has just been received by somebody else")
-            _set_mark(file, marked)
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if bool(mode & MARK) != marked:
+                os.fchmod(file.fileno(), mode ^ MARK)
             yield Incoming(self, sha256, size, file, marked=marked)
 
     def received(self, sha256: str, sender: str = "") -> int:
@@ -393,13 +400,6 @@ class BlobStore:
             temporary.replace(target)
         sync_folder(target.parent)
 
-    def _check(self, sha256: str, found: str) -> None:
-        if found != sha256:
-            self.path(sha256).unlink(missing_ok=True)
-            raise BlobError(
-                f"the blob {sha256} in {self.root} had other contents (sha256 {found}): it was damaged on the disk and has been removed"
-            )
-
     def _check_size(self, size: int, name: str) -> None:
         if size > self._largest:
             raise BlobError(f"{name}: {size} bytes; at most {self._largest} are kept as one file")
@@ -459,12 +459,6 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _set_mark(file: BinaryIO, marked: bool) -> None:
-    mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    if bool(mode & MARK) != marked:
-        os.fchmod(file.fileno(), mode ^ MARK)
 
 
 def _is_locked(file: IO[Any]) -> bool:

@@ -197,8 +197,20 @@ class Gang:
             return LOST
         try:
             code = self._until_first_ends()
-        finally:
-            self._end_others()
+        finally:  # the others get TERM, and KILL once they have had time to save
+            until = time.monotonic() + SAVING
+            for each in self._others:
+                self._asked(each.end.remote())
+            living = [rank - 1 for rank in self._followed]
+            while living and time.monotonic() < until:
+                living = [
+                    each
+                    for each in living
+                    if self._asked(self._others[each].ended.remote(), LOST) is None
+                ]
+                time.sleep(TICK)
+            for each in living:
+                self._asked(self._others[each].kill.remote())
             remove(self._order)
         return code
 
@@ -209,7 +221,8 @@ class Gang:
             if code is not None:
                 return int(code)
             self._have_others_follow()
-            if self._is_one_gone() and self._missed is None:
+            ended = [self._asked(each.ended.remote(), LOST) for each in self._others]
+            if self._missed is None and any(code is not None for code in ended):
                 self._missed = time.monotonic()
             late = self._missed is not None and time.monotonic() - self._missed > NOTICE
             if (self._stops or late) and not evicted:
@@ -225,36 +238,15 @@ class Gang:
                 continue
             follows = self._asked(other.follow.remote(self._order, rank))
             if isinstance(follows, str):
-                self._give_up(rank, follows)
+                # The job needs all machines: it is ended at once.
+                self._cannot.add(rank)
+                line = f"Machine {rank + 1} of {len(self._others) + 1} cannot begin its part: {follows}\n"
+                self._asked(self._first.note.remote(self._folder, line))
+                self._missed = -math.inf
             elif follows:
                 self._followed.add(rank)
         if len(self._followed) == len(self._others):
             remove(self._order)
-
-    def _give_up(self, rank: int, why: str) -> None:
-        """Record a machine that cannot begin; the job is ended at once, because it needs all of them."""
-        self._cannot.add(rank)
-        line = f"Machine {rank + 1} of {len(self._others) + 1} cannot begin its part: {why}\n"
-        self._asked(self._first.note.remote(self._folder, line))
-        self._missed = -math.inf
-
-    def _is_one_gone(self) -> bool:
-        return any(self._asked(each.ended.remote(), LOST) is not None for each in self._others)
-
-    def _end_others(self) -> None:
-        until = time.monotonic() + SAVING
-        for each in self._others:
-            self._asked(each.end.remote())
-        living = [rank - 1 for rank in self._followed]
-        while living and time.monotonic() < until:
-            living = [
-                each
-                for each in living
-                if self._asked(self._others[each].ended.remote(), LOST) is None
-            ]
-            time.sleep(TICK)
-        for each in living:
-            self._asked(self._others[each].kill.remote())
 
     def _answered(self, method: Any, *asked: Any) -> Any:
         """Call until the machine answers; None: it is gone."""

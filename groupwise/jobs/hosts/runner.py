@@ -596,25 +596,22 @@ def is_locked(path: str) -> bool:
 
 @contextlib.contextmanager
 def alone(folder: str) -> Generator[None, None, None]:
-    """Lock for slow work that may be requested again after its caller was cut off: later requests wait, then find it done."""
+    """Lock for slow work that may be requested again after its caller was cut off: later requests wait, then find it done. The process
+    exits if the caller of this request hangs up meanwhile."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    listener = select.poll()
+    listener.register(1, 0)
     try:
-        wait_for(lock)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if listener.poll(100):
+                    os._exit(0)  # the caller hung up
         yield
     finally:
         os.close(lock)
-
-
-def wait_for(lock: int) -> None:
-    """Wait until the lock is free; exit the process if the caller of this request hangs up."""
-    listener = select.poll()
-    listener.register(1, 0)
-    while True:
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if listener.poll(100):
-                os._exit(0)  # nobody listens any more
 
 
 class Held:
@@ -652,15 +649,14 @@ class Root:
         made."""
         path = self.at("place")
         name = read_text(path, CELL)
-        return name or self._name_it(path)
-
-    def _name_it(self, path: str) -> str | None:
+        if name:
+            return name
         new = f"{path}.{os.getpid()}.new"
         try:
             make_folder(self.path)
             write_file(new, os.urandom(16).hex().encode())
             with contextlib.suppress(FileExistsError):
-                os.link(new, path)  # whoever is first names it
+                os.link(new, path)  # of several requests, the first names it
             remove_file(new)
             sync_folder(self.path)
         except OSError:
@@ -1091,17 +1087,10 @@ def is_group_of(attempt: Attempt, folder: object) -> bool:
     read, and killed."""
     if not isinstance(folder, str) or os.path.normpath(folder) != folder:
         return False
-    return os.path.basename(folder) == unit_of(attempt) and folder.startswith(group_mounts())
-
-
-def group_mounts() -> tuple[str, ...]:
-    """The mount points of control groups, each with a slash at its end."""
-    lines = [line.split(" ") for line in read_text("/proc/self/mounts").splitlines()]
-    return tuple(
-        line[1].replace("\\040", " ").rstrip("/") + "/"
-        for line in lines
-        if line[2] in ("cgroup", "cgroup2")
-    )
+    mounts = [line.split(" ")[1:3] for line in read_text("/proc/self/mounts").splitlines()]
+    groups = [mount for mount, kind in mounts if kind in ("cgroup", "cgroup2")]
+    above = tuple(mount.replace("\\040", " ").rstrip("/") + "/" for mount in groups)
+    return os.path.basename(folder) == unit_of(attempt) and folder.startswith(above)
 
 
 def unit_of(attempt: Attempt) -> str:
@@ -1213,34 +1202,30 @@ def parse_gpus(
         ):
             not_read.append(", ".join(row.values())[:200])
             continue
-        gpus[uuid] = gpu_of(row, uuid, index)
+        # Values that it does not give are None, and listed in `problems` if that is a fault.
+        total, used = number(row["memory.total"]), number(row["memory.used"])
+        mig = plain(row.get("mig.mode.current", "")) == "enabled"
+        problems = [
+            f"{name}: {cell[:100]}"
+            for name, cell in row.items()
+            if name not in ("index", "uuid") and is_fault(name, cell, mig)
+        ]
+        if total is not None and used is not None and used > total:
+            problems.append(f"memory.used: {used} of {total} MiB")
+            used = None
+        gpus[uuid] = {
+            "index": index,
+            "uuid": uuid,
+            "model": None if plain(row["name"]) in NOTHING else row["name"],
+            "memory_mb": total,
+            "memory_used_mb": used,
+            "utilisation": number(row["utilization.gpu"]),
+            "temperature": number(row["temperature.gpu"]),
+            "mig": mig,
+            "mig_devices": [],
+            "problems": problems,
+        }
     return list(gpus.values()), not_read
-
-
-def gpu_of(row: dict[str, str], uuid: str, index: int) -> dict[str, Any]:
-    """One GPU; values that it does not give are None, and listed in `problems` if that is a fault."""
-    total, used = number(row["memory.total"]), number(row["memory.used"])
-    mig = plain(row.get("mig.mode.current", "")) == "enabled"
-    problems = [
-        f"{name}: {cell[:100]}"
-        for name, cell in row.items()
-        if name not in ("index", "uuid") and is_fault(name, cell, mig)
-    ]
-    if total is not None and used is not None and used > total:
-        problems.append(f"memory.used: {used} of {total} MiB")
-        used = None
-    return {
-        "index": index,
-        "uuid": uuid,
-        "model": None if plain(row["name"]) in NOTHING else row["name"],
-        "memory_mb": total,
-        "memory_used_mb": used,
-        "utilisation": number(row["utilization.gpu"]),
-        "temperature": number(row["temperature.gpu"]),
-        "mig": mig,
-        "mig_devices": [],
-        "problems": problems,
-    }
 
 
 def is_fault(name: str, cell: str, mig: bool) -> bool:
@@ -1369,11 +1354,7 @@ class Probe:
             for begun in running:
                 end_probe(begun)
             return [Said("failed", complaint=str(error)) for _ in questions]
-        outputs = self._collect(running)
-        return [self._said(begun, outputs) for begun in running]
-
-    def _collect(self, running: Sequence[Any]) -> dict[int, bytes]:
-        streams = [s for begun in running for s in (begun.stdout, begun.stderr)]
+        streams = [s for begun in running for s in (begun.stdout, begun.stderr) if s]
         outputs = {s.fileno(): b"" for s in streams}
         poller = select.poll()
         waiting = set(outputs)
@@ -1386,7 +1367,7 @@ class Probe:
                 if not data or len(outputs[fd]) > 1 << 22:
                     poller.unregister(fd)
                     waiting.discard(fd)
-        return outputs
+        return [self._said(begun, outputs) for begun in running]
 
     def _said(self, begun: Any, outputs: dict[int, bytes]) -> Said:
         """The outcome of one process. One that did not end in time is killed and not waited for: in the kernel it may never die."""
@@ -1413,9 +1394,8 @@ def end_probe(begun: Any) -> None:
             time.sleep(0.005)
     begun.stdout.close()
     begun.stderr.close()
-    begun.returncode = (
-        begun.returncode if begun.returncode is not None else -9
-    )  # no complaint at its end
+    if begun.returncode is None:
+        begun.returncode = -9  # so that Popen does not warn of a child that was not waited for
 
 
 class Seen:
@@ -1580,7 +1560,11 @@ def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
     remove_file(target)
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(blob, "rb") as source, open(fd, "wb") as file:
-        sound = is_cloned(source, file) or (yield from copied(source, file)) == sha
+        try:  # with a clone, `file` shares the blob's content until one of them is changed
+            fcntl.ioctl(file.fileno(), CLONE, source.fileno())
+            sound = True
+        except OSError:  # this file system cannot clone
+            sound = (yield from copied(source, file)) == sha
         os.fchmod(file.fileno(), mode)
     if not sound:
         remove_file(blob)
@@ -1588,15 +1572,6 @@ def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
             "bad_spec",
             f"blob {sha} was damaged on this machine's disk; it has been removed, send it again",
         )
-
-
-def is_cloned(source: BinaryIO, file: BinaryIO) -> bool:
-    """True if the empty `file` now shares the content of `source`; False if the file system cannot clone."""
-    try:
-        fcntl.ioctl(file.fileno(), CLONE, source.fileno())
-    except OSError:
-        return False
-    return True
 
 
 def copied(source: BinaryIO, file: BinaryIO) -> Generator[None, None, str]:
@@ -1663,14 +1638,11 @@ def open_inside(work: str, path: str) -> int:
         except FileNotFoundError:
             raise Refusal("not_found", f"{path} is not in the working folder") from None
         except OSError as error:
-            if error.errno in (
-                errno.ELOOP,
-                errno.ENOTDIR,
-            ):  # it was replaced a moment ago, or is below a file
-                raise Refusal(
-                    "refused_path", f"{path}: not all above it are folders", kind="link"
-                ) from None
-            raise
+            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                raise
+            # It was replaced a moment ago, or is below a file.
+            message = f"{path}: not all above it are folders"
+            raise Refusal("refused_path", message, kind="link") from None
         finally:
             os.close(fd)
         fd = below
@@ -2062,7 +2034,17 @@ def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> 
         survivors=survivors(attempt, state) if word == "lost" else None,
     )
     if state.get("engine"):
-        found.update(told_of_engine(attempt, state, word))
+        # A caller needs these, beside the engine's own answer, to judge an attempt.
+        said = "" if word in ("running", "exited") else read_end(attempt.at(ENGINE_LOG))
+        found.update(
+            {
+                "engine_options": state.get("engine_options") or [],
+                "folder": attempt.path,
+                "age": max(0.0, time.time() - state.get("claimed_at", 0.0)),
+                "beat_age": max(0.0, time.time() - modified(attempt.at("heartbeat"))),
+                "engine_says": said,
+            }
+        )
     return found
 
 
@@ -2070,18 +2052,6 @@ MEMBER_FIELDS = (
     *("rank", "boot_id", "pid", "start_ticks", "method", "started_at"),
     *("share_mb", "slot", "engine"),
 )
-
-
-def told_of_engine(attempt: Attempt, state: dict[str, Any], word: str) -> dict[str, Any]:
-    """Fields that a caller needs, beside the engine's own answer, to judge an attempt."""
-    said = "" if word in ("running", "exited") else read_end(attempt.at(ENGINE_LOG))
-    return {
-        "engine_options": state.get("engine_options") or [],
-        "folder": attempt.path,
-        "age": max(0.0, time.time() - state.get("claimed_at", 0.0)),
-        "beat_age": max(0.0, time.time() - modified(attempt.at("heartbeat"))),
-        "engine_says": said,
-    }
 
 
 def read_end(path: str) -> str:
@@ -2531,7 +2501,7 @@ def verb_wait(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         if now >= until or any(w.differs(found[n], now >= loud) for n, w in enumerate(watched)):
             return {"attempts": found}, b""
         if listener.poll(max(1, int(min(0.1, until - now) * 1000))):
-            os._exit(0)  # nobody listens any more
+            os._exit(0)  # the caller hung up
 
 
 def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
@@ -2545,7 +2515,7 @@ def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     elif (state_of(attempt) or {}).get("engine"):  # its supervisor may live on another machine
         set_cell(attempt.at("cancel"), f"{least:.3f}")
         kill_leftovers(attempt)
-    else:  # nobody hears of it
+    else:  # no supervisor lives to hear of it
         kill_leftovers(attempt)
     return member(attempt), b""
 
@@ -2555,9 +2525,8 @@ def kill_leftovers(attempt: Attempt) -> None:
     state = state_of(attempt) or {}
     if state.get("boot_id") not in (None, boot_id()):
         return
-    belonging = Belonging(
-        attempt, state
-    )  # by their mark where no pid is known: somebody may have removed the folder
+    # Where no pid is known they are found by their mark: the folder may have been removed.
+    belonging = Belonging(attempt, state)
     if not belonging.kill(KILL_VERB_PATIENCE):
         belonging.group.remove()
 
@@ -2700,7 +2669,17 @@ def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         with alone(attempt.path):
             answer.update(Artefacts(attempt, state).listed())
     if what != "artefacts":
-        answer["checkpoints"] = list_checkpoints(attempt, state)
+        # Oldest first; only the newest if an answer does not hold them all.
+        hashes, room = Hashes(attempt), LARGEST_LISTING
+        found: list[dict[str, Any]] = []
+        for checkpoint in reversed(checkpoints_of(attempt, state.get("checkpoints") or ())):
+            told = described(checkpoint, hashes)
+            size = sum(map(told_size, told["files"])) if told else 0
+            if told and size <= room:
+                room -= size
+                found.append(told)
+        hashes.keep()
+        answer["checkpoints"] = found[::-1]
     return answer, b""
 
 
@@ -2777,20 +2756,6 @@ def told_size(path: str) -> int:
     return len(json.dumps(path)) + 96
 
 
-def list_checkpoints(attempt: Attempt, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Complete checkpoints, oldest first; only the newest if an answer does not hold them all."""
-    hashes, room = Hashes(attempt), LARGEST_LISTING
-    found: list[dict[str, Any]] = []
-    for checkpoint in reversed(checkpoints_of(attempt, state.get("checkpoints") or ())):
-        told = described(checkpoint, hashes)
-        size = sum(map(told_size, told["files"])) if told else 0
-        if told and size <= room:
-            room -= size
-            found.append(told)
-    hashes.keep()
-    return found[::-1]
-
-
 def described(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] | None:
     """One checkpoint with its manifest among its files; None if it is changing. The hashes are the manifest's claim: the client verifies
     them."""
@@ -2821,7 +2786,10 @@ def verb_release(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     if not holders:
         belonging.group.remove()
         for uuid in uuids:
-            remove_share(root, uuid, attempt.name)
+            with Held(root.lock("shares.lock")):
+                path = os.path.join(root.shares(uuid), attempt.name)
+                if not is_locked(path):
+                    remove_file(path)
     return {"clean": not holders, "holders": holders}, b""
 
 
@@ -2911,7 +2879,7 @@ def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     before = time.time() - seconds_of(body, "older_than", 3600.0)
     removed = remove_old_runners(root, text_of(body, "runner"), before)
     for folder, _folders, names in os.walk(root.at("blobs")):
-        with Held(root.lock("blobs.lock")):  # anew for each folder: launches wait for it
+        with Held(root.lock("blobs.lock")):  # taken again for each folder: launches wait for it
             for name in names:
                 path = os.path.join(folder, name)
                 if name not in keep and changed_before(path, before):
@@ -3171,16 +3139,12 @@ def take_over_unbegun(attempt: Attempt) -> None:
     lock = take_lock(attempt.at("supervisor.lock"))
     if lock is not None:
         try:
-            if was_unbegun_file(attempt):
+            # Look again under its lock: the supervisor may have gone on and ended meanwhile.
+            state = state_of(attempt) or {}
+            if state.get("phase") == "claimed" and not os.path.exists(attempt.at("exit.json")):
                 clear_away(attempt)
         finally:
             os.close(lock)
-
-
-def was_unbegun_file(attempt: Attempt) -> bool:
-    """Check again under its lock: the supervisor may have gone on and ended meanwhile."""
-    state = state_of(attempt) or {}
-    return state.get("phase") == "claimed" and not os.path.exists(attempt.at("exit.json"))
 
 
 def claim(
@@ -3230,9 +3194,8 @@ def furnish(folder: str, heard: float) -> None:
     for name in ("log", "tether"):
         write_file(os.path.join(folder, name), b"")
     os.mkdir(os.path.join(folder, "work"), 0o700)
-    with contextlib.suppress(
-        OSError
-    ):  # some file systems have none: the supervisor then looks every TICK
+    with contextlib.suppress(OSError):
+        # Some file systems have no pipes: the supervisor then looks every TICK.
         os.mkfifo(os.path.join(folder, "bell"), 0o600)
 
 
@@ -3297,19 +3260,19 @@ def resolve_gpu(order: Order, seen: Seen, uuid: str) -> str:
         raise Refused("gpu_missing", f"who uses {uuid} cannot be read: {seen.apps_status}")
     for app in seen.apps:
         if app["uuid"] == uuid:
-            refuse_company(order, app)
+            # Only another share of the same GPU may hold it too.
+            attempt, pid = app["attempt"], app["pid"]
+            holder = attempt or f"{command_of(pid) or 'a process'} (pid {pid})"
+            if attempt is None:
+                raise Refused(
+                    "foreign_busy", "{} is used by {}".format(app["uuid"], holder), holder
+                )
+            if order.share_mb is None:
+                raise Refused(
+                    "gpu_busy", "{} is still used by {}".format(app["uuid"], holder), holder
+                )
     order.memory_mb[uuid] = (gpu or device or {})["memory_mb"]
     return uuid if gpu is None else str(gpu["index"])
-
-
-def refuse_company(order: Order, app: dict[str, Any]) -> None:
-    """Raise Refused unless the process belongs to another share of the same GPU."""
-    attempt, pid = app["attempt"], app["pid"]
-    holder = attempt or f"{command_of(pid) or 'a process'} (pid {pid})"
-    if attempt is None:
-        raise Refused("foreign_busy", "{} is used by {}".format(app["uuid"], holder), holder)
-    if order.share_mb is None:
-        raise Refused("gpu_busy", "{} is still used by {}".format(app["uuid"], holder), holder)
 
 
 def take_gpus(order: Order) -> list[int]:
@@ -3380,14 +3343,6 @@ def share_held(path: str) -> int:
         return int(number_in(cell_words(path)) or 0)
     remove_file(path)
     return 0
-
-
-def remove_share(root: Root, uuid: str, name: str) -> None:
-    """Remove the file of a share that has ended."""
-    with Held(root.lock("shares.lock")):
-        path = os.path.join(root.shares(uuid), name)
-        if not is_locked(path):
-            remove_file(path)
 
 
 def enqueue(order: Order) -> None:
@@ -3559,7 +3514,13 @@ class Supervisor:
         self.settle()
         try:
             if self.order.engine:
-                self.take_up()
+                # It may have been laid out on another machine: from here on it belongs to this
+                # one.
+                self.state.update(
+                    phase="claimed", boot_id=boot_id(), claimed_by=os.uname().nodename
+                )
+                write_json(self.attempt.at("state.json"), self.state)
+                check_program(self.order)
             else:
                 self.lay_out()
         except Refused as refusal:
@@ -3594,7 +3555,15 @@ class Supervisor:
         os.chdir("/")
         self.user = user_name()
         self.leave_streams()
-        self.make_alarms()
+        # Two things wake it early: the end of a child, and the bell.
+        self.waker, wake = os.pipe()
+        for fd in (self.waker, wake):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, woken)
+        with contextlib.suppress(OSError):
+            # Open for writing too, so that it has no end while no request rings it.
+            self.bell = os.open(self.attempt.at("bell"), os.O_RDWR | os.O_NONBLOCK)
         prctl(SET_SUBREAPER, 1)
         prctl(SET_NAME, b"groupwise-super")
         unit = unit_of(self.attempt)
@@ -3625,17 +3594,6 @@ class Supervisor:
         for target, source in ((0, nothing), (1, nothing), (2, complaints)):
             os.dup2(source, target)
 
-    def make_alarms(self) -> None:
-        """Set up what wakes it early: the end of a child, and the bell."""
-        self.waker, wake = os.pipe()
-        for fd in (self.waker, wake):
-            os.set_blocking(fd, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, woken)
-        with contextlib.suppress(OSError):
-            # Open for writing too, so that it has no end when nobody rings.
-            self.bell = os.open(self.attempt.at("bell"), os.O_RDWR | os.O_NONBLOCK)
-
     def lay_out(self) -> None:
         """Put the files into the working folder, unless it is cancelled or its deadman expires meanwhile."""
         root, work, look_at = self.order.root, self.attempt.work, time.monotonic() + TICK
@@ -3648,12 +3606,6 @@ class Supervisor:
                         return
         for path in self.order.artefacts[:1]:
             make_folder(os.path.dirname(os.path.join(self.attempt.work, path)))
-
-    def take_up(self) -> None:
-        """Take over an attempt that may have been laid out on another machine: from here on it belongs to this one."""
-        self.state.update(phase="claimed", boot_id=boot_id(), claimed_by=os.uname().nodename)
-        write_json(self.attempt.at("state.json"), self.state)
-        check_program(self.order)
 
     def evict(self, _signum: int, _frame: object) -> None:
         """Signal handler: the engine wants its machine back."""
@@ -3701,9 +3653,8 @@ class Supervisor:
             os.close(fd)
         try:
             self.record_child()
-            with contextlib.suppress(
-                BrokenPipeError
-            ):  # somebody killed it; its end is seen like any other
+            with contextlib.suppress(BrokenPipeError):
+                # If something has killed it, its end is seen like any other.
                 os.write(go, b"!")
         except OSError as error:
             os.close(go)
@@ -3753,7 +3704,21 @@ class Supervisor:
                 return ended
             reap_adopted(but=self.child)
             self.beat()
-            self.perhaps_end()
+            # TERM when there is a reason, KILL when its time is up, and KILL again until it works.
+            reason = self.reason()
+            now = time.monotonic()
+            if reason and not self.ending:
+                self.ending = reason
+                # An engine that told us tells all processes of a job, as a rule, and being told twice is to hurry for some programs.
+                self.tell_at = (now + reason.kill_at) / 2 if self.evicted else now
+            elif reason and self.ending:
+                self.ending.kill_at = min(self.ending.kill_at, reason.kill_at)
+            if now >= self.tell_at:
+                self.terminate()
+                self.tell_at = math.inf
+            if self.ending and time.monotonic() >= self.ending.kill_at:
+                self.belonging().kill(patience=0.0)
+                self.killed = True
             self.sleep()
 
     def sleep(self, due: float = TICK) -> None:
@@ -3780,23 +3745,6 @@ class Supervisor:
             with contextlib.suppress(OSError):  # it goes on living
                 set_cell(self.attempt.at("heartbeat"), f"{boot_clock():.3f}")
             self.next_beat = time.monotonic() + HEARTBEAT
-
-    def perhaps_end(self) -> None:
-        """Send TERM when there is a reason, KILL when its time is up, and KILL again until it works."""
-        reason = self.reason()
-        now = time.monotonic()
-        if reason and not self.ending:
-            self.ending = reason
-            # An engine that told us tells all processes of a job, as a rule, and being told twice is to hurry for some programs.
-            self.tell_at = (now + reason.kill_at) / 2 if self.evicted else now
-        elif reason and self.ending:
-            self.ending.kill_at = min(self.ending.kill_at, reason.kill_at)
-        if now >= self.tell_at:
-            self.terminate()
-            self.tell_at = math.inf
-        if self.ending and time.monotonic() >= self.ending.kill_at:
-            self.belonging().kill(patience=0.0)
-            self.killed = True
 
     def reason(self) -> Ending | None:
         """Why the command has to end; None if it may go on."""
@@ -3900,19 +3848,14 @@ class Supervisor:
             reap_adopted()
             self.hear_out(ROOM_PATIENCE if self.log and self.log.unwritten else LAST_WORDS)
         record = self.exit_record(ending, ended)
-        while not self.is_removed() and not save_exit(self.attempt, record):
+        # If its folder was removed, and with it the lock that it holds, a record has no place and
+        # no reader.
+        while os.fstat(self.lock).st_nlink > 0 and not save_exit(self.attempt, record):
             make_way(self.attempt)
             self.beat()
             time.sleep(TICK)
         self.group.remove()
-        self.say_at_last()
-
-    def is_removed(self) -> bool:
-        """True if its folder was removed, and with it the lock that it holds: then a record has no place and no reader."""
-        return os.fstat(self.lock).st_nlink == 0
-
-    def say_at_last(self) -> None:
-        """Release a launch that still waits for the first word."""
+        # A launch may still wait for the first word.
         with contextlib.suppress(OSError):  # it has been said
             self.say()
 
@@ -4180,7 +4123,14 @@ def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
     """Answer one request; the bootstrap calls this after length and hash of the body agreed."""
     os.umask(0o077)
     try:
-        answer, data = carry_out(body, payload)
+        if body.get("protocol") not in SPOKEN:
+            raise Refusal("protocol", "this runner speaks {}".format(", ".join(map(str, SPOKEN))))
+        verb = VERBS.get(text_of(body, "verb"))
+        if verb is None:
+            raise Refusal("unknown_verb", "there are: {}".format(", ".join(VERBS)))
+        slow = body["verb"] in LONG or body.get("engine")
+        with signs() if slow else contextlib.nullcontext():
+            answer, data = verb(root_of(body), body, payload)
         answer = {"ok": True, **answer}
     except Refusal as refusal:
         answer, data = {"error": refusal.body}, b""
@@ -4195,17 +4145,6 @@ def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
     send_answer(answer, data)
 
 
-def carry_out(body: dict[str, Any], payload: BinaryIO) -> Answered:
-    """Find the verb and call it."""
-    if body.get("protocol") not in SPOKEN:
-        raise Refusal("protocol", "this runner speaks {}".format(", ".join(map(str, SPOKEN))))
-    verb = VERBS.get(text_of(body, "verb"))
-    if verb is None:
-        raise Refusal("unknown_verb", "there are: {}".format(", ".join(VERBS)))
-    with signs() if body["verb"] in LONG or body.get("engine") else contextlib.nullcontext():
-        return verb(root_of(body), body, payload)
-
-
 @contextlib.contextmanager
 def signs() -> Generator[None, None, None]:
     """Send signs of life while the request makes progress."""
@@ -4215,7 +4154,7 @@ def signs() -> Generator[None, None, None]:
 
     def give() -> None:
         told = Work.done
-        with contextlib.suppress(OSError):  # nobody listens; what is done will be asked for again
+        with contextlib.suppress(OSError):  # the caller hung up; it will ask again
             while not working.acquire(timeout=SIGN_EVERY):
                 told = sign(told)
 
@@ -4258,7 +4197,7 @@ def send_answer(answer: dict[str, Any], data: bytes) -> NoReturn:
         while whole:
             whole = whole[os.write(1, whole) :]
     except OSError:
-        pass  # whoever asked has gone
+        pass  # the caller has gone
     os._exit(0)
 
 

@@ -90,10 +90,7 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         says = (f"--output={state.folder}/engine.log", "--open-mode=append")
         ran = await self._asked("sbatch", *options, *named, *says, f"{state.folder}/begin.sh")
         _expect_taken(ran)
-        await self._cancel_doubles(state)
-
-    async def _cancel_doubles(self, state: MemberState) -> None:
-        """Cancel all but one if several callers submitted it at once. If more of them began, only one would find the token."""
+        # All but one are cancelled if several callers submitted it at once. If more of them began, only one would find the token.
         living = [each for each in await self.found([name_of(state)]) if each.lives]
         await self._cancel(living[1:])
 

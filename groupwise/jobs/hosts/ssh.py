@@ -282,23 +282,20 @@ class SshHost:
                 if link.sessions < link.room:
                     return link
             if len(usable) < CONNECTIONS:
-                await self._open_another()
+                # All callers that want a connection now wait for the same one; a failure reaches them all.
+                if self._opening is None or self._opening.done():
+                    self._opening = asyncio.create_task(self._connect())
+                    self._opening.add_done_callback(_noticed)
+                opening = self._opening
+                await asyncio.wait({opening})  # a caller that gives up does not end it for the rest
+                if opening.cancelled():
+                    raise HostUnreachable(
+                        f"the connection to {self.address} was closed as it was made"
+                    )
+                opening.result()
             else:
                 self._changed.clear()
                 await self._changed.wait()
-
-    async def _open_another(self) -> None:
-        """Open a connection, together with all callers that want one now; a failure reaches them all."""
-        if self._opening is None or self._opening.done():
-            self._opening = asyncio.create_task(self._connect())
-            self._opening.add_done_callback(_noticed)
-        opening = self._opening
-        await asyncio.wait(
-            {opening}
-        )  # and not the task itself: who gives up does not end it for the others
-        if opening.cancelled():
-            raise HostUnreachable(f"the connection to {self.address} was closed as it was made")
-        opening.result()
 
     async def _connect(self) -> _Link:
         async with connecting():
