@@ -192,7 +192,7 @@ class GangBackend(_Machine):
         ended = (await self.status(handle)).ending is not None
         if ended and not self._own:
             return handle
-        with self._told():
+        with self._cloud_errors():
             await self._begun_with_its_files(handle)
             secret = await self._read(handle, KEY)
         if ended and secret not in self._own:

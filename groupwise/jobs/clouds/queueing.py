@@ -11,7 +11,7 @@ from groupwise.jobs.hosts.spec import JobSpec
 
 
 class EngineBackend(MachineBackend, ABC):
-    """A `Backend` that places jobs through an engine."""
+    """A `Backend` that gives jobs to an engine."""
 
     capabilities = Capabilities(queues=True)
 
@@ -28,10 +28,10 @@ class EngineBackend(MachineBackend, ABC):
     async def plan(self, order: Order) -> Plan:
         """See `Backend.plan`. The engine is asked whether it would accept the job."""
         refuse(order)
-        with self._told():
+        with self._cloud_errors():
             engine = await self._engine(order)
         hello, sends = await self._sending(order)
-        with self._told():
+        with self._cloud_errors():
             gives, says = await self._asked(engine)
         lays = f"lay {order.name} out below {hello.root}, and give it to {gives}"
         return Plan(f"{self._where} ({hello.hostname})", (sends, lays, says), order.spec.arguments)
@@ -39,7 +39,7 @@ class EngineBackend(MachineBackend, ABC):
     async def _launch(
         self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
     ) -> Launch:
-        with self._told():
+        with self._cloud_errors():
             engine = await self._engine(order)
         return Launch(
             order.name,

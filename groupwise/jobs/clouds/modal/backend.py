@@ -20,11 +20,11 @@ from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec
 
 ENVIRONMENTS = "/opt/groupwise/environments"
-"""Where the packages of jobs are, in images."""
+"""The folder of the jobs' packages in images."""
 
 
 class ModalBackend(MachineBackend):
-    """See `groupwise.jobs.clouds.backend.Backend`."""
+    """A `Backend` that runs jobs at Modal."""
 
     capabilities = Capabilities(paid=True, queues=True)
 
@@ -37,16 +37,16 @@ class ModalBackend(MachineBackend):
         spare: float = SPARE_SECONDS,
         every: float = 5.0,
     ) -> None:
-        """`where`: for people. `spare` and `every` as `Call` has them."""
+        """`where`: the place, for people. `spare` and `every` as in `Call`."""
         super().__init__(name, runner, where)
         self._modal, self._spare, self._every = runner, spare, every
 
     async def plan(self, order: Order) -> Plan:
-        """See `Backend.plan`. It needs no token, and asks Modal for nothing but whose it is."""
+        """See `Backend.plan`. It needs no token; if there is one, Modal is asked only for its owner."""
         refuse(order)
         call = self._call(order)
         files = {each.sha256: each.size for each in order.spec.files.values()}
-        with self._told():
+        with self._cloud_errors():
             owner = await self._modal.port.workspace()
         token = (
             "there is no token of Modal here, which launching needs: `modal token new` gets one"
@@ -77,7 +77,7 @@ class ModalBackend(MachineBackend):
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
         refuse(order)
-        with self._told():
+        with self._cloud_errors():
             await self._modal.port.expect_secrets(order.asks.get(NAMED) or {})
             await self._deploy(order, store)
         return await super().submit(order, store)
@@ -86,12 +86,12 @@ class ModalBackend(MachineBackend):
         """See `Backend.resume`."""
         handle = await self.find(name)
         if handle is not None:
-            with self._told():
+            with self._cloud_errors():
                 await self._deploy(await self.order(handle), store)
         return await super().resume(name, secrets, store)
 
     async def cost(self, handle: Handle) -> Cost | None:
-        """See `Priced.cost`: an estimate, from how long attempts took and a list of prices."""
+        """See `Priced.cost`: an estimate from the duration of attempts and a list of prices."""
         order = await self.order(handle)
         price = per_hour(order.asks.get("gpu"), order.gpus)
         if price is None:
@@ -112,7 +112,7 @@ class ModalBackend(MachineBackend):
         )
 
     async def _deploy(self, order: Order, store: BlobStore) -> None:
-        """Its image is made where there is none yet."""
+        """Make the order's image if Modal does not have it yet."""
         asked: Mapping[str, Any] | None = order.asks.get("image")
         if asked is None or await self._modal.port.has_app(_app(asked)):
             return
@@ -139,7 +139,7 @@ class ModalBackend(MachineBackend):
         )
 
     def _call(self, order: Order) -> Call:
-        """Of this job; `ModalRunner` says which attempt it is for. Raises UsageError."""
+        """The call for this job; `ModalRunner` adds the attempt. Raises UsageError."""
         asks, image = order.asks, order.asks.get("image")
         gpu, gpus = asks.get("gpu"), (order.gpus or 1) if asks.get("gpu") else 0
         timeout = int(asks.get("timeout") or MOST_SECONDS)
@@ -149,9 +149,7 @@ class ModalBackend(MachineBackend):
                 f"{MOST_SECONDS} s, 24 hours. A job may take longer: --max-hours."
             )
         limit, within = order.spec.limits.time_seconds, timeout - self._spare
-        if (
-            limit is not None and limit <= timeout
-        ):  # in one call, which has it and what saving takes
+        if limit is not None and limit <= timeout:  # one call suffices, with time to save
             limit = min(limit, within)
             timeout = min(timeout, math.ceil(limit + self._spare))
         return Call(

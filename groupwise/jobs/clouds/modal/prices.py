@@ -1,4 +1,4 @@
-"""What Modal's GPUs cost, for an estimate before anything is paid. Processors and memory come on top; Modal's own bill is what counts."""
+"""Prices of Modal's GPUs, for an estimate before anything is paid. Processors and memory come on top; Modal's own bill is what counts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DOLLARS_PER_SECOND = {
     "H200": 0.001261,
     "B200": 0.001736,
 }
-"""By Modal's names; A100 is the one with 40 GB."""
+"""Dollars a second by Modal's names; A100 is the one with 40 GB."""
 USUAL_GPU = "H100"
 
 
 def check_gpu(name: str) -> str:
-    """Raises UsageError for one that is not known."""
+    """The name itself. Raises UsageError if it is not known."""
     if name not in DOLLARS_PER_SECOND:
         raise UsageError(
             f"--gpu {name}: Modal's GPUs that are known here are {', '.join(DOLLARS_PER_SECOND)}."
@@ -31,5 +31,5 @@ def check_gpu(name: str) -> str:
 
 
 def per_hour(gpu: str | None, count: int) -> float | None:
-    """Dollars for so many; None where none is asked for."""
+    """Dollars an hour for so many GPUs; None if none is asked for."""
     return None if gpu is None else DOLLARS_PER_SECOND[check_gpu(gpu)] * 3600 * max(1, count)
