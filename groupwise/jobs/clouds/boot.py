@@ -66,7 +66,10 @@ def user_data(deadline: float, minutes: int, user: str, *, spot: bool) -> str:
         printf '\\ngroupwise-host-key: %s\\n' "$(cut -d' ' -f1,2 /etc/ssh/ssh_host_ed25519_key.pub)" > /dev/console
         trap - EXIT
         """
-    notice = _file("/var/lib/groupwise/spot_notice.py", NOTICE.read_text("utf-8")) if spot else ""
+    notice = ""
+    if spot:
+        program = NOTICE.read_text("utf-8")
+        notice = f"cat > /var/lib/groupwise/spot_notice.py <<'END_OF_FILE'\n{program}END_OF_FILE"
     return textwrap.dedent(script).format(notice=notice)
 
 
@@ -74,7 +77,3 @@ def host_key_in(console: str) -> str | None:
     """The host key that the machine has printed; None if it has not yet, or AWS is late."""
     found = HOST_KEY.findall(console)
     return found[-1] if found else None
-
-
-def _file(path: str, text: str) -> str:
-    return f"cat > {path} <<'END_OF_FILE'\n{text}END_OF_FILE"

@@ -309,7 +309,18 @@ class BotoEc2:
             found = self._ask("ec2", "describe_subnets", SubnetIds=[subnet])["Subnets"]
             filters.append({"Name": "vpc-id", "Values": [found[0]["VpcId"]]})
         groups = self._ask("ec2", "describe_security_groups", Filters=filters)["SecurityGroups"]
-        return _group(groups[0]) if groups else None
+        if not groups:
+            return None
+        opens: list[tuple[int, int]] = []
+        for each in groups[0]["IpPermissions"]:
+            sources = ("IpRanges", "Ipv6Ranges", "UserIdGroupPairs", "PrefixListIds")
+            if not any(each.get(source) for source in sources):
+                continue
+            if each["IpProtocol"] == "-1":
+                opens.append((0, 65535))
+            elif each["IpProtocol"] == "tcp":
+                opens.append((each["FromPort"], each["ToPort"]))
+        return Group(groups[0]["GroupId"], tuple(opens))
 
     def size(self, kind: str) -> Size | None:
         """See `Ec2.size`."""
@@ -328,21 +339,17 @@ class BotoEc2:
 
     def price(self, kind: str, *, spot: bool) -> float | None:
         """See `Ec2.price`."""
-        return self._spot_price(kind) if spot else self._list_price(kind)
-
-    def _spot_price(self, kind: str) -> float | None:
-        """The newest price in the most expensive zone: the machine's zone is not known before."""
-        said = self._ask(
-            "ec2",
-            "describe_spot_price_history",
-            InstanceTypes=[kind],
-            ProductDescriptions=["Linux/UNIX"],
-            StartTime=time.time(),
-        )
-        prices = [float(each["SpotPrice"]) for each in said["SpotPriceHistory"]]
-        return max(prices, default=None)
-
-    def _list_price(self, kind: str) -> float | None:
+        if spot:
+            said = self._ask(
+                "ec2",
+                "describe_spot_price_history",
+                InstanceTypes=[kind],
+                ProductDescriptions=["Linux/UNIX"],
+                StartTime=time.time(),
+            )
+            # The newest price in the most expensive zone: the machine's zone is not known before.
+            prices = [float(each["SpotPrice"]) for each in said["SpotPriceHistory"]]
+            return max(prices, default=None)
         wanted = {
             "instanceType": kind,
             "regionCode": self.region,
@@ -447,6 +454,9 @@ def _refusal(said: Mapping[str, str], region: str) -> CloudError:
 def _machine(said: Mapping[str, Any]) -> Machine:
     tags = {each["Key"]: each["Value"] for each in said.get("Tags", [])}
     reason: Mapping[str, str] = said.get("StateReason") or {}
+    # Such as `User initiated (2026-05-01 10:00:00 GMT)`; some ends have no time.
+    transition = said.get("StateTransitionReason") or ""
+    ended = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", transition)
     return Machine(
         said["InstanceId"],
         said["State"]["Name"],
@@ -455,26 +465,8 @@ def _machine(said: Mapping[str, Any]) -> Machine:
         said.get("PublicIpAddress") or said.get("PrivateIpAddress"),
         said.get("InstanceLifecycle") == "spot",
         f"{reason['Code']}: {reason.get('Message', '')}" if reason.get("Code") else "",
-        _moment(said.get("StateTransitionReason") or ""),
+        None if ended is None else datetime.fromisoformat(f"{ended[1]}+00:00").timestamp(),
     )
-
-
-def _moment(reason: str) -> float | None:
-    """The time in a text such as `User initiated (2026-05-01 10:00:00 GMT)`, in seconds since the epoch; some ends have none."""
-    found = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", reason)
-    return None if found is None else datetime.fromisoformat(f"{found[1]}+00:00").timestamp()
-
-
-def _group(said: Mapping[str, Any]) -> Group:
-    opens: list[tuple[int, int]] = []
-    for each in said["IpPermissions"]:
-        sources = ("IpRanges", "Ipv6Ranges", "UserIdGroupPairs", "PrefixListIds")
-        if any(each.get(source) for source in sources):
-            if each["IpProtocol"] == "-1":
-                opens.append((0, 65535))
-            elif each["IpProtocol"] == "tcp":
-                opens.append((each["FromPort"], each["ToPort"]))
-    return Group(said["GroupId"], tuple(opens))
 
 
 def _dollars(product: str) -> float | None:

@@ -244,13 +244,13 @@ class GangBackend(_Machine):
         for rank, other in enumerate(self._others, 1):
             name = f"{NODES}/{rank}.log"
             try:
-                said[name] = await self._said(other, handle)
+                said[name] = await self._whole_log(other, handle)
             except Unreachable as error:  # it may be why the job ended
                 away[name] = error.message
         await to_its_end(asyncio.to_thread(results.take_written, said, handle.attempt))
         return replace(fetched, left_out={**fetched.left_out, **away})
 
-    async def _said(self, other: MachineBackend, handle: Handle) -> bytes:
+    async def _whole_log(self, other: MachineBackend, handle: Handle) -> bytes:
         found = b""
         with suppress(NotHere):
             while part := (await other.log(handle, len(found), PIECE)).data:

@@ -21,7 +21,7 @@ class EngineBackend(MachineBackend, ABC):
         ...
 
     @abstractmethod
-    async def _asked(self, engine: Engine) -> tuple[str, str]:
+    async def _describe(self, engine: Engine) -> tuple[str, str]:
         """Describe in words how the job is given to the engine, and the engine's answer. Changes nothing."""
         ...
 
@@ -32,7 +32,7 @@ class EngineBackend(MachineBackend, ABC):
             engine = await self._engine(order)
         hello, sends = await self._sending(order)
         with self._cloud_errors():
-            gives, says = await self._asked(engine)
+            gives, says = await self._describe(engine)
         lays = f"lay {order.name} out below {hello.root}, and give it to {gives}"
         return Plan(f"{self._where} ({hello.hostname})", (sends, lays, says), order.spec.arguments)
 

@@ -37,8 +37,8 @@ class RayBackend(EngineBackend):
             await self._ray.word(), ray_options(order.asks, order.gpus, nodes=order.nodes)
         )
 
-    async def _asked(self, engine: Engine) -> tuple[str, str]:
-        """See `EngineBackend._asked`. Ray never says that a job asks for too much: it waits for a node that may come."""
+    async def _describe(self, engine: Engine) -> tuple[str, str]:
+        """See `EngineBackend._describe`. Ray never says that a job asks for too much: it waits for a node that may come."""
         return f"Ray, with {engine.options[0]}", f"Ray has free: {await self._ray.free()}"
 
 

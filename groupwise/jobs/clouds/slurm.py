@@ -47,8 +47,8 @@ class SlurmBackend(EngineBackend):
         options = sbatch_options(order.asks, order.gpus, order.spec.limits, nodes=order.nodes)
         return Engine(NAME, options)
 
-    async def _asked(self, engine: Engine) -> tuple[str, str]:
-        """See `EngineBackend._asked`."""
+    async def _describe(self, engine: Engine) -> tuple[str, str]:
+        """See `EngineBackend._describe`."""
         says = await self._slurm.try_options(engine.options)
         return f"Slurm: sbatch {' '.join(engine.options)}", f"Slurm says: {says}"
 

@@ -97,7 +97,8 @@ def _take(root: Path, path: Path, found: dict[str, Path], refused: list[str]) ->
     elif stat.S_ISREG(mode):
         found[name] = path
     else:
-        refused.append(f"{name} is {_kind(mode)}")
+        kinds = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        refused.append(f"{name} is {kinds.get(stat.S_IFMT(mode), 'a device')}")
 
 
 def _walk(root: Path, folder: Path, found: dict[str, Path], refused: list[str]) -> None:
@@ -108,11 +109,6 @@ def _walk(root: Path, folder: Path, found: dict[str, Path], refused: list[str]) 
         return
     for entry in entries:
         _take(root, entry, found, refused)
-
-
-def _kind(mode: int) -> str:
-    kinds = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def hash_of(path: Path) -> str:

@@ -182,7 +182,7 @@ class Alias:
 
 def resolve_alias(name: str, *, config: Path | None = None, jumps: int = 1) -> Alias:
     """Ask ssh what `ssh NAME` would connect to. `config` None: that of the user. Raises UsageError."""
-    settings = _asked_of_ssh(name, config)
+    settings = _ssh_settings(name, config)
     host, port, user = (settings[key][0] for key in ("hostname", "port", "user"))
     command = settings.get("proxycommand", ["none"])[0]
     if command != "none":
@@ -219,7 +219,7 @@ def _host_and_port(text: str) -> tuple[str, int | None]:
     return text, None
 
 
-def _asked_of_ssh(name: str, config: Path | None) -> dict[str, list[str]]:
+def _ssh_settings(name: str, config: Path | None) -> dict[str, list[str]]:
     if not name or name.startswith("-") or any(c.isspace() or c == "\0" for c in name):
         raise UsageError(f"{name!r} is no name of a host in an ssh config")
     program = shutil.which("ssh")

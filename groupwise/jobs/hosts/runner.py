@@ -828,19 +828,15 @@ def processes() -> Iterator[Process]:
                 yield found
 
 
-def environment_of(pid: int) -> dict[bytes, bytes]:
-    """The environment that a process was started with; empty if it cannot be read, as that of another user."""
+def marker_of(pid: int, root: Root) -> str | None:
+    """The attempt named in the environment that a process was started with, if it is one of this root. None if the environment cannot be
+    read, as that of another user's process."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             entries = file.read().split(b"\0")
     except OSError:
-        return {}
-    return dict(e.split(b"=", 1) for e in entries if b"=" in e)
-
-
-def marker_of(pid: int, root: Root) -> str | None:
-    """The attempt named in the process's environment, if it is one of this root."""
-    environment = environment_of(pid)
+        return None
+    environment = dict(e.split(b"=", 1) for e in entries if b"=" in e)
     name = environment.get(ATTEMPT_VARIABLE.encode())
     if name is None:
         return None
@@ -1367,9 +1363,9 @@ class Probe:
                 if not data or len(outputs[fd]) > 1 << 22:
                     poller.unregister(fd)
                     waiting.discard(fd)
-        return [self._said(begun, outputs) for begun in running]
+        return [self._outcome(begun, outputs) for begun in running]
 
-    def _said(self, begun: Any, outputs: dict[int, bytes]) -> Said:
+    def _outcome(self, begun: Any, outputs: dict[int, bytes]) -> Said:
         """The outcome of one process. One that did not end in time is killed and not waited for: in the kernel it may never die."""
         text, complaint = (
             outputs[stream.fileno()].decode("utf-8", "replace")
@@ -1813,13 +1809,16 @@ class Checkpoint:
 
 
 def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]:
-    """Complete checkpoints in order of their steps. If there are very many or very large manifests, only the newest are read."""
+    """Complete checkpoints in order of their steps, without folders that are under construction. If there are very many or very large
+    manifests, only the newest are read."""
     walk = Walk(attempt.work)
     for folder in folders:
         walk.enter(folder)
     others, left = Others(attempt), MANIFESTS_TOGETHER
     found: list[Checkpoint] = []
-    for path in newest_manifests(walk):
+    manifests = [p for p in walk.files if p.endswith("/manifest.json") and "/." not in "/" + p]
+    manifests.sort(key=lambda p: walk.files[p].st_mtime_ns, reverse=True)
+    for path in manifests[:MOST_MANIFESTS]:
         file = walk.files[path]
         if file.st_size > min(left, LARGEST_MANIFEST) or others.has(file):
             continue
@@ -1831,15 +1830,6 @@ def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]
             found.append(checkpoint)
     others.keep()
     return sorted(found, key=lambda c: (c.step, c.path))
-
-
-def newest_manifests(walk: Walk) -> list[str]:
-    """Paths of `manifest.json` files, newest first, without folders that are under construction."""
-    found = [
-        path for path in walk.files if path.endswith("/manifest.json") and "/." not in "/" + path
-    ]
-    found.sort(key=lambda path: walk.files[path].st_mtime_ns, reverse=True)
-    return found[:MOST_MANIFESTS]
 
 
 def checkpoint_of(walk: Walk, path: str) -> Checkpoint | None:

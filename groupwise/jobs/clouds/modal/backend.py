@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from groupwise.core.errors import UsageError
@@ -57,7 +57,10 @@ class ModalBackend(MachineBackend):
         made = (
             f"have Modal make the image of app {call.app}, once" if image else "take a plain image"
         )
-        named = f", with {_listed(call.named)} of its workspace" if call.named else ""
+        secrets = " and ".join(
+            f"{', '.join(words)} of {name}" for name, words in call.named.items()
+        )
+        named = f", with {secrets} of its workspace" if secrets else ""
         calls = math.ceil(call.limit / (call.timeout - call.spare)) if call.limit else 1
         more = (
             f", and gone on with by up to {calls - 1} more, from its checkpoints"
@@ -165,10 +168,6 @@ class ModalBackend(MachineBackend):
             every=self._every,
             named=order.asks.get(NAMED) or {},
         )
-
-
-def _listed(named: Mapping[str, Sequence[str]]) -> str:
-    return " and ".join(f"{', '.join(variables)} of {name}" for name, variables in named.items())
 
 
 def _app(image: Mapping[str, Any]) -> str:

@@ -89,28 +89,26 @@ class ModalRunner(Runner):
             return await self._one(state)
         turn = (await self._turns((state,)))[_name(state)]
         if not turn["given"] and turn["call"] is None:
-            await self._spawn(state, launch)
+            await self._spawn(state, launch.engine, launch.secrets)
         return await self._one(state)
 
-    async def _spawn(self, state: MemberState, launch: Launch) -> None:
-        assert launch.engine is not None, "a queued attempt has an engine"
-        asked = Call(**json.loads(launch.engine.options[0]))
+    async def _spawn(self, state: MemberState, engine: Engine, secrets: Mapping[str, str]) -> None:
+        """Spawn a call for a queued attempt. If Modal refuses, the attempt is removed."""
+        asked = Call(**json.loads(engine.options[0]))
         call = replace(asked, job=state.job, epoch=state.epoch)
         try:
-            spawned = await self.port.spawn(call, launch.secrets)
+            spawned = await self.port.spawn(call, secrets)
         except RunnerRefused:
             await super().void(state.job, state.epoch)
             await self.forget(state.job, state.epoch)
             raise
         turn = await self.port.desk("note", state.job, state.epoch, call.number, spawned)
-        await self._cancel_doubles(turn or {"given": [spawned], "call": "none"})
-
-    async def _cancel_doubles(self, turn: Mapping[str, Any]) -> None:
-        """Cancel all but one of several calls that were spawned at once; they would find that it is not their turn."""
-        given: list[str] = turn["given"]
-        kept = turn["call"] or given[0]
-        for each in given:
-            if each != kept:
+        if turn is None:  # the attempt was removed meanwhile
+            turn = {"given": [spawned], "call": "none"}
+        # Of several calls that were spawned at once one stays; the others would find that it is not their turn.
+        stays = turn["call"] or turn["given"][0]
+        for each in turn["given"]:
+            if each != stays:
                 await self.port.cancel(each)
 
     async def status(self, job: str, epoch: int, *, timeout: float = USUAL) -> MemberState:

@@ -111,22 +111,17 @@ class Stint:
         self.lay_out(secrets)
         process = self.begin()
         try:
-            while not self.has_ended(process):
-                self.share()
+            while process.poll() is None:
+                try:
+                    process.wait(self.call.every)
+                except subprocess.TimeoutExpired:
+                    self.share()
         except (
             BaseException
         ):  # the container has to go; for whatever reason, the command saves first
             self.leave(process)
             raise
         return self.settle()
-
-    def has_ended(self, process: subprocess.Popen[bytes]) -> bool:
-        """Wait for `Call.every` seconds at most; True as soon as the supervisor has ended."""
-        try:
-            process.wait(self.call.every)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
 
     # - before
 
