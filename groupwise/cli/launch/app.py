@@ -8,7 +8,7 @@ from groupwise.cli.launch import jobs
 from groupwise.cli.launch.aws import aws
 from groupwise.cli.launch.modal import modal
 from groupwise.cli.launch.options import place_command
-from groupwise.cli.launch.placing import CommonOptions, asked, launch
+from groupwise.cli.launch.placing import CommonOptions, common, launch
 from groupwise.cli.launch.ray import ray
 from groupwise.cli.launch.render import render
 from groupwise.cli.launch.slurm import slurm
@@ -19,7 +19,7 @@ from groupwise.cli.launch.words import LaunchCommand
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
-@place_command(job=asked)
+@place_command(job=common)
 def local(*, job: CommonOptions) -> None:
     """On this machine, as a process that needs no terminal.
 

@@ -13,7 +13,7 @@ from groupwise.cli.launch.options import place_command
 from groupwise.cli.launch.placing import (
     CommonOptions,
     Environment,
-    asked,
+    common,
     environment,
     launch,
     rental,
@@ -60,7 +60,7 @@ User = Annotated[str, typer.Option(metavar="U", help="Who logs in; of another im
 Port = Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Of SSH, likewise.")]
 
 
-@place_command(packages=environment, rented=rental, job=asked)
+@place_command(packages=environment, rented=rental, job=common)
 def aws(
     key_name: KeyName,
     security_group: SecurityGroup,

@@ -20,7 +20,7 @@ from groupwise.cli.launch.options import (
     With,
     place_command,
 )
-from groupwise.cli.launch.placing import CommonOptions, Environment, asked, launch
+from groupwise.cli.launch.placing import CommonOptions, Environment, common, launch
 from groupwise.cli.launch.words import environment_of
 from groupwise.core.errors import UsageError
 
@@ -82,7 +82,7 @@ def packages(
     return Environment(None, base_python, *made)
 
 
-@place_command(calls=calls, packages=packages, job=asked)
+@place_command(calls=calls, packages=packages, job=common)
 def modal(
     gpu: Gpu = "H100",
     profile: Profile = None,

@@ -79,7 +79,7 @@ class Gang:
     """Processes on each machine; None: as many as it has GPUs, one without any."""
 
     @property
-    def is_one(self) -> bool:
+    def is_several(self) -> bool:
         """True if there are several machines."""
         return (self.nodes or 1) > 1
 
@@ -124,7 +124,7 @@ class CommonOptions:
     gang: Gang = field(default=ALONE)
 
 
-def asked(
+def common(
     ctx: typer.Context,
     script: Script = None,
     name: Name = None,
@@ -268,61 +268,61 @@ def rental(
     return {name: True for name, given in asks.items() if given}
 
 
-def launch(place: JobBackend, asked: CommonOptions) -> None:
+def launch(place: JobBackend, options: CommonOptions) -> None:
     """Launch a job at a place, and watch it to its end unless it is detached or this is a dry run."""
     from groupwise.jobs.launch import local_registry, packaging
     from groupwise.jobs.launch.preflight import check_verb
 
-    if asked.name is not None:
-        check_name(asked.name)
-    if asked.behind.script is None:
-        check_verb(asked.behind.words)
-    processes = _processes(asked)
+    if options.name is not None:
+        check_name(options.name)
+    if options.behind.script is None:
+        check_verb(options.behind.words)
+    processes = _processes(options)
     project = Path.cwd()
-    secrets = environment_of(asked.env_files)
-    tried = _tried(asked, project, secrets)
+    secrets = environment_of(options.env_files)
+    tried = _tried(options, project, secrets)
     store = packaging.files_here()
-    name = asked.name or new_name(asked.behind)
+    name = options.name or new_name(options.behind)
     request = packaging.LaunchRequest(
         name,
         project,
-        asked.behind.command,
-        asked.gpus,
-        asked.gang.nodes or 1,
+        options.behind.command,
+        options.gpus,
+        options.gang.nodes or 1,
         processes,
-        asked.max_hours,
+        options.max_hours,
         secrets,
-        asked.environment,
-        (*asked.results, *tried.results),
-        asked.take,
+        options.environment,
+        (*options.results, *tried.results),
+        options.take,
         tried.needs,
         elsewhere=not place.is_here,
         root=place.root if place.root.startswith("/") else f"~/{place.root}",
-        asks=asked.asks,
+        asks=options.asks,
         python=place.python,
         meets_at=place.meets_at,
     )
     packed = packaging.pack(request, store)
-    _expect_script(asked.behind, packed)
+    _expect_script(options.behind, packed)
     _say_travelling(packed.bundle)
     plan = ask(place, lambda backend: backend.plan(packed.order))
-    _refuse_price(plan, asked.max_price)
-    if asked.dry_run:
-        _show_plan(plan, packed, asked)
+    _refuse_price(plan, options.max_price)
+    if options.dry_run:
+        _show_plan(plan, packed, options)
         return
     say(f"{name}: {'; '.join(plan.steps)}")
-    results = None if asked.to is None else asked.to.expanduser().absolute()
+    results = None if options.to is None else options.to.expanduser().absolute()
     note = local_registry.Note(name, place, project, results)
     handle = _submit(note, packed, store)
-    if asked.detach:
-        _leave(note, handle, as_json=asked.as_json)
+    if options.detach:
+        _leave(note, handle, as_json=options.as_json)
         return
     say("Ctrl-C stops it and fetches what there is")
 
     async def again(backend: Backend) -> Handle:
         return await backend.resume(name, secrets, store)
 
-    watch(note, asked.to, as_json=asked.as_json, stop=True, again=again if plan.paid else None)
+    watch(note, options.to, as_json=options.as_json, stop=True, again=again if plan.paid else None)
 
 
 def _leave(note: Note, handle: Handle, *, as_json: bool) -> None:
@@ -349,23 +349,23 @@ def _say_travelling(bundle: Bundle) -> None:
         say(f"  and {len(bundle.left_out) - MAX_FILES_LISTED} more")
 
 
-def _processes(asked: CommonOptions) -> int:
+def _processes(options: CommonOptions) -> int:
     """The number of processes on each machine. Raises UsageError for a command that several machines cannot share, and for an option that
     has no effect."""
-    gang = asked.gang
-    if not gang.is_one:
+    gang = options.gang
+    if not gang.is_several:
         if gang.processes is not None:
             raise UsageError(
                 "--nproc-per-node is for several machines (--nodes). On one machine the command starts its own processes: "
                 "distributed.learners=N behind the verb."
             )
         return 1
-    verb = asked.behind.words[0] if asked.behind.script is None else None
+    verb = options.behind.words[0] if options.behind.script is None else None
     if verb is not None and verb not in SHARED:
         raise UsageError(
             f"--nodes {gang.nodes}: `groupwise {verb}` runs on one machine; {' and '.join(SHARED)} share their work among several."
         )
-    return gang.processes or max(1, asked.gpus)
+    return gang.processes or max(1, options.gpus)
 
 
 def _submit(note: Note, packed: Packed, store: BlobStore) -> Handle:
@@ -421,20 +421,22 @@ def _is_nowhere(note: Note) -> bool:
         return False
 
 
-def _tried(asked: CommonOptions, project: Path, secrets: Mapping[str, str]) -> Tried:
+def _tried(options: CommonOptions, project: Path, secrets: Mapping[str, str]) -> Tried:
     """Try the command here. Raises UsageError if it would fail."""
     from groupwise.core.hub_errors import TOKEN_ELSEWHERE
     from groupwise.jobs.clouds.modal.port import NAMED
     from groupwise.jobs.launch.preflight import Tried, first_of, results_of, try_verb
 
-    if asked.behind.script is not None:
+    if options.behind.script is not None:
         return Tried((), "")
-    if not asked.preflight:
-        return Tried(results_of(asked.behind.words), "")
-    first = first_of(asked.gang.nodes or 1, _processes(asked)) if asked.gang.is_one else {}
-    named: Mapping[str, Sequence[str]] = asked.asks.get(NAMED, {})
+    if not options.preflight:
+        return Tried(results_of(options.behind.words), "")
+    first = (
+        first_of(options.gang.nodes or 1, _processes(options)) if options.gang.is_several else {}
+    )
+    named: Mapping[str, Sequence[str]] = options.asks.get(NAMED, {})
     there = {TOKEN_ELSEWHERE: "1"} if any("HF_TOKEN" in each for each in named.values()) else {}
-    tried = try_verb(asked.behind.words, project, {**secrets, **first, **there})
+    tried = try_verb(options.behind.words, project, {**secrets, **first, **there})
     say(f"tried here: {tried.summary}")
     return tried
 
@@ -470,22 +472,22 @@ def _refuse_price(plan: Plan, most: float | None) -> None:
         )
 
 
-def _show_plan(plan: Plan, packed: Packed, asked: CommonOptions) -> None:
+def _show_plan(plan: Plan, packed: Packed, options: CommonOptions) -> None:
     """Show what would be done, for people or programs."""
     unknown = "nobody could say what" if plan.paid else "nothing"
     price = unknown if plan.price_per_hour is None else f"${plan.price_per_hour:.2f} an hour"
-    hours = asked.max_hours
+    hours = options.max_hours
     paid = hours if plan.paid_hours is None else plan.paid_hours
     most = "" if plan.price_per_hour is None else f", at most ${plan.price_per_hour * paid:.2f}"
-    if asked.as_json:
+    if options.as_json:
         write_json(
             {
                 "name": packed.order.name,
                 "where": plan.where,
                 "steps": list(plan.steps),
                 "command": list(plan.command),
-                "launcher": None if asked.behind.script is None else asked.behind.script,
-                "arguments": list(asked.behind.words),
+                "launcher": None if options.behind.script is None else options.behind.script,
+                "arguments": list(options.behind.words),
                 "secrets": sorted(packed.order.secrets),
                 "results": list(packed.order.spec.artefacts),
                 "max_hours": hours,
@@ -499,8 +501,8 @@ def _show_plan(plan: Plan, packed: Packed, asked: CommonOptions) -> None:
         ("where", plan.where),
         *(("then" if n else "first", step) for n, step in enumerate(plan.steps)),
         ("command", shlex.join(plan.command)),
-        *([("script", str(asked.behind.script))] if asked.behind.script else []),
-        ("arguments", shlex.join(asked.behind.words) or "none"),
+        *([("script", str(options.behind.script))] if options.behind.script else []),
+        ("arguments", shlex.join(options.behind.words) or "none"),
         ("secrets", ", ".join(sorted(packed.order.secrets)) or "none"),
         ("results", ", ".join(packed.order.spec.artefacts)),
         ("ends", f"after {hours:g} h at the latest"),

@@ -16,7 +16,7 @@ from groupwise.cli.launch.placing import (
     Environment,
     Gang,
     Login,
-    asked,
+    common,
     environment,
     gang,
     launch,
@@ -47,7 +47,7 @@ UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 """Powers of two."""
 
 
-@place_command(by=login, packages=environment, machines=gang, job=asked)
+@place_command(by=login, packages=environment, machines=gang, job=common)
 def ray(
     address: Address = None,
     cpus: Cpus = None,

@@ -34,14 +34,14 @@ def ask(place: JobBackend, question: Callable[[Backend], Awaitable[Result]]) -> 
     """Run one call to a place, with a backend that is closed afterwards."""
     from groupwise.jobs.launch.places import reach
 
-    async def asked() -> Result:
+    async def call() -> Result:
         backend = reach(place)
         try:
             return await question(backend)
         finally:
             await backend.close()
 
-    return asyncio.run(asked())
+    return asyncio.run(call())
 
 
 async def find(backend: Backend, name: str) -> Handle:

@@ -213,7 +213,7 @@ class AwsBackend:
                 await to_its_end(asyncio.create_task(self._put_back(machine, on)))
             raise
         await self._tag(machine, {"attempt": str(again.attempt)})
-        await asyncio.to_thread(self._kept.begun, await on.order(again), again.attempt, store)
+        await asyncio.to_thread(self._kept.note_begun, await on.order(again), again.attempt, store)
         return again
 
     async def _give_time(self, machine: Machine, on: MachineBackend, order: Order) -> bool:
@@ -414,7 +414,7 @@ class AwsBackend:
             kind,
             image,
             root_device,
-            access.named("key_name"),
+            access.required("key_name"),
             (group.id,),
             user_data(deadline, minutes, access.user, spot=spot),
             tags,
@@ -436,9 +436,9 @@ class AwsBackend:
         else:
             handle = await on.take_over(order, store, attempt, newest)
         await self._tag(machine, {"attempt": str(max(attempt, handle.attempt)), "begun": "1"})
-        await asyncio.to_thread(self._kept.begun, order, handle.attempt, store)
+        await asyncio.to_thread(self._kept.note_begun, order, handle.attempt, store)
         seen = stays_of([machine], time.time())
-        await asyncio.to_thread(self._kept.seen, order.name, seen)
+        await asyncio.to_thread(self._kept.note_usage, order.name, seen)
         return handle
 
     async def _ready(self, machine: Machine) -> MachineBackend:
@@ -493,7 +493,7 @@ class AwsBackend:
         if key is None or machine.address is None:
             return None
         user, _, port = machine.tags["login"].rpartition(":")
-        address = Address(machine.address, user, int(port), self._access.named("key_path"), key)
+        address = Address(machine.address, user, int(port), self._access.required("key_path"), key)
         runner = Runner(SshHost(address), root=ROOT, python=self._access.python)
         backend = MachineBackend(self.name, runner, self._where)
         if known is not None:
@@ -669,7 +669,9 @@ class AwsBackend:
                     while part := (await on.log(handle, offset, LOG_PIECE)).data:
                         file.write(part)
                         offset += len(part)
-            await asyncio.to_thread(self._kept.fetched, handle.name, handle.attempt, folder, ending)
+            await asyncio.to_thread(
+                self._kept.note_fetched, handle.name, handle.attempt, folder, ending
+            )
             return fetched
 
         async def otherwise(machine: Machine | None) -> Fetched:
@@ -739,7 +741,7 @@ class AwsBackend:
         its = [each for each in machines if each.tags.get(VOID) != REMOVED]
         now = time.time()
         seen = stays_of(its, now)
-        kept = await asyncio.to_thread(self._kept.seen, handle.name, seen)
+        kept = await asyncio.to_thread(self._kept.note_usage, handle.name, seen)
         return cost_of(with_forgotten(kept, seen.keys(), now))
 
     async def give_back(self, rented: Rented) -> None:

@@ -48,7 +48,7 @@ def stays_of(machines: Iterable[Machine], now: float) -> dict[str, InstanceUsage
     return found
 
 
-def together(
+def merge_usage(
     known: Mapping[str, InstanceUsage], seen: Mapping[str, InstanceUsage]
 ) -> dict[str, InstanceUsage]:
     """Join what was seen before with what is seen now; the end that was found first is nearest to the truth."""

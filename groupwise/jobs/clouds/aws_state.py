@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from groupwise.jobs.clouds.aws_costs import InstanceUsage, together
+from groupwise.jobs.clouds.aws_costs import InstanceUsage, merge_usage
 from groupwise.jobs.clouds.backend import Ending, Order, Outcome
 from groupwise.jobs.clouds.folder import EARLIER, INCOMING
 from groupwise.jobs.hosts.driver import Resume
@@ -87,7 +87,7 @@ class Kept:
         new.replace(path)
         sync_folder(self.folder)
 
-    def begun(self, order: Order, attempt: int, store: BlobStore) -> None:
+    def note_begun(self, order: Order, attempt: int, store: BlobStore) -> None:
         """Record that an attempt begins, and keep its files for the next one. If not all are here, no other attempt can be begun from
         here."""
         blobs, known = self._blobs(), self.find(order.name) or Record(order.name)
@@ -98,20 +98,22 @@ class Kept:
         document = order.document() if whole else known.order
         self.write(replace(known, order=document, attempt=attempt))
 
-    def fetched(self, name: str, attempt: int, folder: Path, ending: Ending | None) -> None:
+    def note_fetched(self, name: str, attempt: int, folder: Path, ending: Ending | None) -> None:
         """Record that an attempt's results are in that folder, and how it ended if it has."""
         known = self.find(name) or Record(name)
         endings = {**known.endings, **({} if ending is None else {attempt: ending})}
         newest = max(known.attempt, attempt)
         self.write(replace(known, attempt=newest, results=str(folder.absolute()), endings=endings))
 
-    def seen(self, name: str, stays: Mapping[str, InstanceUsage]) -> Mapping[str, InstanceUsage]:
+    def note_usage(
+        self, name: str, stays: Mapping[str, InstanceUsage]
+    ) -> Mapping[str, InstanceUsage]:
         """Record the usage of a job's machines as it is seen now; returns it with that seen before. Nothing is kept of a job without a
         record."""
         known = self.find(name)
         if known is None:
             return stays
-        found = together(known.stays, stays)
+        found = merge_usage(known.stays, stays)
         self.write(replace(known, stays=found))
         return found
 

@@ -393,10 +393,10 @@ class BotoEc2:
     def _client(self, service: str, region: str) -> Any:
         if (service, region) not in self._clients:
             with cloud_errors(self.region):
-                self._clients[service, region] = self._made(service, region)
+                self._clients[service, region] = self._new_client(service, region)
         return self._clients[service, region]
 
-    def _made(self, service: str, region: str) -> Any:
+    def _new_client(self, service: str, region: str) -> Any:
         boto3, config_of = _boto("boto3"), _boto("botocore.config").Config
         if self._session is None:
             self._session = boto3.Session(profile_name=self.profile)

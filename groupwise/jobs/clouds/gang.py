@@ -194,10 +194,10 @@ class GangBackend(_Machine):
             return handle
         with self._cloud_errors():
             await self._begun_with_its_files(handle)
-            secret = await self._read(handle, KEY)
+            secret = await self._read_file(handle, KEY)
         if ended and secret not in self._own:
             return handle
-        attempt = len(await self._begun(order.name))
+        attempt = len(await self._begun_attempts(order.name))
         try:
             await _all(
                 each.join(order, store, handle.attempt, attempt, secret) for each in self._others

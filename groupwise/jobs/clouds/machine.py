@@ -302,7 +302,7 @@ class MachineBackend:
         """See `Backend.order`."""
         with self._cloud_errors():
             await self._begun_with_its_files(handle)
-            data = await self._read(handle, ORDER)
+            data = await self._read_file(handle, ORDER)
         return Order.from_document(json.loads(data))
 
     async def _begun_with_its_files(self, handle: Handle) -> None:
@@ -314,7 +314,7 @@ class MachineBackend:
                 return
             [state] = await self._runner.wait({key: Known(state.state)}, seconds=USUAL)
 
-    async def _read(self, handle: Handle, path: str) -> bytes:
+    async def _read_file(self, handle: Handle, path: str) -> bytes:
         data = b""
         while len(data) <= MOST_ORDER:
             part = await self._runner.read(handle.name, handle.attempt, path, offset=len(data))
@@ -337,7 +337,7 @@ class MachineBackend:
         there = await self._attempts(name)
         return _newest_of(there) if there else None
 
-    async def _begun(self, name: str) -> list[MemberState]:
+    async def _begun_attempts(self, name: str) -> list[MemberState]:
         """The job's attempts but those that the machine refused. Raises NotHere if there are none."""
         return self._begun_of(name, await self._attempts(name))
 

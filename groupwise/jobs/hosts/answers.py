@@ -27,7 +27,7 @@ MOST, MOST_OF_SMALL = (1 << 63) - 1, (1 << 31) - 1
 """Largest numbers that database columns hold."""
 LONGEST, LONGEST_NAME, LONGEST_TAIL, LONGEST_OUTPUT = 4096, 300, 1 << 16, 8 << 20
 """Most characters that are kept of a text, of a name, of the end of a log, and of a program's output."""
-MOST_LISTED, MOST_GPUS, SHOWN = 10_000, 256, 1_000
+MOST_LISTED, MOST_GPUS, MOST_SHOWN = 10_000, 256, 1_000
 """Most entries of a list, most GPUs of a machine, and how many entries are kept of lists that are for people."""
 MOST_EPOCH = (1 << 62) - 1
 """Highest epoch that runners accept. No control plane gives out a higher one, and databases do not count much further."""
@@ -393,8 +393,8 @@ class Fields:
         return [Fields(entry, f"{self._where}.{name}[{n}]") for n, entry in found]
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """The first SHOWN entries of a list; an entry that is no text is converted."""
-        return tuple(str(entry)[:LONGEST] for entry in self.listed(name)[:SHOWN])
+        """The first MOST_SHOWN entries of a list; an entry that is no text is converted."""
+        return tuple(str(entry)[:LONGEST] for entry in self.listed(name)[:MOST_SHOWN])
 
     def listed(self, name: str, most: int = MOST_LISTED) -> Sequence[object]:
         """A list of at most `most` entries; empty if missing."""
@@ -565,7 +565,7 @@ def observation(document: object) -> Observation:
         gpus=tuple(_gpu(g) for g in f.objects("gpus", MOST_GPUS)),
         apps=tuple(_app(a) for a in f.objects("apps")),
         attempts=tuple(attempts),
-        quarantined=tuple(strays[:SHOWN]),
+        quarantined=tuple(strays[:MOST_SHOWN]),
         unremoved=f.texts("unremoved"),
     )
 

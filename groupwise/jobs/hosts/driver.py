@@ -242,12 +242,12 @@ class Runner:
         self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
     ) -> MemberState:
         """Ensure that an attempt never begins; the answer says how far it was if it had begun already."""
-        body = {**_named(job, epoch), "because": because}
+        body = {**_key(job, epoch), "because": because}
         return _state(await self._ask("void", body, timeout=timeout))
 
     async def status(self, job: str, epoch: int, *, timeout: float = USUAL) -> MemberState:
         """The machine's knowledge of an attempt."""
-        return _state(await self._ask("status", _named(job, epoch), timeout=timeout))
+        return _state(await self._ask("status", _key(job, epoch), timeout=timeout))
 
     async def wait(
         self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
@@ -273,14 +273,14 @@ class Runner:
         self, job: str, epoch: int, *, grace: float, timeout: float = USUAL
     ) -> MemberState:
         """Send TERM, and after `grace` seconds KILL, to all that is left of an attempt. Answers at once; poll `status` to see the end."""
-        body = {**_named(job, epoch), "grace": grace}
+        body = {**_key(job, epoch), "grace": grace}
         return _state(await self._ask("kill", body, timeout=timeout))
 
     async def log(
         self, job: str, epoch: int, offset: int, *, limit: int = PIECE, timeout: float = USUAL
     ) -> LogPart:
         """Bytes of an attempt's log from `offset`, at most `limit`, and the log's size."""
-        body = {**_named(job, epoch), "offset": offset, "limit": limit}
+        body = {**_key(job, epoch), "offset": offset, "limit": limit}
         answer = await self._ask("log", body, timeout=timeout, most_payload=limit)
         size = answer.body.get("size")
         if not isinstance(size, int) or len(answer.payload) > limit:
@@ -291,7 +291,7 @@ class Runner:
         self, job: str, epoch: int, what: str = "artefacts", *, timeout: float = SLOW
     ) -> WorkTree:
         """List the files in an attempt's work folder. `what`: artefacts, checkpoints or all."""
-        body = {**_named(job, epoch), "what": what}
+        body = {**_key(job, epoch), "what": what}
         most = LARGEST_OF_CHECKPOINTS if what == "checkpoints" else LARGEST_MANIFEST
         answer = await self._ask("manifest", body, timeout=timeout, longest=LONGEST, most_body=most)
         # of a million files it takes seconds, in which nothing else would be heard
@@ -308,7 +308,7 @@ class Runner:
         timeout: float = USUAL,
     ) -> bytes:
         """Bytes of a file in an attempt's work folder, at most `limit`; links are not followed."""
-        body = {**_named(job, epoch), "path": path, "offset": offset, "limit": limit}
+        body = {**_key(job, epoch), "path": path, "offset": offset, "limit": limit}
         answer = await self._ask("read", body, timeout=timeout, most_payload=limit)
         if len(answer.payload) > limit:
             raise BadAnswer(f"{len(answer.payload)} bytes of {path} came; {limit} were asked for")
@@ -320,7 +320,7 @@ class Runner:
         """Read whole files of an attempt's work folder, at most GATHERED files and PIECE bytes together. A file is left out if it no longer
         is what `files` says, or cannot be read: `read` says why. A caller that keeps them has to compare their hashes."""
         listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
-        body = {**_named(job, epoch), "files": listed}
+        body = {**_key(job, epoch), "files": listed}
         most = sum(entry.size for entry in files.values())
         answer = await self._ask("gather", body, timeout=timeout, most_payload=most)
         whole = _listed(answer, "whole")
@@ -339,7 +339,7 @@ class Runner:
     async def keep(self, job: str, epoch: int, files: Manifest, *, timeout: float = SLOW) -> None:
         """Have the machine keep files of an attempt's work folder as blobs. RunnerRefused `changed` if one has another hash by now."""
         listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
-        body = {**_named(job, epoch), "files": listed}
+        body = {**_key(job, epoch), "files": listed}
         await self._ask("keep", body, timeout=timeout, longest=LONGEST)
 
     async def release(
@@ -355,7 +355,7 @@ class Runner:
     ) -> Release:
         """Report whether everything that an attempt had is free again."""
         body: dict[str, Any] = {
-            **_named(job, epoch),
+            **_key(job, epoch),
             "gpus": list(gpus),
             "share_mb": share_mb,
             "idle_memory_mb": idle_memory_mb,
@@ -366,7 +366,7 @@ class Runner:
 
     async def forget(self, job: str, epoch: int, *, timeout: float = SLOW) -> None:
         """Remove an attempt's folder. A launch that arrives later is refused all the same."""
-        await self._ask("forget", _named(job, epoch), timeout=timeout)
+        await self._ask("forget", _key(job, epoch), timeout=timeout)
 
     async def sweep(
         self, keep: Iterable[str] = (), *, older_than: float = 3600.0, timeout: float = SLOW
@@ -409,7 +409,7 @@ class Runner:
         return answer
 
 
-def _named(job: str, epoch: int) -> dict[str, Any]:
+def _key(job: str, epoch: int) -> dict[str, Any]:
     return {"job": job, "epoch": epoch}
 
 

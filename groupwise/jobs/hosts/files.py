@@ -196,10 +196,10 @@ class BlobStore:
     ) -> dict[str, FileEntry]:
         """Store copies of all files; returns the manifest. `more` is called with a file's name and the number of further bytes."""
 
-        def kept(name: str, path: Path) -> FileEntry:
+        def stored(name: str, path: Path) -> FileEntry:
             return self.put_file(path, None if more is None else partial(more, name))
 
-        return {name: kept(name, path) for name, path in files.items()}
+        return {name: stored(name, path) for name, path in files.items()}
 
     def read(self, sha256: str) -> bytes:
         """The bytes of a blob. Raises BlobError if their hash is wrong; the blob is removed then, and may be put again."""

@@ -165,7 +165,7 @@ def _storable(value: Any) -> Any:
     return value
 
 
-def accepted(answer: RunnerResponse) -> RunnerResponse:
+def checked_answer(answer: RunnerResponse) -> RunnerResponse:
     """The answer itself; raises RunnerRefused if it is a refusal."""
     error = answer.body.get("error")
     if error is None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import BinaryIO
 
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
-from groupwise.jobs.hosts.framing import Exchange, accepted, no_answer, request_bytes
+from groupwise.jobs.hosts.framing import Exchange, checked_answer, no_answer, request_bytes
 from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, Request, RunnerResponse
 
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
@@ -59,7 +59,7 @@ class LocalHost:
         self._under_way.add(process)
         try:
             async with process.exchange.limit(timeout, request.longest):
-                return accepted(await process.exchange.answer)
+                return checked_answer(await process.exchange.answer)
         except TimeoutError:
             raise OutcomeUnknown(no_answer(request, "this machine", timeout)) from None
         finally:

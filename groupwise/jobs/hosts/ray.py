@@ -97,8 +97,8 @@ class RayRunner(EngineRunner[RayJob]):
             self._word = f"{NAME}:{name}:{where.port or ''}"
         return self._word
 
-    async def found(self, names: Collection[str]) -> Sequence[RayJob]:
-        """See `EngineRunner.found`."""
+    async def find_jobs(self, names: Collection[str]) -> Sequence[RayJob]:
+        """See `EngineRunner.find_jobs`."""
         of_each = await self._call(
             *(("GET", _path(name), None) for name in names), ("GET", "/api/cluster_status", None)
         )

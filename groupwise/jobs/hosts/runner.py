@@ -365,16 +365,16 @@ def read_json(path: str, most: int = LARGEST_RECORD) -> dict[str, Any] | None:
     """A JSON object from a file; None if the file is missing, damaged or longer than `most`."""
     try:
         data = read_plain(path, most + 1)
-        return as_object(parsed(data)) if len(data) <= most else None
+        return as_object(parse_json(data)) if len(data) <= most else None
     except (OSError, *NO_JSON):
         return None
 
 
 NO_JSON = (ValueError, RecursionError, MemoryError)
-"""Errors that `parsed` raises for hostile text."""
+"""Errors that `parse_json` raises for hostile text."""
 
 
-def parsed(data: bytes) -> Any:
+def parse_json(data: bytes) -> Any:
     """Parse JSON that a job may have written. The garbage collector is off meanwhile: a million lists would trigger it over and over.
 
     Only UTF-8 is accepted: for bytes that look like another encoding Python would import a codec."""
@@ -500,7 +500,7 @@ def empty(folder: int, top: int) -> list[str]:
             elif folder == top:
                 found.append(name)
             else:
-                found += lifted(name, folder, top)
+                found += move_up(name, folder, top)
     return found
 
 
@@ -513,7 +513,7 @@ def empty_named(name: str, top: int) -> list[str]:
         os.close(folder)
 
 
-def lifted(name: str, folder: int, top: int) -> list[str]:
+def move_up(name: str, folder: int, top: int) -> list[str]:
     """Move a folder into `top` and return its new name; an empty one is just removed. Moving a folder needs write permission for it,
     removing an empty one only for the folder around it."""
     with contextlib.suppress(OSError):
@@ -1435,8 +1435,8 @@ def look_at_gpus(root: Root, body: dict[str, Any]) -> Seen:
         (about_gpus,) = probe.ask(question("gpu", fields))
     seen.gpus, not_read = parse_gpus(about_gpus.text, fields)
     seen.apps, apps_not_read = parse_apps(about_apps.text)
-    seen.status = judged(about_gpus, not_read, seen.gpus)
-    seen.apps_status = judged(about_apps, apps_not_read, seen.apps)
+    seen.status = probe_status(about_gpus, not_read, seen.gpus)
+    seen.apps_status = probe_status(about_apps, apps_not_read, seen.apps)
     seen.not_read = not_read + apps_not_read
     seen.exit = about_gpus.exit
     seen.said = (about_gpus.complaint or about_apps.complaint).strip()[:500]
@@ -1455,7 +1455,7 @@ def question(what: str, fields: Sequence[str]) -> tuple[str, ...]:
     return (f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
 
 
-def judged(said: Said, not_read: list[str], found: list[Any]) -> str:
+def probe_status(said: Said, not_read: list[str], found: list[Any]) -> str:
     """The probe's status: `garbage` only if no line could be read. If some could, it stays ok, and the caller sees the unread ones too."""
     return "garbage" if said.status == "ok" and not_read and not found else said.status
 
@@ -1560,7 +1560,7 @@ def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
             fcntl.ioctl(file.fileno(), CLONE, source.fileno())
             sound = True
         except OSError:  # this file system cannot clone
-            sound = (yield from copied(source, file)) == sha
+            sound = (yield from copy_pieces(source, file)) == sha
         os.fchmod(file.fileno(), mode)
     if not sound:
         remove_file(blob)
@@ -1570,7 +1570,7 @@ def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
         )
 
 
-def copied(source: BinaryIO, file: BinaryIO) -> Generator[None, None, str]:
+def copy_pieces(source: BinaryIO, file: BinaryIO) -> Generator[None, None, str]:
     """Copy in pieces, yielding between them; returns the hash."""
     digest = hashlib.sha256()
     while True:
@@ -1835,7 +1835,7 @@ def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]
 def checkpoint_of(walk: Walk, path: str) -> Checkpoint | None:
     """Read a manifest; None if it describes no checkpoint, since any file may have that name."""
     try:
-        manifest = parsed(read_inside(walk.work, path, LARGEST_MANIFEST))
+        manifest = parse_json(read_inside(walk.work, path, LARGEST_MANIFEST))
         step, files = manifest["step"], manifest["files"]
         right = is_count(step, MOST_STEPS - 1) and all(
             is_count(entry["size"]) and is_sha(entry["sha256"]) for entry in files.values()
@@ -2018,7 +2018,7 @@ def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> 
         heartbeat_age=heartbeat_age(attempt) if same_boot else None,
         checkpoints=count,
         step=step,
-        exit=aged(ended) if word == "exited" else None,
+        exit=with_age(ended) if word == "exited" else None,
         gpus=state.get("gpus", []),
         refused=state.get("refused"),
         survivors=survivors(attempt, state) if word == "lost" else None,
@@ -2056,7 +2056,7 @@ def read_end(path: str) -> str:
         os.close(fd)
 
 
-def aged(ended: dict[str, Any] | None) -> dict[str, Any] | None:
+def with_age(ended: dict[str, Any] | None) -> dict[str, Any] | None:
     """An exit record with its age in seconds: a caller that compares machines does not know their clocks."""
     then = (ended or {}).get("finished_at")
     if ended is None or not isinstance(then, (int, float)):
@@ -2663,7 +2663,7 @@ def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         hashes, room = Hashes(attempt), LARGEST_LISTING
         found: list[dict[str, Any]] = []
         for checkpoint in reversed(checkpoints_of(attempt, state.get("checkpoints") or ())):
-            told = described(checkpoint, hashes)
+            told = listed_checkpoint(checkpoint, hashes)
             size = sum(map(told_size, told["files"])) if told else 0
             if told and size <= room:
                 room -= size
@@ -2746,7 +2746,7 @@ def told_size(path: str) -> int:
     return len(json.dumps(path)) + 96
 
 
-def described(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] | None:
+def listed_checkpoint(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] | None:
     """One checkpoint with its manifest among its files; None if it is changing. The hashes are the manifest's claim: the client verifies
     them."""
     hashed = {checkpoint.path + "/" + p: e["sha256"] for p, e in checkpoint.files.items()}
@@ -3796,7 +3796,7 @@ class Supervisor:
         if self.ending:
             belonging.terminate(but_session=self.child)
         else:
-            self.left = len(self.staying(belonging))
+            self.left = len(self.wait_for_leavers(belonging))
             belonging.terminate(but_session=0)
         while time.monotonic() < self.leftovers_until() and belonging.alive():
             reap_adopted(but=self.child)
@@ -3804,7 +3804,7 @@ class Supervisor:
             self.sleep(0.05)
         return belonging.kill(KILL_PATIENCE)
 
-    def staying(self, belonging: Belonging) -> dict[int, Process]:
+    def wait_for_leavers(self, belonging: Belonging) -> dict[int, Process]:
         """Processes that are left after LEAVING seconds; helpers that see the command end go by themselves."""
         until = time.monotonic() + LEAVING
         while True:

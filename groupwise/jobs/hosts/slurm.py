@@ -58,8 +58,8 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         """See `EngineRunner.word`."""
         return NAME
 
-    async def found(self, names: Collection[str]) -> Sequence[SlurmJob]:
-        """See `EngineRunner.found`."""
+    async def find_jobs(self, names: Collection[str]) -> Sequence[SlurmJob]:
+        """See `EngineRunner.find_jobs`."""
         return [each for each in await self.jobs() if each.name in names]
 
     async def jobs(self) -> list[SlurmJob]:
@@ -91,7 +91,7 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         ran = await self._run_slurm("sbatch", *options, *named, *says, f"{state.folder}/begin.sh")
         _expect_taken(ran)
         # All but one are cancelled if several callers submitted it at once. If more of them began, only one would find the token.
-        living = [each for each in await self.found([name_of(state)]) if each.lives]
+        living = [each for each in await self.find_jobs([name_of(state)]) if each.lives]
         await self._cancel(living[1:])
 
     async def _cancel(self, jobs: Iterable[SlurmJob]) -> None:

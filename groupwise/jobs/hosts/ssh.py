@@ -24,7 +24,7 @@ from asyncssh.constants import EXTENDED_DATA_STDERR
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.hosts.bootstrap import COMMAND
-from groupwise.jobs.hosts.framing import Exchange, accepted, no_answer, request_bytes
+from groupwise.jobs.hosts.framing import Exchange, checked_answer, no_answer, request_bytes
 from groupwise.jobs.hosts.keys import HostKey, KeyWitness, parse, scan, signatures, trusting
 from groupwise.jobs.hosts.port import (
     HostError,
@@ -217,7 +217,7 @@ class SshHost:
             async with session.exchange.limit(timeout, request.longest):
                 await self._begin(session)
                 session.send(request_bytes(request))
-                return accepted(await session.exchange.answer)
+                return checked_answer(await session.exchange.answer)
         except TimeoutError:
             session.retire_link()
             message = no_answer(request, self.address, timeout)

@@ -20,7 +20,7 @@ NOT_FOUND = 127
 
 def main() -> None:
     """Make the environment, then become the command. Never returns."""
-    python = made(os.path.dirname(os.path.abspath(__file__)))
+    python = make_environment(os.path.dirname(os.path.abspath(__file__)))
     programs = os.path.dirname(python)
     command = sys.argv[1:]
     environment = {
@@ -35,7 +35,7 @@ def main() -> None:
         sys.exit(NOT_FOUND)
 
 
-def made(here: str) -> str:
+def make_environment(here: str) -> str:
     """The interpreter of the environment. Ends the job if it cannot be made; the builder has printed why."""
     path = os.path.join(here, "order.json")
     with open(path, encoding="utf-8") as file:

@@ -109,7 +109,7 @@ def bundle(
         raise UsageError(f"{root} is no folder, so there is no project to take along.")
     files: dict[str, Path] = {}
     left_out: dict[str, str] = {}
-    wanted = {path for each in take for path in _taken(root, each)}
+    wanted = {path for each in take for path in _files_to_take(root, each)}
     named = {Path(os.path.normpath(each)).as_posix() for each in take}
     for path in dict.fromkeys([*_of_project(root), *sorted(wanted)]):
         if path not in wanted and (around := _around(root, path)) is not None:
@@ -161,7 +161,7 @@ def _of_project(root: Path) -> Iterator[str]:
             yield path
 
 
-def _taken(root: Path, given: str) -> list[str]:
+def _files_to_take(root: Path, given: str) -> list[str]:
     """Paths in the project of the files that the user named with --take."""
     place = root / given
     inside = os.path.relpath(os.path.abspath(place), os.path.abspath(root))

@@ -99,7 +99,7 @@ class ModalBackend(MachineBackend):
         price = per_hour(order.asks.get("gpu"), order.gpus)
         if price is None:
             return None
-        attempts = await self._begun(handle.name)
+        attempts = await self._begun_attempts(handle.name)
         took = {each.epoch: each.exit.seconds for each in attempts if each.exit is not None}
         seconds = sum(filter(None, took.values()))
         unknown = sorted({each.epoch for each in attempts} - took.keys())

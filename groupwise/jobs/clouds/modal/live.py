@@ -92,12 +92,12 @@ class LiveModal:
 
         client = await self._connected()
 
-        def shown() -> None:
+        def deploy_quietly() -> None:
             with redirect_stdout(sys.stderr), modal.enable_output():
                 deploy(client)
 
         with _host_errors("deploy"):
-            await asyncio.to_thread(shown)
+            await asyncio.to_thread(deploy_quietly)
 
     async def desk(self, what: str, *arguments: Any) -> Any:
         """See `ModalPort.desk`."""

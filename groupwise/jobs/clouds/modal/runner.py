@@ -22,7 +22,7 @@ from groupwise.jobs.hosts.answers import MemberState, Observation, RunnerState
 from groupwise.jobs.hosts.driver import USUAL, Engine, Known, Launch, Runner
 from groupwise.jobs.hosts.framing import (
     AnswerReader,
-    accepted,
+    checked_answer,
     no_answer,
     request_bytes,
     without_answer,
@@ -65,7 +65,7 @@ class DeskHost:
         if not reader.feed(said):
             raise without_answer(reader, None, "")
         assert reader.answer is not None, "it is whole"
-        return accepted(reader.answer)
+        return checked_answer(reader.answer)
 
     async def close(self) -> None:
         """See `Host.close`."""
@@ -86,11 +86,11 @@ class ModalRunner(Runner):
         asked = replace(launch, secrets={}, spec=replace(launch.spec, secrets=()))
         state = await super().launch(asked, timeout=timeout)
         if state.state is not RunnerState.QUEUED or launch.engine is None:
-            return await self._one(state)
+            return await self._judge_one(state)
         turn = (await self._turns((state,)))[_name(state)]
         if not turn["given"] and turn["call"] is None:
             await self._spawn(state, launch.engine, launch.secrets)
-        return await self._one(state)
+        return await self._judge_one(state)
 
     async def _spawn(self, state: MemberState, engine: Engine, secrets: Mapping[str, str]) -> None:
         """Spawn a call for a queued attempt. If Modal refuses, the attempt is removed."""
@@ -113,7 +113,7 @@ class ModalRunner(Runner):
 
     async def status(self, job: str, epoch: int, *, timeout: float = USUAL) -> MemberState:
         """See `Runner.status`."""
-        return await self._one(await super().status(job, epoch, timeout=timeout))
+        return await self._judge_one(await super().status(job, epoch, timeout=timeout))
 
     async def observe(
         self,
@@ -124,7 +124,7 @@ class ModalRunner(Runner):
     ) -> Observation:
         """See `Runner.observe`."""
         seen = await super().observe(probe=probe, probe_timeout=probe_timeout, timeout=timeout)
-        return replace(seen, attempts=await self._judged(seen.attempts))
+        return replace(seen, attempts=await self._judge_all(seen.attempts))
 
     async def wait(
         self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
@@ -150,7 +150,7 @@ class ModalRunner(Runner):
             for each in turn["given"]:
                 with suppress(HostError):
                     await self.port.cancel(each)
-        return await self._one(state)
+        return await self._judge_one(state)
 
     async def kill(
         self, job: str, epoch: int, *, grace: float, timeout: float = USUAL
@@ -163,14 +163,14 @@ class ModalRunner(Runner):
                 await self.port.cancel(each)
             await self.port.desk("end", job, epoch, "cancelled while it waited for a container")
             state = await super().status(job, epoch)
-        return await self._one(state)
+        return await self._judge_one(state)
 
     # --- judging --------------------------------------------------------------------------------
 
-    async def _one(self, state: MemberState) -> MemberState:
-        return (await self._judged((state,)))[0]
+    async def _judge_one(self, state: MemberState) -> MemberState:
+        return (await self._judge_all((state,)))[0]
 
-    async def _judged(self, states: Sequence[MemberState]) -> tuple[MemberState, ...]:
+    async def _judge_all(self, states: Sequence[MemberState]) -> tuple[MemberState, ...]:
         """The true state of each, by its files and, if they cannot settle it, by its turn and Modal."""
         unsure = [each for each in states if _is_unsure(each)]
         turns = await self._turns(unsure) if unsure else {}
