@@ -96,9 +96,8 @@ def modal(
 
     groupwise launch modal --gpu A100 --timeout 24h -- sft --config C.yaml --task-module task.py
     """
-    from groupwise.jobs.clouds.modal.backend import ENVIRONMENTS
+    from groupwise.jobs.clouds.modal.backend import ENVIRONMENTS, check_gpu
     from groupwise.jobs.clouds.modal.port import NAMED
-    from groupwise.jobs.clouds.modal.prices import check_gpu
     from groupwise.jobs.fleet.machines.plans import sent_files
     from groupwise.jobs.launch.packaging import files_here
     from groupwise.jobs.launch.places import MODAL, JobBackend

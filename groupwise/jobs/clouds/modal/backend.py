@@ -13,7 +13,6 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.backend import Capabilities, Cost, Handle, Order, Plan
 from groupwise.jobs.clouds.machine import MachineBackend, refuse
 from groupwise.jobs.clouds.modal.port import MOST_SECONDS, NAMED, SPARE_SECONDS, Call, Image
-from groupwise.jobs.clouds.modal.prices import PRICED_AT, per_hour
 from groupwise.jobs.clouds.modal.runner import ModalRunner, engine_of
 from groupwise.jobs.hosts.driver import Launch, Resume
 from groupwise.jobs.hosts.files import BlobStore
@@ -21,6 +20,21 @@ from groupwise.jobs.hosts.spec import FileEntry, JobSpec
 
 ENVIRONMENTS = "/opt/groupwise/environments"
 """The folder of the jobs' packages in images."""
+PRICED_AT = "May 2026"
+"""modal.com/pricing, list prices of the base region."""
+DOLLARS_PER_SECOND = {
+    "T4": 0.000164,
+    "L4": 0.000222,
+    "A10G": 0.000306,
+    "L40S": 0.000542,
+    "A100": 0.000583,
+    "A100-80GB": 0.000694,
+    "H100": 0.001097,
+    "H200": 0.001261,
+    "B200": 0.001736,
+}
+"""Dollars a second by Modal's names, for estimates; A100 is the one with 40 GB. Processors and memory come on top, and Modal's own bill is
+what counts."""
 
 
 class ModalBackend(MachineBackend):
@@ -172,3 +186,17 @@ class ModalBackend(MachineBackend):
 
 def _app(image: Mapping[str, Any]) -> str:
     return Image(image["name"], image["python"]).app
+
+
+def check_gpu(name: str) -> str:
+    """The name itself. Raises UsageError if it is not known."""
+    if name not in DOLLARS_PER_SECOND:
+        raise UsageError(
+            f"--gpu {name}: Modal's GPUs that are known here are {', '.join(DOLLARS_PER_SECOND)}."
+        )
+    return name
+
+
+def per_hour(gpu: str | None, count: int) -> float | None:
+    """Dollars an hour for so many GPUs; None if none is asked for."""
+    return None if gpu is None else DOLLARS_PER_SECOND[check_gpu(gpu)] * 3600 * max(1, count)
