@@ -92,6 +92,14 @@ class _Reached:
     backend: MachineBackend
 
 
+class _NoAnswer(Exception):
+    """An attempt's machine is not ready, or gone. `machine` is what AWS says of it."""
+
+    def __init__(self, machine: Machine | None) -> None:
+        super().__init__(machine)
+        self.machine = machine
+
+
 class AwsBackend:
     """A `Backend` that rents a machine of EC2 for each job; see `Renting` as well."""
 
@@ -558,29 +566,25 @@ class AwsBackend:
 
     async def order(self, handle: Handle) -> Order:
         """See `Backend.order`."""
-
-        async def otherwise(_: Machine | None) -> Order:
+        try:
+            return await self._ask_machine(handle, lambda on: on.order(handle))
+        except _NoAnswer:
             return self._order_here(handle.name, self._kept.find(handle.name))
-
-        return await self._answered(handle, lambda on: on.order(handle), otherwise)
 
     def _handle(self, name: str, attempt: int) -> Handle:
         return Handle(self.name, name, attempt, {"where": self._where})
 
-    async def _answered(
-        self,
-        handle: Handle,
-        ask: Callable[[MachineBackend], Awaitable[T]],
-        otherwise: Callable[[Machine | None], Awaitable[T]],
+    async def _ask_machine(
+        self, handle: Handle, ask: Callable[[MachineBackend], Awaitable[T]]
     ) -> T:
-        """The answer of this attempt's machine; if that is not ready, or gone, `otherwise` answers, given what AWS says of the machine."""
+        """The answer of this attempt's machine. Raises _NoAnswer if that is not ready, or gone."""
         known = self._reached.get(handle.name)
         machine = known.machine if known else await self._newest(handle.name)
         if machine is not None and handle.attempt < int(machine.tags.get("first", 1)):
-            return await otherwise(None)
+            raise _NoAnswer(None)
         on = self._reach(machine) if machine is not None and machine.lives else None
         if machine is None or on is None:
-            return await otherwise(machine)
+            raise _NoAnswer(machine)
         try:
             return await ask(on)
         except (NotHere, Unreachable) as error:
@@ -590,17 +594,16 @@ class AwsBackend:
             there = machine is not None and machine.lives and "begun" in machine.tags
             if there and isinstance(error, Unreachable):
                 raise
-            return await otherwise(machine)
+            raise _NoAnswer(machine) from None
 
     # --- watching -------------------------------------------------------------------------------
 
     async def status(self, handle: Handle) -> Status:
         """See `Backend.status`."""
-
-        async def otherwise(machine: Machine | None) -> Status:
-            return self._status_without(handle, machine)
-
-        return await self._answered(handle, lambda on: on.status(handle), otherwise)
+        try:
+            return await self._ask_machine(handle, lambda on: on.status(handle))
+        except _NoAnswer as none:
+            return self._status_without(handle, none.machine)
 
     def _status_without(self, handle: Handle, machine: Machine | None) -> Status:
         """The status without asking the machine: from what AWS says of it, and from the record that is kept here."""
@@ -620,41 +623,39 @@ class AwsBackend:
 
     async def wait(self, handle: Handle, seen: Status, seconds: float) -> Status:
         """See `Backend.wait`."""
-
-        async def otherwise(machine: Machine | None) -> Status:
-            status, until = self._status_without(handle, machine), time.monotonic() + seconds
-            while status == seen and time.monotonic() < until:
-                await asyncio.sleep(min(self._patience.look, seconds))
-                status = await self.status(handle)
-            return status
-
         if seen.ending is not None:
             return seen
-        return await self._answered(handle, lambda on: on.wait(handle, seen, seconds), otherwise)
+        try:
+            return await self._ask_machine(handle, lambda on: on.wait(handle, seen, seconds))
+        except _NoAnswer as none:
+            status, until = self._status_without(handle, none.machine), time.monotonic() + seconds
+        while status == seen and time.monotonic() < until:
+            await asyncio.sleep(min(self._patience.look, seconds))
+            status = await self.status(handle)
+        return status
 
     async def log(self, handle: Handle, offset: int, limit: int) -> LogPart:
         """See `Backend.log`."""
-
-        async def otherwise(_: Machine | None) -> LogPart:
+        try:
+            return await self._ask_machine(handle, lambda on: on.log(handle, offset, limit))
+        except _NoAnswer:
             path = self._kept.log(handle.name, handle.attempt)
-            try:
-                data = await asyncio.to_thread(path.read_bytes)
-            except FileNotFoundError:
-                data = b""
-            return LogPart(len(data), data[offset : offset + limit])
-
-        return await self._answered(handle, lambda on: on.log(handle, offset, limit), otherwise)
+        try:
+            data = await asyncio.to_thread(path.read_bytes)
+        except FileNotFoundError:
+            data = b""
+        return LogPart(len(data), data[offset : offset + limit])
 
     # --- ending ---------------------------------------------------------------------------------
 
     async def cancel(self, handle: Handle, grace: float) -> None:
         """See `Backend.cancel`. A machine on which the job has not begun is ended."""
-
-        async def otherwise(machine: Machine | None) -> None:
+        try:
+            await self._ask_machine(handle, lambda on: on.cancel(handle, grace))
+        except _NoAnswer as none:
+            machine = none.machine
             if machine is not None and machine.lives and "begun" not in machine.tags:
                 await self._undo(machine)
-
-        await self._answered(handle, lambda on: on.cancel(handle, grace), otherwise)
 
     async def fetch(self, handle: Handle, folder: Path) -> Fetched:
         """See `Backend.fetch`. Its ending and its log are kept here from then on."""
@@ -674,11 +675,11 @@ class AwsBackend:
             )
             return fetched
 
-        async def otherwise(machine: Machine | None) -> Fetched:
-            status = self._status_without(handle, machine)
+        try:
+            return await self._ask_machine(handle, there)
+        except _NoAnswer as none:
+            status = self._status_without(handle, none.machine)
             return await asyncio.to_thread(self._fetched_before, handle, folder, status)
-
-        return await self._answered(handle, there, otherwise)
 
     def _fetched_before(self, handle: Handle, folder: Path, status: Status) -> Fetched:
         """The results fetched while its machine existed; complete if that was after its end."""
@@ -691,11 +692,8 @@ class AwsBackend:
 
     async def cleanup(self, handle: Handle) -> None:
         """See `Backend.cleanup`. Its machine is ended."""
-
-        async def nothing(_: Machine | None) -> None:
-            return None
-
-        await self._answered(handle, lambda on: on.cleanup(handle), nothing)
+        with suppress(_NoAnswer):
+            await self._ask_machine(handle, lambda on: on.cleanup(handle))
         for machine in await asyncio.to_thread(self._ec2.machines, handle.name):
             await self._make_void(machine, REMOVED)
             if machine.lives:

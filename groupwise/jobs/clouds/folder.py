@@ -141,17 +141,17 @@ class ResultsFolder:
         return {str(path.parent) for path in found if path.name == MANIFEST}
 
     def _remove_old_checkpoints(self, offered: set[str]) -> None:
+        """Remove checkpoints that the place no longer offers, once a later one beside them is both there and here."""
         there = {str(path.parent) for path in map(PurePosixPath, offered) if path.name == MANIFEST}
         for path in sorted(self._checkpoints() - there):
-            if not self._has(f"{path}/{MANIFEST}") or self._has_successor(path, there):
+            step, beside = _step(self.folder / path), PurePosixPath(path).parent
+            others = [each for each in there if PurePosixPath(each).parent == beside]
+            steps = [_step(self.folder / each) for each in others]
+            later = [
+                each for each in steps if each is not None and step is not None and each > step
+            ]
+            if later or not self._has(f"{path}/{MANIFEST}"):
                 self._remove(path)
-
-    def _has_successor(self, checkpoint: str, there: Iterable[str]) -> bool:
-        """True if a later checkpoint beside it is both at the place and here."""
-        step, beside = _step(self.folder / checkpoint), PurePosixPath(checkpoint).parent
-        others = [each for each in there if PurePosixPath(each).parent == beside]
-        steps = [_step(self.folder / each) for each in others]
-        return step is not None and any(each is not None and each > step for each in steps)
 
     def _remove(self, checkpoint: str) -> None:
         """Remove a checkpoint, its manifest first; files that were not brought stay."""
