@@ -174,7 +174,7 @@ class AwsBackend:
             )
 
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
-        """See `Backend.resume`. It goes on on its machine if that still exists, else on a new one."""
+        """See `Backend.resume`. It continues on its machine if that still exists, else on a new one."""
         before = await self._before(name)
         machine, record = await self._known(name)
         if machine is not None and machine.lives:

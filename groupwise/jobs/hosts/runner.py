@@ -909,11 +909,11 @@ class Belonging:
         return {
             pid: p
             for pid, p in everyone.items()
-            if pid in below or pid in grouped or self._is_child(p) or self._is_marked(pid)
+            if pid in below
+            or pid in grouped
+            or (self.same_boot and (p.pid, p.ticks) == self.child)
+            or self._is_marked(pid)
         }
-
-    def _is_child(self, p: Process) -> bool:
-        return self.same_boot and (p.pid, p.ticks) == self.child
 
     def _is_marked(self, pid: int) -> bool:
         marked = marker_of(pid, self.attempt.root) == self.attempt.name
@@ -3699,7 +3699,7 @@ class Supervisor:
             now = time.monotonic()
             if reason and not self.ending:
                 self.ending = reason
-                # An engine that told us tells all processes of a job, as a rule, and being told twice is to hurry for some programs.
+                # An engine that sent us TERM usually sends it to all processes of a job, and some programs take a second TERM as haste.
                 self.tell_at = (now + reason.kill_at) / 2 if self.evicted else now
             elif reason and self.ending:
                 self.ending.kill_at = min(self.ending.kill_at, reason.kill_at)
@@ -3732,7 +3732,7 @@ class Supervisor:
     def beat(self) -> None:
         """Write a sign of life, every HEARTBEAT seconds."""
         if time.monotonic() >= self.next_beat:
-            with contextlib.suppress(OSError):  # it goes on living
+            with contextlib.suppress(OSError):  # the supervisor goes on without it
                 set_cell(self.attempt.at("heartbeat"), f"{boot_clock():.3f}")
             self.next_beat = time.monotonic() + HEARTBEAT
 
@@ -3975,8 +3975,9 @@ def make_way(attempt: Attempt) -> None:
 def command_environment(order: Order, visible: str, user: str) -> dict[str, str]:
     """The command's environment: a little of the machine's, then the job's, its secrets, and the runner's own variables."""
     attempt = order.attempt
+    outer = os.environ.items() if order.engine else ()
     environment = {
-        **(told_by_engine() if order.engine else {}),
+        **{name: text for name, text in outer if name.startswith(ENGINE_PREFIXES)},
         "HOME": os.path.expanduser("~"),
         "USER": user,
         "LOGNAME": user,
@@ -3999,11 +4000,6 @@ def command_environment(order: Order, visible: str, user: str) -> dict[str, str]
         environment["NODE_RANK"], environment["NNODES"] = str(order.rank), str(order.members)
         environment["GROUPWISE_RENDEZVOUS"] = attempt.name
     return environment
-
-
-def told_by_engine() -> dict[str, str]:
-    """Variables that the engine set for this process."""
-    return {name: text for name, text in os.environ.items() if name.startswith(ENGINE_PREFIXES)}
 
 
 def become(
