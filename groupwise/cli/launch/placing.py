@@ -45,7 +45,7 @@ from groupwise.cli.launch.options import (
 )
 from groupwise.cli.launch.places import check_name, login_machine
 from groupwise.cli.launch.watch import ask, folder_of, tell_of_rented, watch, while_placing
-from groupwise.cli.launch.words import Behind, behind, environment_of, new_name
+from groupwise.cli.launch.words import JobCommand, environment_of, job_command, new_name
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_pairs
 from groupwise.core.errors import GroupwiseError, UsageError
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.files import BlobStore
     from groupwise.jobs.launch.bundle import Bundle
     from groupwise.jobs.launch.local_registry import Note
-    from groupwise.jobs.launch.packaging import Packed
+    from groupwise.jobs.launch.packaging import PackedJob
     from groupwise.jobs.launch.places import JobBackend
-    from groupwise.jobs.launch.preflight import Tried
+    from groupwise.jobs.launch.preflight import DryRunReport
 
 UNWATCHED = (
     ". It stays whatever becomes of the job, and what was not fetched by then is gone with it"
@@ -104,7 +104,7 @@ def gang(nodes: Nodes = None, nproc_per_node: Processes = None) -> Gang:
 class CommonOptions:
     """The options that all places have."""
 
-    behind: Behind
+    command: JobCommand
     name: str | None
     gpus: int
     max_hours: float
@@ -142,7 +142,7 @@ def common(
 ) -> CommonOptions:
     """The options of every place."""
     return CommonOptions(
-        behind(ctx, script),
+        job_command(ctx, script),
         name,
         gpus,
         max_hours,
@@ -275,18 +275,18 @@ def launch(place: JobBackend, options: CommonOptions) -> None:
 
     if options.name is not None:
         check_name(options.name)
-    if options.behind.script is None:
-        check_verb(options.behind.words)
+    if options.command.script is None:
+        check_verb(options.command.words)
     processes = _processes(options)
     project = Path.cwd()
     secrets = environment_of(options.env_files)
     tried = _tried(options, project, secrets)
     store = packaging.files_here()
-    name = options.name or new_name(options.behind)
+    name = options.name or new_name(options.command)
     request = packaging.LaunchRequest(
         name,
         project,
-        options.behind.command,
+        options.command.line,
         options.gpus,
         options.gang.nodes or 1,
         processes,
@@ -303,7 +303,7 @@ def launch(place: JobBackend, options: CommonOptions) -> None:
         meets_at=place.meets_at,
     )
     packed = packaging.pack(request, store)
-    _expect_script(options.behind, packed)
+    _expect_script(options.command, packed)
     _say_travelling(packed.bundle)
     plan = ask(place, lambda backend: backend.plan(packed.order))
     _refuse_price(plan, options.max_price)
@@ -360,7 +360,7 @@ def _processes(options: CommonOptions) -> int:
                 "distributed.learners=N behind the verb."
             )
         return 1
-    verb = options.behind.words[0] if options.behind.script is None else None
+    verb = options.command.words[0] if options.command.script is None else None
     if verb is not None and verb not in SHARED:
         raise UsageError(
             f"--nodes {gang.nodes}: `groupwise {verb}` runs on one machine; {' and '.join(SHARED)} share their work among several."
@@ -368,7 +368,7 @@ def _processes(options: CommonOptions) -> int:
     return gang.processes or max(1, options.gpus)
 
 
-def _submit(note: Note, packed: Packed, store: BlobStore) -> Handle:
+def _submit(note: Note, packed: PackedJob, store: BlobStore) -> Handle:
     """Place the job, or find it there. The note is written first, so that a job is known here even if this process is interrupted."""
     from groupwise.jobs.launch import local_registry, results
 
@@ -421,29 +421,29 @@ def _is_nowhere(note: Note) -> bool:
         return False
 
 
-def _tried(options: CommonOptions, project: Path, secrets: Mapping[str, str]) -> Tried:
+def _tried(options: CommonOptions, project: Path, secrets: Mapping[str, str]) -> DryRunReport:
     """Try the command here. Raises UsageError if it would fail."""
     from groupwise.core.hub_errors import TOKEN_ELSEWHERE
     from groupwise.jobs.clouds.modal.port import NAMED
-    from groupwise.jobs.launch.preflight import Tried, first_of, results_of, try_verb
+    from groupwise.jobs.launch.preflight import DryRunReport, first_of, results_of, try_verb
 
-    if options.behind.script is not None:
-        return Tried((), "")
+    if options.command.script is not None:
+        return DryRunReport((), "")
     if not options.preflight:
-        return Tried(results_of(options.behind.words), "")
+        return DryRunReport(results_of(options.command.words), "")
     first = (
         first_of(options.gang.nodes or 1, _processes(options)) if options.gang.is_several else {}
     )
     named: Mapping[str, Sequence[str]] = options.asks.get(NAMED, {})
     there = {TOKEN_ELSEWHERE: "1"} if any("HF_TOKEN" in each for each in named.values()) else {}
-    tried = try_verb(options.behind.words, project, {**secrets, **first, **there})
+    tried = try_verb(options.command.words, project, {**secrets, **first, **there})
     say(f"tried here: {tried.summary}")
     return tried
 
 
-def _expect_script(behind: Behind, packed: Packed) -> None:
+def _expect_script(command: JobCommand, packed: PackedJob) -> None:
     """Raises UsageError if the script does not travel: otherwise it would be missed only there."""
-    script = behind.script
+    script = command.script
     if script is None or Path(script).as_posix() in packed.bundle.files:
         return
     path = Path(script)
@@ -472,7 +472,7 @@ def _refuse_price(plan: Plan, most: float | None) -> None:
         )
 
 
-def _show_plan(plan: Plan, packed: Packed, options: CommonOptions) -> None:
+def _show_plan(plan: Plan, packed: PackedJob, options: CommonOptions) -> None:
     """Show what would be done, for people or programs."""
     unknown = "nobody could say what" if plan.paid else "nothing"
     price = unknown if plan.price_per_hour is None else f"${plan.price_per_hour:.2f} an hour"
@@ -486,8 +486,8 @@ def _show_plan(plan: Plan, packed: Packed, options: CommonOptions) -> None:
                 "where": plan.where,
                 "steps": list(plan.steps),
                 "command": list(plan.command),
-                "launcher": None if options.behind.script is None else options.behind.script,
-                "arguments": list(options.behind.words),
+                "launcher": None if options.command.script is None else options.command.script,
+                "arguments": list(options.command.words),
                 "secrets": sorted(packed.order.secrets),
                 "results": list(packed.order.spec.artefacts),
                 "max_hours": hours,
@@ -501,8 +501,8 @@ def _show_plan(plan: Plan, packed: Packed, options: CommonOptions) -> None:
         ("where", plan.where),
         *(("then" if n else "first", step) for n, step in enumerate(plan.steps)),
         ("command", shlex.join(plan.command)),
-        *([("script", str(options.behind.script))] if options.behind.script else []),
-        ("arguments", shlex.join(options.behind.words) or "none"),
+        *([("script", str(options.command.script))] if options.command.script else []),
+        ("arguments", shlex.join(options.command.words) or "none"),
         ("secrets", ", ".join(sorted(packed.order.secrets)) or "none"),
         ("results", ", ".join(packed.order.spec.artefacts)),
         ("ends", f"after {hours:g} h at the latest"),

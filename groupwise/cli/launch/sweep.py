@@ -16,7 +16,7 @@ from groupwise.core.errors import UsageError
 if TYPE_CHECKING:
     from groupwise.jobs.clouds.backend import Backend
     from groupwise.jobs.launch.places import JobBackend
-    from groupwise.jobs.launch.rentals import Swept
+    from groupwise.jobs.launch.rentals import SweepResult
 
 At = Annotated[
     list[str] | None,
@@ -46,11 +46,11 @@ def sweep(
     from groupwise.jobs.clouds.backend import CloudError, Renting
     from groupwise.jobs.launch import rentals
 
-    async def swept(backend: Backend) -> Swept:
+    async def swept(backend: Backend) -> SweepResult:
         assert isinstance(backend, Renting), "that is what RENTING says"
         return await rentals.sweep(backend, name, dry_run=dry_run)
 
-    found: list[tuple[str, Swept]] = []
+    found: list[tuple[str, SweepResult]] = []
     failed: list[str] = []
     for place in _places(at, profile):
         try:
@@ -76,7 +76,7 @@ def sweep(
         raise typer.Exit(1)
 
 
-def _say_swept(found: list[tuple[str, Swept]], *, dry_run: bool) -> None:
+def _say_swept(found: list[tuple[str, SweepResult]], *, dry_run: bool) -> None:
     from groupwise.jobs.launch import rentals
 
     verb = "would be ended" if dry_run else "is ended"

@@ -16,12 +16,12 @@ from typer.core import TyperCommand
 from groupwise.core.errors import UsageError
 
 SCRIPT = "--script"
-BEHIND = "groupwise.behind"
+COMMAND = "groupwise.behind"
 """The key under which click keeps the words behind `--` for a command."""
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class JobCommand:
     """The command that the job runs."""
 
     script: str | None
@@ -30,7 +30,7 @@ class Behind:
     """The verb with its arguments, or the arguments of the script."""
 
     @property
-    def command(self) -> tuple[str, ...]:
+    def line(self) -> tuple[str, ...]:
         """The command line of the job, in an environment with groupwise."""
         if self.script is None:
             return ("groupwise", *self.words)
@@ -54,18 +54,18 @@ class LaunchCommand(TyperCommand):
                 )
         elif found.script is not None:
             own = [*own, SCRIPT, found.script]
-        ctx.meta[BEHIND] = found
+        ctx.meta[COMMAND] = found
         return super().parse_args(ctx, own)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [*super().collect_usage_pieces(ctx), f"(-- VERB ... | {SCRIPT} PATH ...)"]
 
 
-def split(args: Sequence[str]) -> tuple[list[str], Behind | None]:
+def split(args: Sequence[str]) -> tuple[list[str], JobCommand | None]:
     """The launcher's own words, and the command to run; None if there is none."""
     for n, word in enumerate(args):
         if word == "--":
-            return [*args[:n]], Behind(None, tuple(args[n + 1 :]))
+            return [*args[:n]], JobCommand(None, tuple(args[n + 1 :]))
         if word == SCRIPT or word.startswith(f"{SCRIPT}="):
             _, equals, path = word.partition("=")
             rest = list(args[n + 1 :])
@@ -73,13 +73,13 @@ def split(args: Sequence[str]) -> tuple[list[str], Behind | None]:
                 path = rest.pop(0) if rest else ""
             if not path or path == "--":
                 raise UsageError(f"{SCRIPT} wants the path of a Python file of the project.")
-            return [*args[:n]], Behind(path, tuple(rest[1:] if rest[:1] == ["--"] else rest))
+            return [*args[:n]], JobCommand(path, tuple(rest[1:] if rest[:1] == ["--"] else rest))
     return [*args], None
 
 
-def behind(ctx: typer.Context, script: str | None) -> Behind:
+def job_command(ctx: typer.Context, script: str | None) -> JobCommand:
     """The command to run; `script` is the value of its option. Raises UsageError if there is none."""
-    found: Behind | None = ctx.meta.get(BEHIND)
+    found: JobCommand | None = ctx.meta.get(COMMAND)
     assert found is None or found.script == script, "the line was split there"
     if found is None:
         raise UsageError(
@@ -89,9 +89,9 @@ def behind(ctx: typer.Context, script: str | None) -> Behind:
     return found
 
 
-def new_name(behind: Behind, now: float | None = None) -> str:
+def new_name(command: JobCommand, now: float | None = None) -> str:
     """A name for a job without one: its verb or script, and the present time to the millisecond."""
-    what = behind.words[0] if behind.script is None else Path(behind.script).stem
+    what = command.words[0] if command.script is None else Path(command.script).stem
     letters = "".join(each if each.isascii() and each.isalnum() else "-" for each in what)[:40]
     moment = time.time() if now is None else now
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(moment))

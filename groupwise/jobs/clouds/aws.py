@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from groupwise.jobs.clouds.aws_checks import Access, check, price_of
 from groupwise.jobs.clouds.aws_costs import cost_of, stays_of, with_forgotten
-from groupwise.jobs.clouds.aws_state import Kept, Record, newest_checkpoint
+from groupwise.jobs.clouds.aws_state import JobRecords, Record, newest_checkpoint
 from groupwise.jobs.clouds.backend import (
     KEEP_ON_FAILURE,
     Capabilities,
@@ -110,14 +110,14 @@ class AwsBackend:
         name: str,
         ec2: Ec2,
         access: Access,
-        kept: Kept,
+        kept: JobRecords,
         *,
         owner: str = "",
         patience: Patience | None = None,
     ) -> None:
         """`owner`: the user who launches, shown to people who sweep."""
         self.name = name
-        self._ec2, self._access, self._kept = ec2, access, kept
+        self._ec2, self._access, self._records = ec2, access, kept
         self._owner = owner
         self._patience = patience or Patience()
         self._where = f"AWS, {ec2.region}"
@@ -181,7 +181,7 @@ class AwsBackend:
             going_on = await self._resumed_there(machine, name, secrets, store)
             if going_on is not None:
                 return going_on
-            record = self._kept.find(name)
+            record = self._records.find(name)
         if machine is None and record is None:
             raise NotHere(f"{self._where} has no job called {name}.")
         order = self._order_here(name, record).with_secrets(secrets)
@@ -190,7 +190,7 @@ class AwsBackend:
         ending = record.endings.get(attempt) if record else None
         if ending is not None and ending.outcome is Outcome.SUCCEEDED:
             raise CloudError(f"{name} has succeeded: there is nothing to go on with.")
-        self._kept.give_files(order, store)
+        self._records.give_files(order, store)
         newest = await self._newest_here(record, store)
         return await self._on_new_machine(order, store, attempt + 1, newest, before)
 
@@ -206,9 +206,9 @@ class AwsBackend:
             )
         ending = (await on.status(handle)).ending
         if machine.spot and ending is not None and ending.failure is FailureClass.PREEMPTION:
-            record = self._kept.find(name)
+            record = self._records.find(name)
             results = None if record is None else record.results
-            folder = Path(results) if results else self._kept.folder / f"{name}.results"
+            folder = Path(results) if results else self._records.folder / f"{name}.results"
             await self.fetch(handle, folder)
             await self._end(machine)
             return None
@@ -221,7 +221,9 @@ class AwsBackend:
                 await to_its_end(asyncio.create_task(self._put_back(machine, on)))
             raise
         await self._tag(machine, {"attempt": str(again.attempt)})
-        await asyncio.to_thread(self._kept.note_begun, await on.order(again), again.attempt, store)
+        await asyncio.to_thread(
+            self._records.note_begun, await on.order(again), again.attempt, store
+        )
         return again
 
     async def _give_time(self, machine: Machine, on: MachineBackend, order: Order) -> bool:
@@ -444,9 +446,9 @@ class AwsBackend:
         else:
             handle = await on.take_over(order, store, attempt, newest)
         await self._tag(machine, {"attempt": str(max(attempt, handle.attempt)), "begun": "1"})
-        await asyncio.to_thread(self._kept.note_begun, order, handle.attempt, store)
+        await asyncio.to_thread(self._records.note_begun, order, handle.attempt, store)
         seen = stays_of([machine], time.time())
-        await asyncio.to_thread(self._kept.note_usage, order.name, seen)
+        await asyncio.to_thread(self._records.note_usage, order.name, seen)
         return handle
 
     async def _ready(self, machine: Machine) -> MachineBackend:
@@ -536,7 +538,7 @@ class AwsBackend:
     async def _known(self, name: str) -> tuple[Machine | None, Record | None]:
         """The job's newest machine, and the record that is kept here. A machine that is gone before the job began on it does not count: the
         process that started it died, and nothing of the job was ever there."""
-        machine, record = await self._newest(name), self._kept.find(name)
+        machine, record = await self._newest(name), self._records.find(name)
         if machine is not None and record is None and not machine.lives:
             never_began = "begun" not in machine.tags and _attempt(machine, None) == 1
             machine = None if never_began else machine
@@ -560,7 +562,7 @@ class AwsBackend:
 
     async def list(self) -> list[Handle]:
         """See `Backend.list`."""
-        names = {each.tags["job"] for each in await self._all()} | set(self._kept.names())
+        names = {each.tags["job"] for each in await self._all()} | set(self._records.names())
         found = await asyncio.gather(*(self.find(name) for name in sorted(names)))
         return [each for each in found if each is not None]
 
@@ -569,7 +571,7 @@ class AwsBackend:
         try:
             return await self._ask_machine(handle, lambda on: on.order(handle))
         except _NoAnswer:
-            return self._order_here(handle.name, self._kept.find(handle.name))
+            return self._order_here(handle.name, self._records.find(handle.name))
 
     def _handle(self, name: str, attempt: int) -> Handle:
         return Handle(self.name, name, attempt, {"where": self._where})
@@ -607,13 +609,13 @@ class AwsBackend:
 
     def _status_without(self, handle: Handle, machine: Machine | None) -> Status:
         """The status without asking the machine: from what AWS says of it, and from the record that is kept here."""
-        record = self._kept.find(handle.name)
+        record = self._records.find(handle.name)
         if machine is None and record is None:
             raise NotHere(
                 f"{self._where} knows nothing of {handle.name}, attempt {handle.attempt}."
             )
         ending = record.endings.get(handle.attempt) if record else None
-        log = self._kept.log(handle.name, handle.attempt)
+        log = self._records.log(handle.name, handle.attempt)
         log_size = log.stat().st_size if log.exists() else 0
         if ending is None and machine is not None and machine.lives:
             if "begun" in machine.tags:
@@ -639,7 +641,7 @@ class AwsBackend:
         try:
             return await self._ask_machine(handle, lambda on: on.log(handle, offset, limit))
         except _NoAnswer:
-            path = self._kept.log(handle.name, handle.attempt)
+            path = self._records.log(handle.name, handle.attempt)
         try:
             data = await asyncio.to_thread(path.read_bytes)
         except FileNotFoundError:
@@ -664,14 +666,14 @@ class AwsBackend:
             ending = (await on.status(handle)).ending
             fetched = await on.fetch(handle, folder)
             if ending is not None:
-                path, offset = self._kept.log(handle.name, handle.attempt), 0
+                path, offset = self._records.log(handle.name, handle.attempt), 0
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 with path.open("wb") as file:
                     while part := (await on.log(handle, offset, LOG_PIECE)).data:
                         file.write(part)
                         offset += len(part)
             await asyncio.to_thread(
-                self._kept.note_fetched, handle.name, handle.attempt, folder, ending
+                self._records.note_fetched, handle.name, handle.attempt, folder, ending
             )
             return fetched
 
@@ -683,7 +685,7 @@ class AwsBackend:
 
     def _fetched_before(self, handle: Handle, folder: Path, status: Status) -> Fetched:
         """The results fetched while its machine existed; complete if that was after its end."""
-        record = self._kept.find(handle.name)
+        record = self._records.find(handle.name)
         whole = record is not None and handle.attempt in record.endings
         with results_folder(folder, f"{handle.name} on {self._where}") as results:
             files = tuple(path for path in sorted(results.brought) if (folder / path).is_file())
@@ -699,7 +701,7 @@ class AwsBackend:
             if machine.lives:
                 await self._end(machine)
         await self._forget_way(handle.name)
-        await asyncio.to_thread(self._kept.remove, handle.name)
+        await asyncio.to_thread(self._records.remove, handle.name)
 
     async def close(self) -> None:
         """See `Backend.close`."""
@@ -739,7 +741,7 @@ class AwsBackend:
         its = [each for each in machines if each.tags.get(VOID) != REMOVED]
         now = time.time()
         seen = stays_of(its, now)
-        kept = await asyncio.to_thread(self._kept.note_usage, handle.name, seen)
+        kept = await asyncio.to_thread(self._records.note_usage, handle.name, seen)
         return cost_of(with_forgotten(kept, seen.keys(), now))
 
     async def give_back(self, rented: Rented) -> None:

@@ -72,7 +72,7 @@ class Price:
 
 
 @dataclass(slots=True)
-class Checked:
+class CheckResults:
     """The results of the checks."""
 
     price: Price
@@ -81,10 +81,10 @@ class Checked:
     failed: list[str] = field(default_factory=list[str])
 
 
-def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str, gpus: int) -> Checked:
+def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str, gpus: int) -> CheckResults:
     """Make all checks. Raises UsageError if this machine lacks something: boto3 or, with credentials, the private key."""
     spot = bool(asks.get("spot"))
-    found = Checked(price_of(ec2, kind, spot=spot))
+    found = CheckResults(price_of(ec2, kind, spot=spot))
     named = {
         "key pair": lambda: _key_pair(ec2, access, private_key(access.required("key_path"))),
         "security group": lambda: _group(ec2, access),
@@ -103,7 +103,7 @@ def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str, gpus: in
     return found
 
 
-def _look(found: Checked, name: str, look: Callable[[], str]) -> None:
+def _look(found: CheckResults, name: str, look: Callable[[], str]) -> None:
     try:
         found.lines.append(f"{name}: {look()}")
     except (NoCredentials, Unreachable) as error:

@@ -40,7 +40,7 @@ class Record:
     """Usage of its machines by id, as far as they were seen from here."""
 
 
-class Kept:
+class JobRecords:
     """The records of one place, in a folder. A record is written whole; the last writer wins."""
 
     def __init__(self, folder: Path) -> None:

@@ -34,7 +34,7 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class FetchedFile:
     """A file, as it came."""
 
     attempt: int
@@ -48,7 +48,7 @@ class ResultsFolder:
     folder: Path
     of: str
     """The job, and its place: results of two jobs do not belong in one folder."""
-    brought: dict[str, Brought] = field(default_factory=dict[str, "Brought"])
+    brought: dict[str, FetchedFile] = field(default_factory=dict[str, "FetchedFile"])
     """Files that were brought here, by path."""
 
     @property
@@ -87,7 +87,7 @@ class ResultsFolder:
         self._put_in_place(came)
         for path, entry in there.items():
             if self._has(path):
-                self.brought[path] = Brought(attempt, entry.sha256)
+                self.brought[path] = FetchedFile(attempt, entry.sha256)
         self._remove_old_checkpoints(offered)
         self._write_note()
 
@@ -102,7 +102,7 @@ class ResultsFolder:
         self._set_aside(entries, set(entries), attempt, ended=False)
         self._put_in_place(entries)
         for path, entry in entries.items():
-            self.brought[path] = Brought(attempt, entry.sha256)
+            self.brought[path] = FetchedFile(attempt, entry.sha256)
         self._write_note()
 
     def _has(self, path: str) -> bool:
@@ -245,10 +245,10 @@ def _alone(folder: Path) -> Generator[None]:
         os.close(lock)
 
 
-def _read_note(note: Path) -> tuple[str | None, dict[str, Brought]]:
+def _read_note(note: Path) -> tuple[str | None, dict[str, FetchedFile]]:
     try:
         said = json.loads(note.read_bytes())
-        found = {path: Brought(int(n), str(sha)) for path, (n, sha) in said["files"].items()}
+        found = {path: FetchedFile(int(n), str(sha)) for path, (n, sha) in said["files"].items()}
         return str(said["of"]), {path: each for path, each in found.items() if may_come(path)}
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return None, {}

@@ -614,7 +614,7 @@ def alone(folder: str) -> Generator[None, None, None]:
         os.close(lock)
 
 
-class Held:
+class HeldLock:
     """A lock for the length of a `with`, released at once even if a child was forked meanwhile. Raises Refusal `busy`."""
 
     def __init__(self, path: str, how: int = fcntl.LOCK_EX) -> None:
@@ -667,9 +667,9 @@ class Root:
         """The path of a lock file."""
         return os.path.join(make_folder(self.at("locks")), name)
 
-    def job_lock(self, job: str) -> Held:
+    def job_lock(self, job: str) -> HeldLock:
         """Lock held while deciding which request makes an attempt of this job; several jobs share one."""
-        return Held(self.lock(f"jobs-{hashlib.sha256(job.encode()).hexdigest()[:2]}"))
+        return HeldLock(self.lock(f"jobs-{hashlib.sha256(job.encode()).hexdigest()[:2]}"))
 
     def gpu_lock(self, uuid: str) -> str:
         """The path of a GPU's lock: exclusive for a whole GPU, shared for shares of it."""
@@ -1283,7 +1283,7 @@ def mig_memory(xml: str) -> dict[tuple[str, int], int | None]:
     return found
 
 
-class Said:
+class ProbeOutput:
     """The outcome of one command of the probe."""
 
     def __init__(
@@ -1302,11 +1302,13 @@ class Probe:
         self.timeout = seconds_of(body, "probe_timeout", PROBE_TIMEOUT)
         self.until = 0.0
 
-    def ask(self, *questions: Sequence[str]) -> list[Said]:
+    def ask(self, *questions: Sequence[str]) -> list[ProbeOutput]:
         """Ask all questions at once, within the time limit."""
         lock = self._lock()
         if lock is None:
-            return [Said("hung", complaint="earlier calls of it still hang") for _ in questions]
+            return [
+                ProbeOutput("hung", complaint="earlier calls of it still hang") for _ in questions
+            ]
         self.until = time.monotonic() + self.timeout
         try:
             return self._ask(questions, lock)
@@ -1327,11 +1329,13 @@ class Probe:
     def _left(self) -> float:
         return max(0.0, self.until - time.monotonic())
 
-    def _ask(self, questions: Sequence[Sequence[str]], lock: int) -> list[Said]:
+    def _ask(self, questions: Sequence[Sequence[str]], lock: int) -> list[ProbeOutput]:
         import subprocess
 
         if not find_program(self.command[0], os.environ.get("PATH", os.defpath)):
-            return [Said("absent", complaint=f"there is no {self.command[0]}") for _ in questions]
+            return [
+                ProbeOutput("absent", complaint=f"there is no {self.command[0]}") for _ in questions
+            ]
         running: list[subprocess.Popen[bytes]] = []
         try:
             for question in questions:
@@ -1349,7 +1353,7 @@ class Probe:
         except OSError as error:
             for begun in running:
                 end_probe(begun)
-            return [Said("failed", complaint=str(error)) for _ in questions]
+            return [ProbeOutput("failed", complaint=str(error)) for _ in questions]
         streams = [s for begun in running for s in (begun.stdout, begun.stderr) if s]
         outputs = {s.fileno(): b"" for s in streams}
         poller = select.poll()
@@ -1365,7 +1369,7 @@ class Probe:
                     waiting.discard(fd)
         return [self._outcome(begun, outputs) for begun in running]
 
-    def _outcome(self, begun: Any, outputs: dict[int, bytes]) -> Said:
+    def _outcome(self, begun: Any, outputs: dict[int, bytes]) -> ProbeOutput:
         """The outcome of one process. One that did not end in time is killed and not waited for: in the kernel it may never die."""
         text, complaint = (
             outputs[stream.fileno()].decode("utf-8", "replace")
@@ -1376,8 +1380,8 @@ class Probe:
         code = begun.poll()
         end_probe(begun)
         if code is None:
-            return Said("hung", text, complaint)
-        return Said("failed" if code else "ok", text, complaint, code)
+            return ProbeOutput("hung", text, complaint)
+        return ProbeOutput("failed" if code else "ok", text, complaint, code)
 
 
 def end_probe(begun: Any) -> None:
@@ -1394,7 +1398,7 @@ def end_probe(begun: Any) -> None:
         begun.returncode = -9  # so that Popen does not warn of a child that was not waited for
 
 
-class Seen:
+class GpuReport:
     """GPUs and the processes on them, as far as the probe showed them."""
 
     def __init__(self) -> None:
@@ -1420,9 +1424,9 @@ class Seen:
         }
 
 
-def look_at_gpus(root: Root, body: dict[str, Any]) -> Seen:
+def look_at_gpus(root: Root, body: dict[str, Any]) -> GpuReport:
     """Run one round of the probe."""
-    probe, seen = Probe(root, body), Seen()
+    probe, seen = Probe(root, body), GpuReport()
     about_gpus, about_apps = probe.ask(
         question("gpu", GPU_FIELDS), question("compute-apps", APP_FIELDS)
     )
@@ -1455,7 +1459,7 @@ def question(what: str, fields: Sequence[str]) -> tuple[str, ...]:
     return (f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
 
 
-def probe_status(said: Said, not_read: list[str], found: list[Any]) -> str:
+def probe_status(said: ProbeOutput, not_read: list[str], found: list[Any]) -> str:
     """The probe's status: `garbage` only if no line could be read. If some could, it stays ok, and the caller sees the unread ones too."""
     return "garbage" if said.status == "ok" and not_read and not found else said.status
 
@@ -1814,7 +1818,7 @@ def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]
     walk = Walk(attempt.work)
     for folder in folders:
         walk.enter(folder)
-    others, left = Others(attempt), MANIFESTS_TOGETHER
+    others, left = OtherManifests(attempt), MANIFESTS_TOGETHER
     found: list[Checkpoint] = []
     manifests = [p for p in walk.files if p.endswith("/manifest.json") and "/." not in "/" + p]
     manifests.sort(key=lambda p: walk.files[p].st_mtime_ns, reverse=True)
@@ -1854,7 +1858,7 @@ def is_complete(checkpoint: Checkpoint) -> bool:
     return True
 
 
-class Others:
+class OtherManifests:
     """Large files named `manifest.json` that belong to no checkpoint, as in data sets: not read again while they stay unchanged."""
 
     def __init__(self, attempt: Attempt) -> None:
@@ -2325,7 +2329,7 @@ def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> Answered:
         raise Refusal(
             "bad_request", "payload: as many bytes as the blobs have together are expected"
         )
-    with Held(root.lock("blobs.lock"), fcntl.LOCK_SH):
+    with HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
         for n, sha in enumerate(shas):
             store_blob(root, sha, sizes[n], payload)
     return {"stored": shas}, b""
@@ -2337,21 +2341,21 @@ def verb_join(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     size = count_of({"size": body["blob"][1]}, "size")
     parts = shas_of({"parts": [entry[0] for entry in body["parts"]]}, "parts")
     folder = make_folder(os.path.dirname(root.blob(sha)))
-    with alone(folder), Held(root.lock("blobs.lock"), fcntl.LOCK_SH):
+    with alone(folder), HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
         if not has_blob(root, sha):
             missing = [part for part in parts if not has_blob(root, part)]
             if missing:
                 raise Refusal(
                     "missing_blobs", f"{len(missing)} parts are not here", missing=missing
                 )
-            store_blob(root, sha, size, Joined([root.blob(part) for part in parts]), "join")
+            store_blob(root, sha, size, JoinedFiles([root.blob(part) for part in parts]), "join")
         for part in parts:
             if part != sha:
                 remove_file(root.blob(part))
     return {"stored": [sha]}, b""
 
 
-class Joined:
+class JoinedFiles:
     """Several files, read one after the other as one."""
 
     def __init__(self, paths: list[str]) -> None:
@@ -2451,7 +2455,7 @@ def verb_touch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     return {"touched": touched}, b""
 
 
-class Watched:
+class WatchedAttempt:
     """One attempt that a `wait` request watches."""
 
     def __init__(self, attempt: Attempt, known: dict[str, Any]) -> None:
@@ -2482,7 +2486,9 @@ def verb_wait(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     begun = time.monotonic()
     until = begun + seconds_of(body, "timeout", 0.0)
     loud = begun + seconds_of(body, "quiet", 1.0)
-    watched = [Watched(attempt_by_name(root, n), known) for n, known in body["known"].items()]
+    watched = [
+        WatchedAttempt(attempt_by_name(root, n), known) for n, known in body["known"].items()
+    ]
     listener = select.poll()
     listener.register(1, 0)
     while True:
@@ -2630,7 +2636,7 @@ def verb_keep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     paths = [text_of({"path": entry[0]}, "path") for entry in files]
     shas = shas_of({"files": [entry[1] for entry in files]}, "files")
     sizes = [count_of({"size": entry[2]}, "size") for entry in files]
-    with Held(root.lock("blobs.lock"), fcntl.LOCK_SH):
+    with HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
         for n, sha in enumerate(shas):
             if not has_blob(root, sha):
                 keep_file(root, attempt.work, paths[n], sha, sizes[n])
@@ -2776,7 +2782,7 @@ def verb_release(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     if not holders:
         belonging.group.remove()
         for uuid in uuids:
-            with Held(root.lock("shares.lock")):
+            with HeldLock(root.lock("shares.lock")):
                 path = os.path.join(root.shares(uuid), attempt.name)
                 if not is_locked(path):
                     remove_file(path)
@@ -2869,7 +2875,7 @@ def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     before = time.time() - seconds_of(body, "older_than", 3600.0)
     removed = remove_old_runners(root, text_of(body, "runner"), before)
     for folder, _folders, names in os.walk(root.at("blobs")):
-        with Held(root.lock("blobs.lock")):  # taken again for each folder: launches wait for it
+        with HeldLock(root.lock("blobs.lock")):  # taken again for each folder: launches wait for it
             for name in names:
                 path = os.path.join(folder, name)
                 if name not in keep and changed_before(path, before):
@@ -3235,7 +3241,7 @@ def resolve_gpus(order: Order) -> str:
     return ",".join(resolve_gpu(order, seen, uuid) for uuid in order.gpus)
 
 
-def resolve_gpu(order: Order, seen: Seen, uuid: str) -> str:
+def resolve_gpu(order: Order, seen: GpuReport, uuid: str) -> str:
     """One GPU's index or MIG name; Refused if it is missing, ill, or in use."""
     device = next((d for g in seen.gpus for d in g["mig_devices"] if d["uuid"] == uuid), None)
     gpu = seen.gpu(uuid)
@@ -3313,7 +3319,7 @@ def take_share(order: Order, uuid: str, share_mb: int) -> int:
     """Take a share if it fits beside those that are held. A share lasts as long as the lock on its file, so no counter has to be kept."""
     folder = order.root.shares(uuid)
     total = order.memory_mb.get(uuid) or 0
-    with Held(order.root.lock("shares.lock")):
+    with HeldLock(order.root.lock("shares.lock")):
         others = {name: share_held(os.path.join(folder, name)) for name in os.listdir(folder)}
         used = sum(others.values())
         if used + share_mb > total:

@@ -85,7 +85,7 @@ class LaunchRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedJob:
     """An order whose files are in a store."""
 
     order: Order
@@ -93,7 +93,7 @@ class Packed:
     """The part of the project that travels."""
 
 
-def pack(wanted: LaunchRequest, store: BlobStore) -> Packed:
+def pack(wanted: LaunchRequest, store: BlobStore) -> PackedJob:
     """Turn a request into an order, with its files in `store`. Raises UsageError for a project that cannot travel, and for results that
     cannot be fetched."""
     project = bundle(wanted.project, wanted.secrets, wanted.take)
@@ -137,7 +137,7 @@ def pack(wanted: LaunchRequest, store: BlobStore) -> Packed:
         python=wanted.python,
         meets_at=wanted.meets_at,
     )
-    return Packed(order, project)
+    return PackedJob(order, project)
 
 
 def refuse_shown_secrets(command: Sequence[str], secrets: Mapping[str, str]) -> None:

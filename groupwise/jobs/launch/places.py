@@ -155,11 +155,11 @@ def _ray(place: JobBackend) -> Backend:
 def _aws(place: JobBackend) -> Backend:
     from groupwise.jobs.clouds.aws import AwsBackend
     from groupwise.jobs.clouds.aws_checks import Access
-    from groupwise.jobs.clouds.aws_state import Kept
+    from groupwise.jobs.clouds.aws_state import JobRecords
 
     detail = {name: value for name, value in place.detail.items() if value is not None}
     region, profile = detail.pop("region"), detail.pop("profile", None)
-    kept = Kept(state_folder("aws") / f"{region}-{profile or 'default'}")
+    kept = JobRecords(state_folder("aws") / f"{region}-{profile or 'default'}")
     owner = f"{getpass.getuser()}@{socket.gethostname()}"
     return AwsBackend(place.kind, _ec2(region, profile), Access(**detail), kept, owner=owner)
 

@@ -27,7 +27,7 @@ TRIED = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class DryRunReport:
     """A command's description of itself."""
 
     results: tuple[str, ...]
@@ -56,7 +56,7 @@ def check_verb(words: Sequence[str]) -> None:
 NOT_FOR_JOBS = ("--help", "--dry-run")
 
 
-def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> Tried:
+def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> DryRunReport:
     """Run the command with --dry-run. Raises UsageError with the command's own message if it would fail."""
     verb, *rest = words
     for path in map(Path, _values(rest)):
@@ -112,7 +112,7 @@ def results_of(words: Sequence[str]) -> tuple[str, ...]:
     return (*folders, *_output_of(words))
 
 
-def _described(verb: str, rest: Sequence[str], output: bytes, project: Path) -> Tried:
+def _described(verb: str, rest: Sequence[str], output: bytes, project: Path) -> DryRunReport:
     """Read the description that the command printed as JSON; a task may have printed something before it."""
     text = output.decode(errors="replace")
     document: dict[str, Any] | None = None
@@ -129,15 +129,15 @@ def _described(verb: str, rest: Sequence[str], output: bytes, project: Path) -> 
     if verb in ("rl", "sft"):
         steps = f", {plan['steps']} steps" if plan.get("steps") is not None else ""
         config = document["config"]
-        return Tried(
+        return DryRunReport(
             (config["run"]["dir"],), f"{plan['task']}{steps}", _needs(project, rest, config)
         )
     if verb == "eval" and plan:
         asked = f"{plan['prompts']} prompts for {', '.join(plan['policies'])}"
         needs = (*plan["folders"], *_needs(project, rest, document["config"]))
         results = tuple(_inside(project, each) for each in plan["results"])
-        return Tried(results, f"{plan['task']}, {asked}", needs)
-    return Tried(_output_of(rest), f"`groupwise {verb}` says what it would ask")
+        return DryRunReport(results, f"{plan['task']}, {asked}", needs)
+    return DryRunReport(_output_of(rest), f"`groupwise {verb}` says what it would ask")
 
 
 def _inside(project: Path, path: str) -> str:

@@ -27,7 +27,7 @@ from groupwise.jobs.launch import results
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class SweepResult:
     """The result of a sweep."""
 
     overdue: tuple[Rented, ...]
@@ -88,7 +88,7 @@ def stays(rented: Rented) -> str:
 
 async def sweep(
     backend: Renting, name: str | None, *, dry_run: bool, now: float | None = None
-) -> Swept:
+) -> SweepResult:
     """End machines beyond their deadlines; with `name` all machines of that job, whatever their deadlines."""
     moment = time.time() if now is None else now
     found = await backend.rented()
@@ -105,4 +105,4 @@ async def sweep(
                 failed[each] = f"{each.id} of {each.job}: {error.message}"
     ended = tuple(each for each in overdue if each not in failed)
     left = tuple(each for each in found if each not in overdue)
-    return Swept(ended, left, tuple(failed.values()))
+    return SweepResult(ended, left, tuple(failed.values()))
