@@ -1,7 +1,7 @@
-"""Options that all places of `groupwise launch` have, and those of its jobs.
+"""Options that several commands of `groupwise launch` share.
 
-Several options that belong together are the parameters of one function (see `place_command`), so that a command names the group
-and gets what the function makes of them.
+Options that belong together are the parameters of one function (see `place_command`), so that a command names the group and gets the value
+that the function makes of them.
 """
 
 from __future__ import annotations
@@ -212,7 +212,8 @@ IndexUrl = Annotated[
 def place_command(
     **groups: Callable[..., Any],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """For the function of a command: it has the options of its groups, too, and gets what each group makes of them by its name."""
+    """Decorate the function of a command that has the options of its groups, too. It gets the value that each group makes of its options,
+    under the group's name."""
 
     def grouping(function: Callable[..., None]) -> Callable[..., None]:
         members = {group: _options(made) for group, made in groups.items()}

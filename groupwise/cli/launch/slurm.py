@@ -14,7 +14,7 @@ from groupwise.cli.launch.placing import (
     Environment,
     Gang,
     Login,
-    asked,
+    common,
     environment,
     gang,
     launch,
@@ -38,7 +38,7 @@ Sbatch = Annotated[
 ]
 
 
-@place_command(by=login, packages=environment, machines=gang, job=asked)
+@place_command(by=login, packages=environment, machines=gang, job=common)
 def slurm(
     partition: Partition = None,
     account: Account = None,

@@ -13,7 +13,7 @@ from groupwise.cli.launch.placing import (
     CommonOptions,
     Environment,
     Gang,
-    asked,
+    common,
     environment,
     gang,
     launch,
@@ -38,7 +38,7 @@ MasterAddress = Annotated[
 ]
 
 
-@place_command(packages=environment, machines=gang, job=asked)
+@place_command(packages=environment, machines=gang, job=common)
 def ssh(
     host: Hosts,
     user: User = None,
@@ -59,7 +59,7 @@ def ssh(
     groupwise launch ssh --host gpu1 --gpus 1 -- rl --config C.yaml --task-module task.py
     """
     together = machines.of(len(host))
-    if master_addr is not None and not together.is_one:
+    if master_addr is not None and not together.is_several:
         raise UsageError("--master-addr is for several machines, each with its own --host.")
     plan = packages.plan()
     trusted = trust_of(trust, trust_jump)
