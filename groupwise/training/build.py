@@ -859,7 +859,7 @@ def _hosts_others(config: RunConfig) -> bool:
 def _loaded(config: AnyConfig, layout: Layout, device: str) -> Any:
     """The model, as the backend loads it."""
     if config.model.backend == "unsloth":
-        from groupwise.engine.backends.unsloth.parts import load
+        from groupwise.engine.backends.unsloth.library import load
 
         return load(config.model, layout.dtype, layout.key_length or None)
     from groupwise.engine.models.load import load_model

@@ -126,8 +126,17 @@ async def start(
     session = Session(url, transport=transport)
     try:
         await session.open(owner_of(wanted))
-        await session.awaited(_sent(session, wanted))
-        opened = PartsOpenedAnswer.model_validate(await _opened(session, wanted))
+        for name, folder in wanted.sent.items():
+            files = model_files(folder) if name == "model" else weight_files(folder)
+            await session.awaited(session.upload(files, f"{SENT}-{name}"))
+        order = Open(
+            kind=wanted.kind,
+            config=sections(wanted.kind, wanted.config),
+            run=wanted.run,
+            longest_prompt=wanted.longest_prompt,
+            base=wanted.base,
+        ).model_copy(update={name: f"{SENT}-{name}" for name in wanted.sent})
+        opened = PartsOpenedAnswer.model_validate(await session.call(order, ordered=True))
     except Refused as error:
         session.close()
         if error.code in LOST:
@@ -153,28 +162,11 @@ async def start(
     )
 
 
-async def _sent(session: Session, wanted: RemotePartsSpec) -> None:
-    for name, folder in wanted.sent.items():
-        files = model_files(folder) if name == "model" else weight_files(folder)
-        await session.upload(files, f"{SENT}-{name}")
-
-
 def model_files(folder: Path) -> list[Path]:
     """All files of a model, with its tokenizer."""
     return sorted(
         path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")
     )
-
-
-async def _opened(session: Session, wanted: RemotePartsSpec) -> Any:
-    order = Open(
-        kind=wanted.kind,
-        config=sections(wanted.kind, wanted.config),
-        run=wanted.run,
-        longest_prompt=wanted.longest_prompt,
-        base=wanted.base,
-    ).model_copy(update={name: f"{SENT}-{name}" for name in wanted.sent})
-    return await session.call(order, ordered=True)
 
 
 def sections(kind: PartsKind, config: Mapping[str, Any]) -> dict[str, Any]:

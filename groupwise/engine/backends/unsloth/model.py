@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -109,11 +108,3 @@ class UnslothDecoder(Decoder):
         """See `Decoder.hidden`; of rows that begin at 0, with nothing before them."""
         assert cache is None
         return self.body(input_ids=ids_BT, use_cache=False).last_hidden_state
-
-
-def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and mask [B, P] of prompts that end together."""
-    longest = max(map(len, prompts))
-    ids = [[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

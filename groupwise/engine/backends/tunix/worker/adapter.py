@@ -45,10 +45,27 @@ class Adapted:
     ) -> None:
         """`layers`: those of transformers' model that get an adapter."""
         there = [_named(path) for path, _ in nnx.to_flat_state(nnx.state(model))]
-        self.layers = _by_weight(layers, family, there)
+        by_place = {
+            f"{found[1]}.{found[2]}": each for each in layers if (found := _LAYER.fullmatch(each))
+        }
+        self.layers: dict[str, tuple[str, ...]] = {}
         """Layers of transformers that each adapted weight (layer, Tunix's name) consists of, in its order."""
+        for weight in there:
+            number, _, name = weight.partition(".")
+            parts = [f"{number}.{part}" for part in family.weights.get(name, ())]
+            if parts and parts[0] in by_place:  # `fits.check_layers` has verified: then all are
+                self.layers[weight] = tuple(by_place[part] for part in parts)
+        taken = {layer for found in self.layers.values() for layer in found}
+        assert {*layers} == taken, "they are checked"
         self.number: Any = jax.tree.leaves(nnx.state(model))[0].dtype
-        adapted = _with_places(model, [*self.layers], rank, alpha)
+        paths = [f"layers.{weight.rpartition('.')[0]}" for weight in self.layers]
+        rule = "|".join(re.escape(path.replace(".", "/")) for path in paths)
+        provider = ExactLora(module_path=rule, rank=rank, alpha=alpha)
+        # Outside of the mesh, layers do not divide their rows: qwix runs the model once, with too few rows for many devices.
+        with jax.sharding.Mesh(np.empty((), object), ()):
+            adapted = qwix.apply_lora_to_model(
+                model, provider, **model.get_model_input(), rngs=nnx.Rngs(params=0)
+            )
         self.graph, places, self.base = nnx.split(adapted, nnx.LoRAParam, ...)
         self._places = {_named(path): (path, place) for path, place in nnx.to_flat_state(places)}
 
@@ -136,26 +153,6 @@ class Adapted:
         return jax.device_put(jnp.asarray(value), place.get_value().sharding)
 
 
-def _by_weight(
-    layers: Sequence[str], family: Family, there: Sequence[str]
-) -> dict[str, tuple[str, ...]]:
-    """The adapted ones among the model's weights, each with its layers.
-
-    `groupwise.engine.backends.tunix.fits.check_layers` has verified that no weight is adapted in part.
-    """
-    by_place = {
-        f"{found[1]}.{found[2]}": each for each in layers if (found := _LAYER.fullmatch(each))
-    }
-    made: dict[str, tuple[str, ...]] = {}
-    for weight in there:
-        number, _, name = weight.partition(".")
-        parts = [f"{number}.{part}" for part in family.weights.get(name, ())]
-        if parts and parts[0] in by_place:
-            made[weight] = tuple(by_place[part] for part in parts)
-    assert {*layers} == {layer for found in made.values() for layer in found}, "they are checked"
-    return made
-
-
 class ExactLora(qwix.LoraProvider):
     """qwix's adapter, except that its product is added in float32, and the sum rounded once."""
 
@@ -195,17 +192,6 @@ class ExactLora(qwix.LoraProvider):
         added = jnp.einsum(words, wide, down, up, precision=jax.lax.Precision.HIGHEST)
         total = in_float32(product, inputs, weight) + added * (rule.alpha / rule.rank)
         return total.astype(inputs.dtype)
-
-
-def _with_places(model: Any, weights: Sequence[str], rank: int, alpha: float) -> nnx.Module:
-    """Outside of the mesh, layers do not divide their rows: qwix runs the model once, with too few rows for many devices."""
-    paths = [f"layers.{weight.rpartition('.')[0]}" for weight in weights]
-    rule = "|".join(re.escape(path.replace(".", "/")) for path in paths)
-    provider = ExactLora(module_path=rule, rank=rank, alpha=alpha)
-    with jax.sharding.Mesh(np.empty((), object), ()):
-        return qwix.apply_lora_to_model(
-            model, provider, **model.get_model_input(), rngs=nnx.Rngs(params=0)
-        )
 
 
 def _named(path: tuple[Any, ...]) -> str:

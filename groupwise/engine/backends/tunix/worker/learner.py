@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from groupwise.algorithms.base import LossResult, Others, TokenBatch
+from groupwise.algorithms.base import Others, TokenBatch
 from groupwise.algorithms.registry import from_spec
 from groupwise.core.errors import CheckpointError
 from groupwise.core.types import (
@@ -214,7 +214,10 @@ class Learner:
                 told = self._numbers(factors, base, given)
                 found = loss.loss(_token_batch(told, about, loss))
                 whole = sum(value.value * shares[name] for name, value in found.components.items())
-                return whole, (_sums(found), told.logprobs_BL)
+                losses = {f"loss/{name}": value for name, value in found.components.items()}
+                stats = {**losses, **found.stats}
+                sums = {name: value.detach().value for name, value in stats.items()}
+                return whole, (sums, told.logprobs_BL)
 
             self._gradients[key] = jax.jit(jax.value_and_grad(total, has_aux=True))
         return self._gradients[key]
@@ -308,8 +311,3 @@ def _token_batch(told: Numbers, about: Mapping[str, Any], loss: Any) -> TokenBat
         others=Others(*map(Tensor, about["others"])) if "others" in about else None,
         **optional,
     )
-
-
-def _sums(found: LossResult) -> dict[str, Any]:
-    losses = {f"loss/{name}": value for name, value in found.components.items()}
-    return {name: value.detach().value for name, value in {**losses, **found.stats}.items()}

@@ -35,7 +35,7 @@ FINENESS = 3
 """Loops are compiled for eighths of the next power of two, so that turns with ever less room for tokens need few of them."""
 
 
-class Asked(NamedTuple):
+class LoopInputs(NamedTuple):
     """Arguments of a compiled loop: G members of each of U prompts, S = U · G rows."""
 
     prompts_UP: Any
@@ -117,11 +117,11 @@ class Sampler:
 
     def _completed(self, parts: Sequence[Part]) -> list[list[Completion]]:
         params, members = parts[0].request.params, len(parts[0].seeds)
-        asked = self._asked(parts, params, members)
+        inputs = self._loop_inputs(parts, params, members)
         drawn = self._loop(
             self._factors,
             self.adapted.base,
-            asked,
+            inputs,
             members=members,
             longest=_rounded_up(params.max_tokens)[0],
             truncation=(params.top_k, params.top_p, params.min_p),
@@ -154,7 +154,9 @@ class Sampler:
             fingerprint=self.fingerprint,
         )
 
-    def _asked(self, parts: Sequence[Part], params: SamplingParams, members: int) -> Asked:
+    def _loop_inputs(
+        self, parts: Sequence[Part], params: SamplingParams, members: int
+    ) -> LoopInputs:
         prompts, width = max(1, self._slots // members), self._width(parts[0].request)
         prompts_UP = np.zeros((prompts, width), np.int32)
         lengths_U = np.ones(prompts, np.int32)
@@ -168,11 +170,13 @@ class Sampler:
                 uniforms_ST[number * members + member, : params.max_tokens] = [
                     uniform(seed, position) for position in range(params.max_tokens)
                 ]
-        return Asked(
+        stops = params.stop_token_ids
+        padding = max(1, -(-len(stops) // STOPS)) * STOPS - len(stops)
+        return LoopInputs(
             prompts_UP,
             lengths_U,
             uniforms_ST,
-            _filled_up(params.stop_token_ids),
+            np.array([*stops, *[-1] * padding], np.int32),
             np.float32(params.temperature),
             np.int32(params.min_tokens),
             np.int32(params.max_tokens),
@@ -183,7 +187,7 @@ class Sampler:
         self,
         factors: Factors,
         base: Any,
-        asked: Asked,
+        inputs: LoopInputs,
         *,
         members: int,
         longest: int,
@@ -191,25 +195,25 @@ class Sampler:
     ) -> Drawn:
         merged = functools.partial(self.adapted.merged, factors, base)
         model = merged()
-        prompts, width = asked.prompts_UP.shape
+        prompts, width = inputs.prompts_UP.shape
         size = width + longest
         column = jnp.arange(size)
-        padding_U = width - asked.lengths_U
+        padding_U = width - inputs.lengths_U
         seen_UC = (column >= padding_U[:, None]) & (column < width)
         before_PC = column <= jnp.arange(width)[:, None]
         head = taken_off(model)
         hidden_UPD, cache = model(
-            asked.prompts_UP,
+            inputs.prompts_UP,
             jnp.maximum(jnp.arange(width) - padding_U[:, None], 0),
             _empty_cache(model.config, prompts, size, self.adapted.number),
             seen_UC[:, None, :] & before_PC,
         )
         repeated = functools.partial(jnp.repeat, repeats=members, axis=0)
         rows = prompts * members
-        seen_SC, lengths_S = repeated(seen_UC), repeated(asked.lengths_U)
+        seen_SC, lengths_S = repeated(seen_UC), repeated(inputs.lengths_U)
         start = (
             jnp.int32(0),
-            ~asked.there_S,
+            ~inputs.there_S,
             repeated(head(hidden_UPD[:, -1:])[:, 0]),
             jax.tree.map(repeated, cache),
             jnp.full((rows, longest), -1, jnp.int32),
@@ -217,17 +221,17 @@ class Sampler:
         )
 
         def goes_on(state: Any) -> Any:
-            return (state[0] < asked.max_tokens) & ~state[1].all()
+            return (state[0] < inputs.max_tokens) & ~state[1].all()
 
         def next_token(state: Any) -> Any:
             step, done_S, logits_SV, cache, tokens_ST, logprobs_ST = state
-            allowed_SV = _without_early_stops(logits_SV, asked, step)
+            allowed_SV = _without_early_stops(logits_SV, inputs, step)
             chosen_S, logprobs_S = _draw(
-                allowed_SV, asked.temperature, asked.uniforms_ST[:, step], truncation
+                allowed_SV, inputs.temperature, inputs.uniforms_ST[:, step], truncation
             )
             tokens_ST = tokens_ST.at[:, step].set(jnp.where(done_S, -1, chosen_S))
             logprobs_ST = logprobs_ST.at[:, step].set(jnp.where(done_S, 0.0, logprobs_S))
-            done_S = done_S | (chosen_S[:, None] == asked.stops_K).any(-1)
+            done_S = done_S | (chosen_S[:, None] == inputs.stops_K).any(-1)
             mask_SC = seen_SC | ((column >= width) & (column <= width + step))
             inside = merged()  # layers note things about themselves, which must be within the loop
             head = taken_off(inside)
@@ -246,11 +250,6 @@ def _rounded_up(max_tokens: int) -> tuple[int, int]:
     return -(-max_tokens // step) * step, step
 
 
-def _filled_up(stop_token_ids: Sequence[int]) -> np.ndarray:
-    count = max(1, -(-len(stop_token_ids) // STOPS)) * STOPS
-    return np.array([*stop_token_ids, *[-1] * (count - len(stop_token_ids))], np.int32)
-
-
 def _empty_cache(config: Any, rows: int, size: int, number: Any) -> dict[str, Any]:
     shape = (rows, size, config.num_kv_heads, config.head_dim)
     return {
@@ -263,10 +262,10 @@ def _empty_cache(config: Any, rows: int, size: int, number: Any) -> dict[str, An
     }
 
 
-def _without_early_stops(logits_SV: Any, asked: Asked, step: Any) -> Any:
+def _without_early_stops(logits_SV: Any, inputs: LoopInputs, step: Any) -> Any:
     vocabulary = jnp.arange(logits_SV.shape[1])
-    stops_V = (vocabulary[:, None] == asked.stops_K).any(-1)
-    return jnp.where(stops_V & (step < asked.min_tokens), NEVER, logits_SV)
+    stops_V = (vocabulary[:, None] == inputs.stops_K).any(-1)
+    return jnp.where(stops_V & (step < inputs.min_tokens), NEVER, logits_SV)
 
 
 def _draw(

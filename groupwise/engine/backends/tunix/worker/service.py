@@ -14,8 +14,9 @@ import traceback
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from functools import singledispatchmethod
+from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 
@@ -74,7 +75,9 @@ def serve(connection: socket.socket) -> None:
         taken, waiting = _next(waiting, orders)
         taken = [order for order in taken if order.number not in cancelled]
         if taken:
-            _answer(answers, service, taken)
+            for each in _done(service, taken):
+                answers.write(each.model_dump_json() + "\n")
+            answers.flush()
 
 
 def _read(connection: socket.socket, orders: queue.Queue[Order], cancelled: set[int]) -> None:
@@ -108,12 +111,6 @@ def _next(waiting: list[Order], orders: queue.Queue[Order]) -> tuple[list[Order]
         together.append(following)
 
 
-def _answer(answers: IO[str], service: Service, taken: list[Order]) -> None:
-    for each in _done(service, taken):
-        answers.write(each.model_dump_json() + "\n")
-    answers.flush()
-
-
 def _done(service: Service, taken: list[Order]) -> list[Answer]:
     """The answers. If orders fail together, each is done by itself, so that an error of one does not reach the others."""
     try:
@@ -132,21 +129,18 @@ def _trouble(error: Exception, order: Any) -> Trouble:
     if isinstance(error, GroupwiseError):
         return Trouble(kind=type(error).__name__, message=str(error))
     if "RESOURCE_EXHAUSTED" in str(error):
+        if isinstance(order, Open):
+            work = "loading the model. Take a smaller one, another model.dtype, or more devices in model.mesh."
+        elif isinstance(order, Generate):
+            work = "generating. Lower sampler.max_num_seqs or sampler.max_completion_length."
+        else:
+            work = "learning. Lower training.max_tokens_per_microbatch, or set training.gradient_checkpointing."
         return Trouble(
             kind=OutOfMemoryError.__name__,
-            message=f"JAX has no memory left while {_needs_less(order)} It said: {_first_line(error)}",
+            message=f"JAX has no memory left while {work} It said: {_first_line(error)}",
         )
-    told = "".join(traceback.format_exception(error))
-    return Trouble(kind=errors.RunError.__name__, message=f"The Tunix worker failed:\n{told}")
-
-
-def _needs_less(order: Any) -> str:
-    """Names an order's work, and what to change so that it takes less memory."""
-    if isinstance(order, Open):
-        return "loading the model. Take a smaller one, another model.dtype, or more devices in model.mesh."
-    if isinstance(order, Generate):
-        return "generating. Lower sampler.max_num_seqs or sampler.max_completion_length."
-    return "learning. Lower training.max_tokens_per_microbatch, or set training.gradient_checkpointing."
+    trace = "".join(traceback.format_exception(error))
+    return Trouble(kind=errors.RunError.__name__, message=f"The Tunix worker failed:\n{trace}")
 
 
 @contextmanager
@@ -207,10 +201,19 @@ class Service:
 
     @do.register
     def _(self, order: Look) -> Found:
-        devices = _devices()
+        try:
+            devices = jax.devices()
+        except RuntimeError as error:
+            raise UsageError(
+                f"JAX cannot open its devices: {error}. {OPENED_BY_ANOTHER}"
+            ) from error
+        if (hosts := jax.process_count()) > 1:
+            raise UsageError(
+                f"JAX sees the devices of {hosts} hosts; the backend tunix computes on those of one."
+            )
         return Found(
-            tunix=_version("google-tunix"),
-            jax=_version("jax"),
+            tunix=version("google-tunix"),
+            jax=version("jax"),
             platform=devices[0].platform,
             devices=len(devices),
             device=devices[0].device_kind,
@@ -235,7 +238,7 @@ class Service:
             run=order.run,
             publish_folder=self._publish_folder,
             described=order.described,
-            vocabulary=_vocabulary(model),
+            vocabulary=model.embedder.input_embedding.get_value().shape[0],
             longest=order.key_length,
             max_tokens=order.max_tokens,
             multiple=order.mesh[0],
@@ -293,18 +296,6 @@ def _there(part: Any) -> Any:
     return part
 
 
-def _devices() -> list[Any]:
-    try:
-        devices = jax.devices()
-    except RuntimeError as error:
-        raise UsageError(f"JAX cannot open its devices: {error}. {OPENED_BY_ANOTHER}") from error
-    if (hosts := jax.process_count()) > 1:
-        raise UsageError(
-            f"JAX sees the devices of {hosts} hosts; the backend tunix computes on those of one."
-        )
-    return devices
-
-
 def _mesh(shape: tuple[int, int]) -> Any:
     wanted, there = shape[0] * shape[1], len(jax.devices())
     if wanted > there:
@@ -314,13 +305,3 @@ def _mesh(shape: tuple[int, int]) -> Any:
         )
     kinds = (jax.sharding.AxisType.Auto,) * 2
     return jax.make_mesh(shape, ("fsdp", "tp"), kinds, devices=jax.devices()[:wanted])
-
-
-def _vocabulary(model: Any) -> int:
-    return model.embedder.input_embedding.get_value().shape[0]
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)
