@@ -156,23 +156,12 @@ class Ranks(Calls):
 
     def _lived(self) -> RunError:
         """Start the zygote and listen as long as it lives; returns how it ended. However this ends, the zygote has ended."""
-        self._process = self._popen()
-        try:
-            self._output = Output(self._process, "model workers")
-            self._listen()
-        finally:
-            self._control.end()
-            how = self._reaped(self._process)
-        words = self._output.last_words()
-        return RunError(f"The process that holds the model ended: {how} {RESUME}{words}")
-
-    def _popen(self) -> Popen[bytes]:
         number = self._theirs.fileno()
-        words = (str(os.getpid()), str(number), *self._modules)
+        arguments = (str(os.getpid()), str(number), *self._modules)
         with self._theirs:  # from then on the zygote's alone, so that its end is noticed
             try:
-                return Popen(
-                    [sys.executable, "-P", "-m", "groupwise.engine.distributed.zygote", *words],
+                self._process = process = Popen(
+                    [sys.executable, "-P", "-m", "groupwise.engine.distributed.zygote", *arguments],
                     stdin=DEVNULL,
                     stdout=PIPE,
                     stderr=STDOUT,
@@ -182,6 +171,21 @@ class Ranks(Calls):
                 )
             except OSError as error:
                 raise RunError(f"The model workers cannot be started: {error}") from error
+        try:
+            self._output = Output(process, "model workers")
+            self._listen()
+        finally:
+            self._control.end()
+            # It ends by itself; if it is still making something, or hangs, it is killed.
+            deadline = time.monotonic() + (_END_LIMIT if self.processes else 0.0)
+            while not has_ended(process) and time.monotonic() < deadline:
+                time.sleep(_LOOK_EVERY)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(TimeoutExpired):
+                process.wait(_END_LIMIT)
+        ending, words = how(process.returncode), self._output.last_words()
+        return RunError(f"The process that holds the model ended: {ending} {RESUME}{words}")
 
     def _listen(self) -> None:
         """Take messages until the zygote is gone or must go."""
@@ -218,14 +222,3 @@ class Ranks(Calls):
                 assert self._output is not None
                 who = f"Model worker {rank + 1} of {self.count}"
                 self._end(RunError(f"{who} ended: {how(code)} {RESUME}"))
-
-    def _reaped(self, process: Popen[bytes]) -> str:
-        """How the zygote ended by itself; one that is still making something, or hangs, is killed."""
-        deadline = time.monotonic() + (_END_LIMIT if self.processes else 0.0)
-        while not has_ended(process) and time.monotonic() < deadline:
-            time.sleep(_LOOK_EVERY)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(TimeoutExpired):
-            process.wait(_END_LIMIT)
-        return how(process.returncode)

@@ -33,7 +33,7 @@ _LOADS = frozenset({"learner.load", "sampler.load"})
 """Calls that read a folder."""
 _READ = (".safetensors", ".json")
 _WORD = 32
-"""Letters of the word that replaces a secret if ranks have none."""
+"""Letters of the word that replaces a secret if the ranks have none."""
 
 
 class Peers(Started):
@@ -52,7 +52,10 @@ class Peers(Started):
     def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
         if name in _LOADS and self._place is not None and self._place.elsewhere(rank):
             (given,) = arguments
-            name, arguments = "load_sent", (name, given, _read(Path(getattr(given, "path", given))))
+            folder = Path(getattr(given, "path", given))
+            files = [file for file in folder.iterdir() if file.suffix in _READ and file.is_file()]
+            contents = {file.name: file.read_bytes() for file in files}
+            name, arguments = "load_sent", (name, given, contents)
         return super()._ask(rank, name, arguments)
 
     # --- what runs in the thread -----------------------------------------------------------------
@@ -75,14 +78,7 @@ class Peers(Started):
         return {"GLOO_SOCKET_IFNAME": "lo"} if near and sys.platform.startswith("linux") else {}
 
     def _called_in(self) -> None:
-        assert self._door is not None
-        self._let_in()
-        if len(self._by_rank) == self.count:  # all have called
-            self._selector.unregister(self._door)
-            self._door.close()
-
-    def _let_in(self) -> None:
-        """Accept a rank that calls; a caller that does not know the secret is rejected."""
+        """Accept a rank that calls; a caller that does not know the secret is rejected. When all have called, the door is closed."""
         assert self._door is not None
         connection, caller = self._door.accept()
         try:
@@ -100,6 +96,9 @@ class Peers(Started):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         watch_for_silence(connection)
         self._know(rank, MessageChannel(connection, seal))
+        if len(self._by_rank) == self.count:
+            self._selector.unregister(self._door)
+            self._door.close()
 
     def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
         assert self._made is not None
@@ -125,9 +124,3 @@ class Peers(Started):
         for each in (self._meeting, self._door):
             if each is not None:
                 each.close()
-
-
-def _read(folder: Path) -> dict[str, bytes]:
-    """The files of weights and optimiser."""
-    found = [file for file in folder.iterdir() if file.suffix in _READ and file.is_file()]
-    return {file.name: file.read_bytes() for file in found}

@@ -155,7 +155,7 @@ class MessageChannel:
         """May be called from any thread. The other end is given the sockets, too. OSError if it is gone."""
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._sending:
-            frame = framed(self._sealed(pickled))
+            frame = framed(pickled if self._seal is None else self._seal.code(pickled) + pickled)
             for start in range(0, len(sockets), _MOST_SOCKETS):
                 handed = [each.fileno() for each in sockets[start : start + _MOST_SOCKETS]]
                 frame = frame[socket.send_fds(self._connection, [frame[:1]], handed) :]
@@ -194,9 +194,6 @@ class MessageChannel:
     def close(self) -> None:
         """Close this process's copy of this end."""
         self._connection.close()
-
-    def _sealed(self, message: bytes) -> bytes:
-        return message if self._seal is None else self._seal.code(message) + message
 
     def _opened(self, frame: bytes) -> Any:
         return pickle.loads(frame if self._seal is None else self._seal.open(frame))

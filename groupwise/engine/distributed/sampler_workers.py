@@ -141,15 +141,13 @@ class Samplers(Started):
         """A replacement sampler serves weights; newer ones may have been published since it was told to load."""
         with self._turn:
             assert self._newest is not None
-            if fingerprint != self._newest.fingerprint and self._unanswered_load(rank) is None:
+            loads = any(call.name == _LOAD for call in self._unanswered[rank].values())
+            if fingerprint != self._newest.fingerprint and not loads:
                 raise PolicyMismatchError(
                     f"Sampler {rank + 1} was started anew and loaded version {self._newest.version}, which was published with fingerprint "
                     f"{self._newest.fingerprint}, but it serves {fingerprint}."
                 )
             self._resume(rank)
-
-    def _unanswered_load(self, rank: int) -> Call | None:
-        return next((call for call in self._unanswered[rank].values() if call.name == _LOAD), None)
 
     def _resume(self, rank: int) -> None:
         """Send the unanswered calls, in the order in which they were made."""
@@ -171,14 +169,11 @@ class Samplers(Started):
             self._silent[rank] += 1
             begins = rank not in self._pids
             if self._silent[rank] * self._beat > (BEGINS if begins else self._patience):
-                reason = self._ended(rank, _BEGINS_LONG if begins else self._hangs)
+                hangs = f"it gave no sign of life for {self._patience:g} s (distributed.sampler_timeout), and was killed."
+                reason = self._ended(rank, _BEGINS_LONG if begins else hangs)
                 if reason is not None:
                     return reason
         return None
-
-    @property
-    def _hangs(self) -> str:
-        return f"it gave no sign of life for {self._patience:g} s (distributed.sampler_timeout), and was killed."
 
     def _ended(self, rank: int, hangs: str = "") -> RunError | None:
         """Replace it. `hangs`: the message about a sampler that is still there."""

@@ -164,6 +164,7 @@ class Started(Calls):
     # --- what runs in the thread -----------------------------------------------------------------
 
     def _attend(self) -> None:
+        """The thread."""
         reason = reason_of(self._lived)
         self._end_all()
         self._fail_all(reason)

@@ -42,17 +42,18 @@ def copy_parts(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin:
     refuse_mismatch(shapes_of(owned), shapes_of(given), origin)
     with torch.no_grad():
         for name, tensor in owned.items():
-            tensor.copy_(_part(given[name], tensor))
+            source = given[name]
+            if isinstance(tensor, DTensor):
+                source = distribute_tensor(
+                    source.to(tensor.device),
+                    tensor.device_mesh,
+                    tensor.placements,
+                    src_data_rank=None,
+                )
+            tensor.copy_(source)
 
 
 def norm(tensors: Sequence[Tensor]) -> float:
     """Norm of all tensors together, including their parts on other learners."""
     found = torch.nn.utils.get_total_norm(tensors)
     return float(found.full_tensor() if isinstance(found, DTensor) else found)
-
-
-def _part(given: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
-        return given
-    there = given.to(like.device)
-    return distribute_tensor(there, like.device_mesh, like.placements, src_data_rank=None)

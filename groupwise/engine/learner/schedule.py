@@ -13,12 +13,8 @@ def learning_rate(step: int, max_steps: int, config: OptimisationConfig) -> floa
     if step < warmup:
         return config.learning_rate * (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(1, max_steps - warmup)
-    return config.learning_rate * _decay(config.lr_scheduler_type, progress)
-
-
-def _decay(kind: str, progress: float) -> float:
-    if kind == "linear":
-        return 1 - progress
-    if kind == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    return 1.0
+    if config.lr_scheduler_type == "linear":
+        return config.learning_rate * (1 - progress)
+    if config.lr_scheduler_type == "cosine":
+        return config.learning_rate * (0.5 * (1 + math.cos(math.pi * progress)))
+    return config.learning_rate
