@@ -68,10 +68,17 @@ def model_card(
         earlier = [r for r in store.evaluations(rows=False) if r.step <= through and not results]
     base = _base(config, facts)
     adapter = is_adapter(weights) and not merged
+    shown = {key: value for key, value in config.items() if key not in LEFT_OUT}
+    if lineage := facts.get("lineage"):  # a copy of weights is named by its policy, not by its path
+        copied = "adapter" if config["model"].get("adapter") else "name"
+        shown["model"] = {**config["model"], copied: lineage[-1]["policy"]}
+    kind = facts.get("kind", "rl")
+    how = WAYS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
+    what = "A low-rank adapter for" if adapter else "A model made from"
     paragraphs = [
-        *_front(config, facts, base, adapter=adapter),
+        _yaml_header(config, facts, base, adapter=adapter),
         f"# {_words(run.name)}",
-        _what_it_is(config, facts, base, steps, adapter=adapter),
+        f"{what} {_code(base)}, trained by {how} on {_trained_on(facts)} for {steps} steps.",
         *_start(config, facts),
         *_results(results or {}),
         *_evaluations([(f"{r.name}, {r.step} steps", r.metrics) for r in earlier]),
@@ -79,9 +86,12 @@ def model_card(
         _loading(config, base, place or WeightsLocation(), adapter=adapter),
         "## How it was trained",
         _data(config, facts),
-        f"```json\n{json.dumps(_public(config, facts), indent=2, ensure_ascii=False)}\n```",
-        *_made_with(facts),
+        f"```json\n{json.dumps(_cleaned(shown), indent=2, ensure_ascii=False)}\n```",
     ]
+    # Packages that the run was trained with may differ from those installed here; runs of earlier versions recorded none.
+    if used := facts.get("packages"):
+        versions = [_words(f"{package} {' and '.join(each)}") for package, each in used.items()]
+        paragraphs.append(f"Made with {', '.join(versions)}.")
     return "\n\n".join(paragraphs) + "\n"
 
 
@@ -115,21 +125,18 @@ def _named(name: str) -> str:
     """A model by its hub id, or by the last part of its path."""
     if name in BUNDLED:
         return BUNDLED[name].hub_id
-    return name if _on_hub(name) else Path(name).name
+    on_hub = may_be_hub_id(name) and not Path(name).exists()
+    return name if on_hub else Path(name).name
 
 
-def _on_hub(name: str) -> bool:
-    return may_be_hub_id(name) and not Path(name).exists()
-
-
-def _front(
+def _yaml_header(
     config: Mapping[str, Any], facts: Mapping[str, Any], base: str, *, adapter: bool
-) -> Iterator[str]:
+) -> str:
     """The card's YAML header, which the hub reads."""
     from ruamel.yaml import YAML
 
     kind = facts.get("kind", "rl")
-    told: dict[str, Any] = {
+    header: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["groupwise", kind, *([config["algorithm"]["type"]] if kind == "rl" else [])],
@@ -137,21 +144,12 @@ def _front(
     lineage = facts.get("lineage")
     root = base if adapter or not lineage else _named(lineage[0].get("model") or base)
     if may_be_hub_id(root):
-        told["base_model"] = root
+        header["base_model"] = root
     if licence := config["run"].get("license"):
-        told["license"] = licence
+        header["license"] = licence
     text = io.StringIO()
-    YAML().dump(told, text)
-    yield f"---\n{text.getvalue()}---"
-
-
-def _what_it_is(
-    config: Mapping[str, Any], facts: Mapping[str, Any], base: str, steps: int, *, adapter: bool
-) -> str:
-    kind = facts.get("kind", "rl")
-    how = WAYS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
-    what = "A low-rank adapter for" if adapter else "A model made from"
-    return f"{what} {_code(base)}, trained by {how} on {_trained_on(facts)} for {steps} steps."
+    YAML().dump(header, text)
+    return f"---\n{text.getvalue()}---"
 
 
 def _trained_on(facts: Mapping[str, Any]) -> str:
@@ -166,13 +164,13 @@ def _start(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]
     lineage: list[dict[str, Any]] = facts.get("lineage") or (
         [{"policy": _without_path(adapter)}] if adapter else []
     )
-    if lineage:
-        yield f"It started from {', which started from '.join(_ancestor(each) for each in reversed(lineage))}."
-
-
-def _ancestor(earlier: Mapping[str, Any]) -> str:
-    trained = f" ({WAYS[kind]} on {_trained_on(earlier)})" if (kind := earlier.get("kind")) else ""
-    return f"{_code(earlier['policy'])}{trained}"
+    named: list[str] = []
+    for earlier in reversed(lineage):
+        kind = earlier.get("kind")
+        trained = f" ({WAYS[kind]} on {_trained_on(earlier)})" if kind else ""
+        named.append(f"{_code(earlier['policy'])}{trained}")
+    if named:
+        yield f"It started from {', which started from '.join(named)}."
 
 
 def _results(results: Mapping[str, Any]) -> Iterator[str]:
@@ -263,25 +261,12 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     sources = [config["data"].get("dataset_name")]
     sources += [each.get("source") for each in config["data"].get("dataset_mixture") or ()]
     named = ", ".join(_code(_without_path(source)) for source in sources if source)
-    return f"Data: {examples}{f', from {named}' if named else ''}{_rewarded(facts)}. The config:"
-
-
-def _rewarded(facts: Mapping[str, Any]) -> str:
-    """Names each reward with its weight; empty if the run has not recorded them."""
     weights: Mapping[str, float] = facts.get("rewards") or {}
-    named = [
+    rewards = ", ".join(
         f"{_code(name)} (weight {_number(weight)})" for name, weight in weights.items() if weight
-    ]
-    return f", rewarded by {', '.join(named)}" if named else ""
-
-
-def _public(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The config; a copy of weights that the run started from is named by its policy, not by its path here."""
-    kept = {key: value for key, value in config.items() if key not in LEFT_OUT}
-    if lineage := facts.get("lineage"):
-        copied = "adapter" if config["model"].get("adapter") else "name"
-        kept["model"] = {**config["model"], copied: lineage[-1]["policy"]}
-    return _cleaned(kept)
+    )
+    origin = f", from {named}" if named else ""
+    return f"Data: {examples}{origin}{f', rewarded by {rewards}' if rewards else ''}. The config:"
 
 
 def _cleaned(value: Any, key: str = "") -> Any:
@@ -298,13 +283,3 @@ def _cleaned(value: Any, key: str = "") -> Any:
 def _without_path(value: str) -> str:
     """The last part of a path on this machine; anything else as it is."""
     return Path(value).name if _LOCAL.fullmatch(value) else value
-
-
-def _made_with(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Package versions that the run was trained with, which may differ from those installed here; earlier versions recorded none."""
-    used: Mapping[str, list[str]] = facts.get("packages") or {}
-    if used:
-        named = (
-            _words(f"{package} {' and '.join(versions)}") for package, versions in used.items()
-        )
-        yield f"Made with {', '.join(named)}."

@@ -76,7 +76,11 @@ def mask_turns(
             else _mask_turn(tokenizer, chat, turn)
         )
         if rows and row.ids[: len(rows[-1].ids)] == rows[-1].ids:
-            row = _joined(rows.pop(), row)
+            shorter = rows.pop()  # this row begins with it: one row with both masks
+            rest = (0,) * (len(row.ids) - len(shorter.ids))
+            mask = tuple(max(pair) for pair in zip(shorter.mask + rest, row.mask, strict=True))
+            ends, stretches = shorter.ends + row.ends, shorter.stretches + row.stretches
+            row = Masked(row.ids, mask, ends, stretches)
         rows.append(row)
     return rows
 
@@ -120,7 +124,14 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
                 "two turns of the assistant follow each other, and the chat template writes the first anew once the second is there. "
                 "Make them one turn, or leave one out."
             )
-        raise TaskError(_rewritten(turn, before, whole))
+        same = _common(before, whole)
+        raise TaskError(
+            f"message {turn} (assistant): the chat template writes the conversation differently once the turn is there. Where "
+            f"the prompt goes on with {_shown(before[same:])}, it writes {_shown(whole[same:])}, so the model would be trained "
+            "after other tokens than it is asked with. Give the row as `prompt` and `completion` texts, give what the template "
+            "misses (a thinking model wants the turn's `reasoning_content`), or give as model.chat_template a template that "
+            "does not do so, or that marks the assistant's words with {% generation %}."
+        )
     if before == _render(tokenizer, chat, turn, ask=False):
         header = header_of(tokenizer, replace(chat, messages=chat.messages[:turn])) or ""
         before += header if header.strip() and whole.startswith(before + header) else ""
@@ -183,13 +194,6 @@ def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     return Masked(ids, mask, ends=_ended(tokenizer, ids[: last + 1]))
 
 
-def _joined(first: Masked, longer: Masked) -> Masked:
-    """Both masks over the longer of two sequences, which begins with the first."""
-    rest = (0,) * (len(longer.ids) - len(first.ids))
-    mask = tuple(max(pair) for pair in zip(first.mask + rest, longer.mask, strict=True))
-    return Masked(longer.ids, mask, first.ends + longer.ends, first.stretches + longer.stretches)
-
-
 def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
     """The first `count` messages as text; `ask` adds the header that makes the model answer."""
     return render(tokenizer, replace(chat, messages=chat.messages[:count]), ask=ask)
@@ -230,17 +234,6 @@ def _ended(tokenizer: Any, ids: Sequence[int]) -> int:
     """1 if the last of these tokens is one that can end a text, else 0."""
     ends = tokenizer.convert_tokens_to_ids(list(special_texts(tokenizer)))
     return int(bool(ids) and ids[-1] in ends)
-
-
-def _rewritten(turn: int, before: str, whole: str) -> str:
-    same = _common(before, whole)
-    return (
-        f"message {turn} (assistant): the chat template writes the conversation differently once the turn is there. Where "
-        f"the prompt goes on with {_shown(before[same:])}, it writes {_shown(whole[same:])}, so the model would be trained "
-        "after other tokens than it is asked with. Give the row as `prompt` and `completion` texts, give what the template "
-        "misses (a thinking model wants the turn's `reasoning_content`), or give as model.chat_template a template that "
-        "does not do so, or that marks the assistant's words with {% generation %}."
-    )
 
 
 def _common(first: Sequence[object], second: Sequence[object]) -> int:

@@ -22,14 +22,12 @@ _LIMITS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 
 def available_cores() -> int:
     """Number of cores that this process may use, at least 1. A part of a core counts as a whole one."""
-    limits = map(_limit, _groups())
-    return min([_bound_to(), *(limit for limit in limits if limit is not None)])
-
-
-def _bound_to() -> int:
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        bound_to = len(os.sched_getaffinity(0))
+    else:
+        bound_to = os.cpu_count() or 1
+    limits = map(_limit, _groups())
+    return min([bound_to, *(limit for limit in limits if limit is not None)])
 
 
 def _groups() -> Iterator[Path]:

@@ -115,7 +115,10 @@ def check_sent(folder: Path) -> None:
     for path in sorted(folder.rglob("*.json")):
         if path.name.endswith(".index.json"):
             indexed(path)
-        content = _parsed(path)
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            content = None  # reported by the code that needs it
         if path.name == "config.json" and isinstance(content, dict):
             _check_kind(cast("dict[str, Any]", content))
         for key, value in _entries(content):
@@ -144,13 +147,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_plain(inner) for inner in cast("dict[str, Any]", value).values())
     return value in (None, "eager", "sdpa")
-
-
-def _parsed(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None  # reported by the code that needs it
 
 
 def _entries(content: Any) -> Iterator[tuple[str, Any]]:

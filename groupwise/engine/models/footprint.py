@@ -2,7 +2,7 @@
 
 The engines are in layers above this module, and each documents what it keeps and why: weights in
 `groupwise.engine.models.native.weights` and `groupwise.engine.models.native.packed`; keys and values in
-`groupwise.engine.sampler.native.cache`, `groupwise.engine.sampler.native.graph_engine` and `groupwise.engine.sampler.slot_engine`;
+`groupwise.engine.sampler.native.cache`, `groupwise.engine.sampler.native.graph_engine` and `groupwise.engine.sampler.engine`;
 activations in `groupwise.engine.learner.native.body`. Tests compare the engines' own tensors with these numbers.
 
 A `Footprint` is that of one process whose engines are known. The functions below count what one kind of engine holds. None of this
@@ -160,18 +160,14 @@ class Footprint:
     def trained(self, parameters: int, processes: int) -> int:
         """Bytes of trained weights, gradient and two moments in all processes. Several processes also each need a buffer to add gradients,
         and, if all weights are trained, the weights that they were forked from."""
-        each = FLOAT * (4 + (processes > 1)) + self._copies_of_an_adapter()
+        copies = 0.0  # of an adapter: the sampler's, and the native engines' for learning, prompts and decoding
+        if not self.full:
+            computed = (self.native_learner + self.native_sampler) * self.size
+            decoding = FLOAT if self.packed else 0
+            copies = self.samples * FLOAT + IN_PRODUCTS * (computed + decoding)
+        each = FLOAT * (4 + (processes > 1)) + copies
         forked = FLOAT if self.full and processes > 1 else 0
         return int(parameters * (processes * each + forked))
-
-    def _copies_of_an_adapter(self) -> float:
-        """Bytes per number of an adapter for its copies: the sampler's, and those of native engines for learning, prompts and decoding;
-        0 if all weights are trained."""
-        if self.full:
-            return 0.0
-        computed = (self.native_learner + self.native_sampler) * self.size
-        decoding = FLOAT if self.packed else 0
-        return self.samples * FLOAT + IN_PRODUCTS * (computed + decoding)
 
     def cache(self, decoding: Decoding) -> int:
         """Bytes of keys and values; on a GPU the native sampler's logits, which have a buffer of their own, are included."""

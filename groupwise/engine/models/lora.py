@@ -218,7 +218,21 @@ class AdaptedModel:
         config._register_custom_module({nn.Linear: ExactLoraLinear})
         try:
             inject_adapter_in_model(config, self.base, adapter_name=name)
-            self._check_targets(name, config)
+            changed = {
+                path: module
+                for path, module in self._adapted_modules()
+                if name in module._all_available_adapter_names()
+            }
+            others = [
+                path for path, each in changed.items() if not isinstance(each, ExactLoraLinear)
+            ]
+            targets = config.target_modules
+            asked = [] if targets is None or isinstance(targets, str) else sorted(targets)
+            paths = [f".{path}" for path in changed if path not in others]
+            idle = [each for each in asked if not any(path.endswith(f".{each}") for path in paths)]
+            if others or idle or not paths:  # not plain linear, or silently ignored by peft
+                wrong = ", ".join(others[:4] or idle) or "none was found"
+                raise ValueError(f"an adapter needs linear layers ({wrong})")
         except ValueError as error:
             self.remove(name)
             raise ModelError(no_target(self.base, str(error).rstrip("."))) from error
@@ -226,18 +240,6 @@ class AdaptedModel:
         self._take_stock()
         for layer in self.layers.values():
             layer.switch = self.switch
-
-    def _check_targets(self, name: str, config: LoraConfig) -> None:
-        """Raise ValueError for targets that peft silently ignored, or that are not plain linear layers."""
-        changed = [(path, each) for path, each in self._adapted_modules() if _has(each, name)]
-        others = [path for path, each in changed if not isinstance(each, ExactLoraLinear)]
-        targets = config.target_modules
-        named = [] if targets is None or isinstance(targets, str) else sorted(targets)
-        paths = [f".{path}" for path, _ in changed if path not in others]
-        idle = [name for name in named if not any(path.endswith(f".{name}") for path in paths)]
-        if others or idle or not paths:
-            wrong = ", ".join(others[:4] or idle) or "none was found"
-            raise ValueError(f"an adapter needs linear layers ({wrong})")
 
     def _take_stock(self) -> None:
         """Update the layers with adapters. The config that peft keeps at the base is dropped: it is the last adapter's alone."""
@@ -378,10 +380,6 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{key}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
-
-
-def _has(layer: BaseTunerLayer, name: str) -> bool:
-    return name in layer._all_available_adapter_names()
 
 
 def no_target(base: PreTrainedModel, problem: str) -> str:

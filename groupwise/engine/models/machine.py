@@ -30,19 +30,14 @@ TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
 
 def choose_device() -> str:
     """`cuda` if torch can use a GPU, else `cpu`."""
-    if not _may_have_gpu():
+    build = _build()
+    if build.cuda is None and build.hip is None:
+        return "cpu"
+    if sys.platform == "linux" and not any(any(DEVICES.glob(name)) for name in DRIVERS):
         return "cpu"
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _may_have_gpu() -> bool:
-    """False if torch would find none: it was built without, or Linux has no driver."""
-    build = _build()
-    if build.cuda is None and build.hip is None:
-        return False
-    return sys.platform != "linux" or any(any(DEVICES.glob(name)) for name in DRIVERS)
 
 
 @cache

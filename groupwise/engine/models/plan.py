@@ -138,8 +138,11 @@ def plan_model(
     copies = 1 if lora else processes + (processes > 1)
     full = parts if lora is None else 1
     of_one = held.activations(microbatch, recompute=gradient_checkpointing)
+    interpreters = PROCESS_MIB
+    if processes > 1:  # the loop's, the zygote's, and what each rank does not share with the zygote
+        interpreters = MAIN_MIB + PROCESS_MIB + (processes - 1) * RANK_MIB
     memory = MemoryPlan(
-        process=_processes_mib(processes) if device == "cpu" else 0.0,
+        process=interpreters if device == "cpu" else 0.0,
         weights=copies
         * (held.served(total) - saved_by_bits(config, counts.linear, dtype))
         / parts
@@ -163,13 +166,6 @@ def cache_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
     return slot_cache(_sizes(config), bytes_of(dtype), tokens)
 
 
-def _processes_mib(processes: int) -> float:
-    """MiB of one process that does it all; or of the loop's, the zygote's, and what each rank does not share with the zygote."""
-    if processes == 1:
-        return PROCESS_MIB
-    return MAIN_MIB + PROCESS_MIB + (processes - 1) * RANK_MIB
-
-
 def all_parameters(config: ModelConfig) -> int:
     """Number of the model's parameters."""
     return count(config, None).parameters
@@ -184,10 +180,8 @@ def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
     """Count by arithmetic if the model's config.json allows it, else on a model without storage."""
     shapes = read_decoder(config)
     counted = None if shapes is None else shapes.counts(config, lora)
-    return _hollow_counts(config, lora) if counted is None else counted
-
-
-def _hollow_counts(config: ModelConfig, lora: LoraConfig | None) -> Counts:
+    if counted is not None:
+        return counted
     import torch
     from torch import nn
 

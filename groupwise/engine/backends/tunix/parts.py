@@ -48,7 +48,7 @@ from groupwise.engine.backends.tunix import fits
 from groupwise.engine.backends.tunix.environment import start_worker
 from groupwise.engine.backends.tunix.messages import Open, Opened, Restore, Save
 from groupwise.engine.backends.tunix.process import WorkerProcess
-from groupwise.engine.sampler.stops import ends_with_stop
+from groupwise.engine.sampler.rules import ends_with_stop
 from groupwise.runs import publications
 
 _COMPLETIONS = TypeAdapter(tuple[Completion, ...])

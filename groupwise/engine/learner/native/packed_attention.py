@@ -90,7 +90,14 @@ class PackedAttention:
         )
         d_qkv[:, :heads] = d_queries
         d_both = torch.cat((d_keys_KJD, d_values_KJD), dim=1)
-        d_qkv[:, heads:] = d_both if self._keys_K is None else self._summed(d_both, len(d_qkv))
+        if self._keys_K is not None:
+            # The sum, for each token, over all texts that saw it. A plain index adds in the order in which threads come; the gradient of
+            # an embedding in that of the indices.
+            tokens, each = len(d_qkv), d_both.shape[1:]
+            d_KX = d_both.to(torch.promote_types(d_both.dtype, torch.float32)).flatten(1)
+            d_NX = torch.ops.aten.embedding_dense_backward(d_KX, self._keys_K, tokens, -1, False)
+            d_both = d_NX.view(tokens, *each)
+        d_qkv[:, heads:] = d_both
 
     def _inputs(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """Queries and the keys and values that each text sees, in one number format; none shares memory with the inputs."""
@@ -108,10 +115,3 @@ class PackedAttention:
         return attention(
             queries, keys, values, *self._ends, *self._longest, window_size=CAUSAL, **told
         )
-
-    def _summed(self, d_KJD: Tensor, tokens: int) -> Tensor:
-        """The sum, for each token, over all texts that saw it, [tokens, J, D]."""
-        # A plain index adds in the order in which threads come; the gradient of an embedding in that of the indices.
-        d_KX = d_KJD.to(torch.promote_types(d_KJD.dtype, torch.float32)).flatten(1)
-        d_NX = torch.ops.aten.embedding_dense_backward(d_KX, self._keys_K, tokens, -1, False)
-        return d_NX.view(tokens, *d_KJD.shape[1:])

@@ -114,9 +114,9 @@ class NativeModel:
         self.compiled = self.device.type == "cpu"
         """True if kernels of our own may compute the steps between products."""
         self.embedding_VH = cast("Tensor", model.get_input_embeddings().weight)
+        path = next(path for path, module in model.named_modules() if module is body)
         self.layers = [
-            self._layer(f"{_body_path(model)}.layers.{index}", layer)
-            for index, layer in enumerate(body.layers)
+            self._layer(f"{path}.layers.{index}", layer) for index, layer in enumerate(body.layers)
         ]
         self.norm_H = body.norm.weight.detach().float()
         head = _plain(cast("nn.Module", model.get_output_embeddings()))
@@ -235,10 +235,11 @@ class NativeModel:
         """One of `PRODUCTS`; the first `turned` of its matrices have their rows interleaved within each head."""
         name, children = PRODUCTS[product]
         modules = [_plain(getattr(getattr(layer, name), child)) for child in children]
-        orders = [
-            self._row_order(module.out_features) if number < turned else None
-            for number, module in enumerate(modules)
-        ]
+        size = self.shape.head_size
+        orders: list[Tensor | None] = [None] * len(modules)
+        for number, module in enumerate(modules[:turned]):
+            starts = torch.arange(0, module.out_features, size, device=self.device)
+            orders[number] = (starts[:, None] + _interleaved(size, self.device)).flatten()
         weights = [
             _permuted(module.weight.detach(), order)
             for module, order in zip(modules, orders, strict=True)
@@ -252,12 +253,15 @@ class NativeModel:
             if order is None:
                 module.weight.data = weight[start:end]
             start = end
-        return Linear(parts, weight, _fused_bias(modules, orders))
-
-    def _row_order(self, rows: int) -> Tensor:
-        size = self.shape.head_size
-        starts = torch.arange(0, rows, size, device=self.device)
-        return (starts[:, None] + _interleaved(size, self.device)).flatten()
+        if all(module.bias is None for module in modules):
+            return Linear(parts, weight, None)
+        biases = [
+            module.weight.new_zeros(module.out_features)
+            if module.bias is None
+            else _permuted(module.bias.detach(), order)
+            for module, order in zip(modules, orders, strict=True)
+        ]
+        return Linear(parts, weight, torch.cat(biases))
 
     @torch.no_grad()
     def _probe_logits(self, model: PreTrainedModel | None) -> Tensor:
@@ -359,11 +363,6 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     yield "its table of embeddings", model.get_input_embeddings()
 
 
-def _body_path(model: PreTrainedModel) -> str:
-    body = model.get_decoder()
-    return next(path for path, module in model.named_modules() if module is body)
-
-
 def _plain(module: nn.Module) -> nn.Linear:
     """The linear layer below an adapter, if there is one."""
     return cast(
@@ -383,16 +382,3 @@ def _permuted(tensor: Tensor, order: Tensor | None) -> Tensor:
 def _head_norm(attention: Any, name: str, order_D: Tensor) -> Tensor | None:
     norm = getattr(attention, name, None)
     return None if norm is None else norm.weight.detach().float()[order_D]
-
-
-def _fused_bias(modules: list[nn.Linear], orders: list[Tensor | None]) -> Tensor | None:
-    if all(module.bias is None for module in modules):
-        return None
-    return torch.cat(
-        [
-            _permuted(module.bias.detach(), order)
-            if module.bias is not None
-            else module.weight.new_zeros(module.out_features)
-            for module, order in zip(modules, orders, strict=True)
-        ]
-    )

@@ -16,7 +16,7 @@ from typing import Any, cast
 from groupwise.api.openai_client.answers import read_json, shown
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError
 from groupwise.core.types import FinishReason, SamplingParams
-from groupwise.engine.sampler.stops import ends_with_stop
+from groupwise.engine.sampler.rules import ends_with_stop
 
 SEEDS = (1 << 63) - 1
 """Seeds of vLLM are signed, and -1 means none, so only the 63 lower bits of ours are sent."""
@@ -104,7 +104,14 @@ def read_completion(
         raise PolicyMismatchError(
             f"{name} was asked, but {value.get('model')!r} has answered: what it drew is not the policy's."
         )
-    choice = _only_choice(value, answer)
+    choices: object = value.get("choices")
+    count = len(cast("list[Any]", choices)) if isinstance(choices, list) else 0
+    if count != 1:
+        raise EndpointError(f"answered {count} choices, where one was asked for: {shown(answer)}")
+    (choice,) = cast("list[Any]", choices)
+    if not isinstance(choice, Mapping):
+        raise EndpointError(f"answered a choice that is none: {shown(answer)}")
+    choice = cast("Mapping[str, Any]", choice)
     seen = choice.get("prompt_token_ids") or value.get("prompt_token_ids")
     if seen is not None and seen != [*prompt_ids]:
         raise EndpointError(
@@ -116,17 +123,6 @@ def read_completion(
             f"drew {len(ids)} tokens, where 1 to {params.max_tokens} were asked for"
         )
     return _ended(choice, ids, logprobs, params, text_of)
-
-
-def _only_choice(value: Mapping[str, Any], answer: bytes) -> Mapping[str, Any]:
-    choices: object = value.get("choices")
-    count = len(cast("list[Any]", choices)) if isinstance(choices, list) else 0
-    if count != 1:
-        raise EndpointError(f"answered {count} choices, where one was asked for: {shown(answer)}")
-    (choice,) = cast("list[Any]", choices)
-    if not isinstance(choice, Mapping):
-        raise EndpointError(f"answered a choice that is none: {shown(answer)}")
-    return cast("Mapping[str, Any]", choice)
 
 
 def _tokens(
@@ -188,9 +184,9 @@ def _ended(
         raise EndpointError(
             f"went on after the stop token {ids[early]}, the {early + 1}. of {len(ids)} tokens"
         )
-    stopped = _first_stop(ids, params, text_of)
-    if stopped is not None:
-        return Drawn(ids[:stopped], logprobs[:stopped], "stop")
+    for count in range(1, len(ids) + 1) if params.stop else ():
+        if ends_with_stop(ids[:count], params, text_of):
+            return Drawn(ids[:count], logprobs[:count], "stop")
     reason = choice.get("finish_reason")
     if ids[-1] in params.stop_token_ids and reason in ("stop", "length"):
         return Drawn(ids, logprobs, "stop")
@@ -203,13 +199,3 @@ def _ended(
         f"{choice.get('stop_reason')!r}), at none of the stops that were asked for. Has the server a limit of its own "
         "(--max-model-len, max_new_tokens in generation_config.json)?"
     )
-
-
-def _first_stop(
-    ids: tuple[int, ...], params: SamplingParams, text_of: Callable[[Sequence[int]], str]
-) -> int | None:
-    """Number of tokens after which a stop text is complete."""
-    if not params.stop:
-        return None
-    counts = range(1, len(ids) + 1)
-    return next((count for count in counts if ends_with_stop(ids[:count], params, text_of)), None)

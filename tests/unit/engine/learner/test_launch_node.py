@@ -124,7 +124,7 @@ def test_the_first_machine_of_ray_says_what_others_run_and_what_they_said(
         "CANARY": "secret",
     }  # fmt: skip
     words = ["--processes", "2", "--", "job", "a b"]
-    assert launch_node.lead(told, words, "2", ["job", "a b"]) == 5
+    assert launch_node.begin_on_ray(told, words, "2", ["job", "a b"]) == 5
     meeting, processes, command, order, mode = seen
     assert meeting == Meeting(0, 2, "10.0.0.1", port_of("sums.2"), "sums.2")
     assert (processes, command, mode) == ("2", ["job", "a b"], 0o600)

@@ -1,7 +1,7 @@
 """Completions: prompts once for each group, then a token of every row at a time, in one compiled loop.
 
 Shapes are few and fixed: prompts are padded on the left, and each loop has a fixed number of groups and members, even if some are
-missing. A member's draw depends on its seed and its prompt alone: the deciding number (`groupwise.engine.sampler.chance`) is
+missing. A member's draw depends on its seed and its prompt alone: the deciding number (`groupwise.engine.sampler.rules`) is
 inverted through the cumulative distribution like in `groupwise.engine.sampler.draw`, so that torch and JAX draw the same if they
 see the same logits.
 """
@@ -22,8 +22,7 @@ from groupwise.core.types import Completion, GroupRequest, Policy, SamplingParam
 from groupwise.engine.backends.tunix.worker.adapter import Adapted, Factors, fingerprint
 from groupwise.engine.backends.tunix.worker.forward import HALVINGS
 from groupwise.engine.backends.tunix.worker.head import NEVER, taken_off
-from groupwise.engine.sampler.chance import uniform
-from groupwise.engine.sampler.refusals import not_finite, refuse_misfit, refuse_other_weights
+from groupwise.engine.sampler.rules import not_finite, refuse_misfit, refuse_other_weights, uniform
 
 BLOCK = 128
 """Tokens in a block of the vocabulary; the sums of whole blocks are searched first."""
@@ -315,7 +314,7 @@ def _reached(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
 
 
 def _truncated(scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None) -> Any:
-    """Like `groupwise.engine.sampler.restrict.truncated`: each rule acts on what the one before it left."""
+    """Like `groupwise.engine.sampler.draw.truncated`: each rule acts on what the one before it left."""
     if top_k is not None:
         least = jax.lax.top_k(scaled_SV, min(top_k, scaled_SV.shape[1]))[0][:, -1:]
         scaled_SV = jnp.where(scaled_SV < least, NEVER, scaled_SV)
