@@ -70,7 +70,7 @@ class Ranks(Calls):
         self._selector = selectors.DefaultSelector()
         self._process: Popen[bytes] | None = None
         self._output: Output | None = None
-        self._thread = threading.Thread(target=self._attend, name="ranks", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="ranks", daemon=True)
 
     @property
     def zygote(self) -> int:
@@ -87,11 +87,11 @@ class Ranks(Calls):
 
         Raises what it raises, and RunError if the zygote has ended.
         """
-        number, future = self._expected()
+        number, future = self._new_call()
         try:
             self._send(self._control, Call(number, function, arguments))
         except BaseException:  # the arguments cannot be pickled
-            self._awaited(number)
+            self._pop_pending(number)
             raise
         return future.result()
 
@@ -151,10 +151,10 @@ class Ranks(Calls):
 
     # --- what runs in the thread -----------------------------------------------------------------
 
-    def _attend(self) -> None:
-        self._end(reason_of(self._lived))
+    def _run_thread(self) -> None:
+        self._end(reason_of(self._run_zygote))
 
-    def _lived(self) -> RunError:
+    def _run_zygote(self) -> RunError:
         """Start the zygote and listen as long as it lives; returns how it ended. However this ends, the zygote has ended."""
         number = self._theirs.fileno()
         arguments = (str(os.getpid()), str(number), *self._modules)
@@ -208,11 +208,11 @@ class Ranks(Calls):
             case LogRecordMessage(record):
                 log_here(record)
             case Answered(number, value):
-                settle(self._awaited(number), value)
+                settle(self._pop_pending(number), value)
             case Failed(0, error):
                 settle(self._ready, error=error)
             case Failed(number, error):
-                settle(self._awaited(number), error=error)
+                settle(self._pop_pending(number), error=error)
             case Ready(processes):
                 self.processes = processes
                 for line in self._lines:

@@ -73,11 +73,11 @@ class Peers(Started):
         """Interface on which this machine listens: all of them if ranks call from other machines."""
         return "" if self._place and self._place.machines > 1 else HERE
 
-    def _surroundings(self) -> dict[str, str]:
+    def _environment_defaults(self) -> dict[str, str]:
         near = self._place is None or self._place.machines == 1
         return {"GLOO_SOCKET_IFNAME": "lo"} if near and sys.platform.startswith("linux") else {}
 
-    def _called_in(self) -> None:
+    def _accept_caller(self) -> None:
         """Accept a rank that calls; a caller that does not know the secret is rejected. When all have called, the door is closed."""
         assert self._door is not None
         connection, caller = self._door.accept()
@@ -95,7 +95,7 @@ class Peers(Started):
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         watch_for_silence(connection)
-        self._know(rank, MessageChannel(connection, seal))
+        self._send_setup(rank, MessageChannel(connection, seal))
         if len(self._by_rank) == self.count:
             self._selector.unregister(self._door)
             self._door.close()
@@ -112,11 +112,11 @@ class Peers(Started):
         handed = [self._meeting] if rank == 0 and self._learning else []
         return PeerSetup(rank, self.count, self._made, meeting, calls, tells=rank == 0), handed
 
-    def _ended(self, rank: int) -> WorkerLostError:
+    def _handle_end(self, rank: int) -> WorkerLostError:
         who = f"Learner {rank + 1} of {self.count} (distributed.learners) ended"
         if rank not in self._started:
             return WorkerLostError(f"{who}, or its machine, which torchrun's log tells. {RESUME}")
-        code, words = self._reaped(rank)
+        code, words = self._reap(rank)
         return WorkerLostError(f"{who}: {how(code)} {RESUME}{words}")
 
     def _end_all(self) -> None:

@@ -62,7 +62,7 @@ def be_launched(place: Launched) -> NoReturn:
 
     status = 1
     try:
-        line = _called(heard(LINE).split(), place.rank)
+        line = _call_first_rank(heard(LINE).split(), place.rank)
         for number in (signal.SIGINT, signal.SIGTERM):  # the first rank says when it is over
             signal.signal(number, signal.SIG_IGN)
         serve(line)
@@ -76,7 +76,7 @@ def be_launched(place: Launched) -> NoReturn:
     os._exit(status)
 
 
-def _called(told: list[str], rank: int) -> MessageChannel:
+def _call_first_rank(told: list[str], rank: int) -> MessageChannel:
     """Channel to the first rank, after each side has verified the other. Raises UsageError, WorkerLostError."""
     host, port, *word = told
     secret = secret_of_attempt()

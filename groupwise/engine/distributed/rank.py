@@ -84,7 +84,7 @@ class Answering:
     async def forever(self) -> None:
         """Answer calls; never returns."""
         self._loop = asyncio.get_running_loop()
-        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._receive, daemon=True).start()
         if self._beat is None:
             await asyncio.Event().wait()
         # In the loop that computes, so that a rank which hangs in a computation is silent, too.
@@ -94,7 +94,7 @@ class Answering:
                 self._line.send(Alive())
             await asyncio.sleep(self._beat)
 
-    def _read(self) -> None:
+    def _receive(self) -> None:
         assert self._loop is not None
         try:
             while True:

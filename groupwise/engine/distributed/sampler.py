@@ -52,7 +52,7 @@ class RankSampler:
         try:
             await ticket.dealt
             self._dealt.append(ticket)
-            return await self._collected(ticket)
+            return await self._generate_shares(ticket)
         finally:
             for tickets in (self._waiting, self._dealt):
                 if ticket in tickets:
@@ -90,7 +90,7 @@ class RankSampler:
                 self._loads[share.rank] += share.members
             ticket.dealt.set_result(None)
 
-    async def _collected(self, ticket: _Ticket) -> tuple[Completion, ...]:
+    async def _generate_shares(self, ticket: _Ticket) -> tuple[Completion, ...]:
         seeds = ticket.request.seeds
         calls = [
             (
@@ -112,16 +112,16 @@ class RankWitness:
 
     def __init__(self, ranks: Calls) -> None:
         self._ranks = ranks
-        self._fingerprint = str(self._asked("fingerprint"))
-        self.vocabulary = int(self._asked("vocabulary"))
+        self._fingerprint = str(self._call("fingerprint"))
+        self.vocabulary = int(self._call("vocabulary"))
         """See `Knows`."""
-        self.rank = int(self._asked("rank"))
+        self.rank = int(self._call("rank"))
         """See `Knows`."""
 
     def read(self, folder: str) -> None:
         """See `Knows.read`."""
-        self._asked("read", folder)
-        self._fingerprint = str(self._asked("fingerprint"))
+        self._call("read", folder)
+        self._fingerprint = str(self._call("fingerprint"))
 
     def fingerprint(self) -> str:
         """Fingerprint of the tensors in that rank's memory, as they were when they were read."""
@@ -135,7 +135,7 @@ class RankWitness:
         plain: bool = False,
     ) -> list[float]:
         """See `Knows.logprobs`."""
-        return self._asked("logprobs", tuple(prompt_ids), tuple(token_ids), temperature, plain)
+        return self._call("logprobs", tuple(prompt_ids), tuple(token_ids), temperature, plain)
 
-    def _asked(self, what: str, *arguments: Any) -> Any:
+    def _call(self, what: str, *arguments: Any) -> Any:
         return self._ranks.call_each_now([(0, f"witness.{what}", arguments)])[0]

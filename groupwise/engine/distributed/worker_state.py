@@ -206,10 +206,10 @@ class AdapterHost:
 
     async def call(self, name: str, what: str, *arguments: Any) -> Any:
         """Call something of a model, `learner.update`."""
-        standing = self._standing(name)
+        standing = self._find(name)
         standing.under_way += 1
         try:
-            value = _called(standing, what, arguments)
+            value = _call_model(standing, what, arguments)
             return await value if inspect.isawaitable(value) else value
         finally:
             standing.under_way -= 1
@@ -218,13 +218,13 @@ class AdapterHost:
 
     def call_now(self, name: str, what: str, *arguments: Any) -> Any:
         """The same for calls that are not async."""
-        return _called(self._standing(name), what, arguments)
+        return _call_model(self._find(name), what, arguments)
 
     def layer_kinds(self) -> dict[str, tuple[str, ...]]:
         """See `groupwise.engine.models.lora.layer_kinds`."""
         return layer_kinds(self._adapted.base)
 
-    def _standing(self, name: str) -> _Standing:
+    def _find(self, name: str) -> _Standing:
         if name not in self._models:
             raise _unknown(name, self._models)
         return self._models[name]
@@ -235,7 +235,7 @@ class AdapterHost:
         standing.gone.set()
 
 
-def _called(standing: _Standing, what: str, arguments: tuple[Any, ...]) -> Any:
+def _call_model(standing: _Standing, what: str, arguments: tuple[Any, ...]) -> Any:
     found = attrgetter(what)(standing)
     return found(*arguments) if callable(found) else found
 

@@ -49,7 +49,7 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     freeze()
     enable()
     line = MessageChannel(socket.socket(fileno=descriptor))
-    setup = _asked_until_setup(line)
+    setup = _answer_until_setup(line)
     os.environ.update(NO_GPU)  # ranks compute on the CPU, and no driver of a GPU survives a fork
     lines = [MessageChannel(each) for each in line.taken_over()]
     tell_log(line, setup.log_level)
@@ -58,7 +58,7 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     except BaseException as error:  # noqa: BLE001 — reported to the main process, whatever it is
         line.send(Failed(0, portable(error)))
         return
-    ranks = _forked(hosted, line, lines, setup.log_level)
+    ranks = _fork_ranks(hosted, line, lines, setup.log_level)
     threading.Thread(target=_kill_at_end, args=(line, ranks), daemon=True).start()
     line.send(Ready(ranks))
     first, status = os.wait()  # the end of the first one is the end of all
@@ -71,7 +71,7 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     os._exit(0)
 
 
-def _asked_until_setup(line: MessageChannel) -> Setup:
+def _answer_until_setup(line: MessageChannel) -> Setup:
     """Answer questions until the setup comes."""
     tell_log(line, logging.INFO)
     while isinstance(message := line.receive(), Call):
@@ -89,7 +89,7 @@ def make(setup: Setup) -> Any:
     return load(setup.factory, kind="factory").object(**setup.arguments)
 
 
-def _forked(
+def _fork_ranks(
     hosted: Any, line: MessageChannel, lines: Sequence[MessageChannel], log_level: int
 ) -> tuple[int, ...]:
     """Fork a rank for each line; returns their process ids."""

@@ -68,12 +68,12 @@ class TransformersEngine:
         self, rows: Sequence[Row], max_tokens: int, *, gradient: bool
     ) -> list[MicroBatch | PackedBatch]:
         """See `Engine.cut`."""
-        return self._ways(gradient=gradient).cut(rows, max_tokens)
+        return self._paths(gradient=gradient).cut(rows, max_tokens)
 
     @contextmanager
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
         """See `Engine.acting`."""
-        paths = self._ways(gradient=gradient)
+        paths = self._paths(gradient=gradient)
         reference = role == "reference"
         decoder = self.reference() if reference else self._decoder
 
@@ -99,7 +99,7 @@ class TransformersEngine:
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
         """See `Engine.keep_step`."""
 
-    def _ways(self, *, gradient: bool) -> Paths:
+    def _paths(self, *, gradient: bool) -> Paths:
         """Without a gradient nothing is recomputed, so that prompts can be shared whenever they may be."""
         return self.paths if gradient else replace(self.paths, sharing=self._sharing)
 

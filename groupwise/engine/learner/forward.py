@@ -171,10 +171,10 @@ def _toy_row(prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Ro
 
 
 def _padded_ids(rows: Sequence[Row], device: torch.device) -> Tensor:
-    return _padded([row.completion_ids for row in rows], device)
+    return _pad([row.completion_ids for row in rows], device)
 
 
-def _padded(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+def _pad(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
     width = max(map(len, values))
     return torch.tensor([[*each, *[0] * (width - len(each))] for each in values], device=device)
 
@@ -248,7 +248,7 @@ class QueriedTokens:
 def asked_of(rows: Sequence[Row], wanted: ForwardOutputs, device: torch.device) -> QueriedTokens:
     """The tokens of the rows that are asked about, and what is asked."""
     real_BT = _real(rows, device)
-    places_BT = _padded([row.mask for row in rows], device) != 0 if wanted.trained_only else real_BT
+    places_BT = _pad([row.mask for row in rows], device) != 0 if wanted.trained_only else real_BT
     if not places_BT.any():  # a gradient of 0 must come from somewhere
         places_BT = real_BT
     among_A = places_BT[real_BT]

@@ -56,14 +56,14 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
 
 def slope(compute: Compute, inputs_NI: Tensor, before: Factors, after: Factors) -> float:
     """Slope of the change that `compute` makes from one adapter of a layer to another, on the exact change (float64)."""
-    return slope_of(*_changes(compute, inputs_NI, before, after))
+    return slope_of(*_measure_changes(compute, inputs_NI, before, after))
 
 
-def _changes(
+def _measure_changes(
     compute: Compute, inputs_NI: Tensor, before: Factors, after: Factors
 ) -> tuple[Tensor, Tensor]:
     """The realised one and the exact one, [N, O]."""
-    exact_NO = _added(inputs_NI, after) - _added(inputs_NI, before)
+    exact_NO = _adapter_output(inputs_NI, after) - _adapter_output(inputs_NI, before)
     return compute(inputs_NI, after).double() - compute(inputs_NI, before), exact_NO
 
 
@@ -112,11 +112,11 @@ def _least_slope(
     signs_OR = torch.randn(up_OR.shape, generator=generator).sign()
     after = replace(before, up_OR=up_OR + learning_rate * signs_OR.to(up_OR))
     inputs_NI = inputs_NI.to(up_OR.device, weights.model.dtype)
-    changes = [_changes(way, inputs_NI, before, after) for way in ways]
+    changes = [_measure_changes(way, inputs_NI, before, after) for way in ways]
     return min((slope_of(*change), error_of(*change)) for change in changes)
 
 
-def _added(inputs_NI: Tensor, factors: Factors) -> Tensor:
+def _adapter_output(inputs_NI: Tensor, factors: Factors) -> Tensor:
     low_NR = inputs_NI.double() @ factors.down_RI.double().t()
     return factors.scaling * low_NR @ factors.up_OR.double().t()
 

@@ -100,8 +100,8 @@ def cut(
     rest = sorted(set(range(len(rows))) - set(sharing))
     packs = packed([rows[index] for index in rest], max_tokens)
     return [
-        *(MicroBatch(each.prompt_ids, each.rows, _of(sharing, each.indices)) for each in shared),
-        *(PackedBatch(p.rows, _of(rest, p.indices), p.places, p.shape) for p in packs),
+        *(MicroBatch(each.prompt_ids, each.rows, _pick(sharing, each.indices)) for each in shared),
+        *(PackedBatch(p.rows, _pick(rest, p.indices), p.places, p.shape) for p in packs),
     ]
 
 
@@ -176,5 +176,5 @@ def _length(row: Row) -> int:
     return max(1, len(row.prompt_ids) + len(row.completion_ids) - 1)
 
 
-def _of(numbers: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
+def _pick(numbers: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
     return tuple(numbers[place] for place in places)

@@ -194,7 +194,7 @@ class TorchLearner:
         """See `groupwise.core.types.Learner.predictions`."""
         forwards = self._forwards(rows, wanted=ForwardOutputs(accuracy=True))
         logprobs = _by_row(rows, ((batch, found.logprobs_BT) for batch, found in forwards))
-        right = _by_row(rows, ((batch, _there(found.right_BT)) for batch, found in forwards))
+        right = _by_row(rows, ((batch, _present(found.right_BT)) for batch, found in forwards))
         return [Prediction(*each) for each in zip(logprobs, right, strict=True)]
 
     async def measure(
@@ -345,7 +345,7 @@ def _add(sums: dict[str, float], result: LossResult) -> None:
         sums[name] = sums.get(name, 0.0) + float(value.detach())
 
 
-def _there(values: Tensor | None) -> Tensor:
+def _present(values: Tensor | None) -> Tensor:
     assert values is not None
     return values
 

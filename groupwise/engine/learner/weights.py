@@ -202,17 +202,17 @@ class TrainedModel:
         return {}
 
     def save(self, folder: Path) -> None:
-        whole = {**self._stored()}
+        whole = {**self._saved_tensors()}
         with disk_errors(folder), quiet():
             self.model.save_pretrained(folder, state_dict=whole, max_shard_size="1TB")
 
     def lend(self) -> None:
-        self._stored().lend()
+        self._saved_tensors().lend()
 
     def read(self, folder: Path) -> None:
         copy_parts(self.parameters(), read_model_tensors(folder), str(folder))
 
-    def _stored(self) -> Whole:
+    def _saved_tensors(self) -> Whole:
         """The tensors to save; a weight that has two names is there once."""
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = {k: v for k, v in self.model.state_dict().items() if k not in names}

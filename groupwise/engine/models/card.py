@@ -79,14 +79,14 @@ def model_card(
         _yaml_header(config, facts, base, adapter=adapter),
         f"# {_words(run.name)}",
         f"{what} {_code(base)}, trained by {how} on {_trained_on(facts)} for {steps} steps.",
-        *_start(config, facts),
+        *_origin(config, facts),
         *_results(results or {}),
         *_evaluations([(f"{r.name}, {r.step} steps", r.metrics) for r in earlier]),
         "## How to load it",
         _loading(config, base, place or WeightsLocation(), adapter=adapter),
         "## How it was trained",
-        _data(config, facts),
-        f"```json\n{json.dumps(_cleaned(shown), indent=2, ensure_ascii=False)}\n```",
+        _training_data(config, facts),
+        f"```json\n{json.dumps(_clean(shown), indent=2, ensure_ascii=False)}\n```",
     ]
     # Packages that the run was trained with may differ from those installed here; runs of earlier versions recorded none.
     if used := facts.get("packages"):
@@ -118,10 +118,10 @@ def _base(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     lineage = facts.get("lineage")
     if lineage and not config["model"].get("adapter"):
         return lineage[-1]["policy"]
-    return _named(config["model"]["name"])
+    return _model_name(config["model"]["name"])
 
 
-def _named(name: str) -> str:
+def _model_name(name: str) -> str:
     """A model by its hub id, or by the last part of its path."""
     if name in BUNDLED:
         return BUNDLED[name].hub_id
@@ -142,7 +142,7 @@ def _yaml_header(
         "tags": ["groupwise", kind, *([config["algorithm"]["type"]] if kind == "rl" else [])],
     }
     lineage = facts.get("lineage")
-    root = base if adapter or not lineage else _named(lineage[0].get("model") or base)
+    root = base if adapter or not lineage else _model_name(lineage[0].get("model") or base)
     if may_be_hub_id(root):
         header["base_model"] = root
     if licence := config["run"].get("license"):
@@ -158,7 +158,7 @@ def _trained_on(facts: Mapping[str, Any]) -> str:
     return _code(_without_path(dataset)) if dataset else f"the task {_code(facts.get('task'))}"
 
 
-def _start(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
+def _origin(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
     """The policies that the run started from, nearest first; nothing if it started from the base model alone."""
     adapter = config["model"].get("adapter")
     lineage: list[dict[str, Any]] = facts.get("lineage") or (
@@ -255,7 +255,7 @@ def _loading(config: Mapping[str, Any], base: str, place: WeightsLocation, *, ad
     return code
 
 
-def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+def _training_data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     count = facts.get("examples")
     examples = f"{count} examples of {_trained_on(facts)}" if count else "the task's examples"
     sources = [config["data"].get("dataset_name")]
@@ -269,12 +269,12 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     return f"Data: {examples}{origin}{f', rewarded by {rewards}' if rewards else ''}. The config:"
 
 
-def _cleaned(value: Any, key: str = "") -> Any:
+def _clean(value: Any, key: str = "") -> Any:
     """A copy without secrets and without local paths."""
     if isinstance(value, Mapping):
-        return {k: _cleaned(v, k) for k, v in cast("Mapping[str, Any]", value).items()}
+        return {k: _clean(v, k) for k, v in cast("Mapping[str, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [_cleaned(item, key) for item in cast("list[Any]", value)]
+        return [_clean(item, key) for item in cast("list[Any]", value)]
     if not isinstance(value, str):
         return value
     return "…" if is_secret(key) or holds_secret(value) else _without_path(value)

@@ -88,23 +88,26 @@ def mask_turns(
 def mask_whole_chat(tokenizer: Any, chat: Chat) -> Masked:
     """The whole conversation, every token of it trained."""
     ids = text_ids(tokenizer, _render(tokenizer, chat, len(chat.messages), ask=False))
-    return Masked(ids, (1,) * len(ids), ends=_ended(tokenizer, ids))
+    return Masked(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
 
 
 def mask_text(tokenizer: Any, text: str) -> Masked:
     """A text with its end token, every token trained."""
-    ids = prompt_ids(tokenizer, _closed(tokenizer, text))
-    return Masked(ids, (1,) * len(ids), ends=_ended(tokenizer, ids))
+    ids = prompt_ids(tokenizer, _with_end_token(tokenizer, text))
+    return Masked(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
 
 
 def mask_completion(tokenizer: Any, prompt: str, completion: str, *, whole: bool) -> Masked:
     """A completion and its end token after a prompt, both text; `whole` trains the prompt too."""
     before = prompt_ids(tokenizer, prompt)
     after = _tail(
-        tokenizer, prompt, text_ids(tokenizer, prompt), _closed(tokenizer, prompt + completion)
+        tokenizer,
+        prompt,
+        text_ids(tokenizer, prompt),
+        _with_end_token(tokenizer, prompt + completion),
     )
     mask = (int(whole),) * len(before) + (1,) * len(after)
-    return Masked(before + after, mask, ends=_ended(tokenizer, after))
+    return Masked(before + after, mask, ends=_count_end(tokenizer, after))
 
 
 def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
@@ -141,7 +144,7 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     closed = said if stripped == whole else _tail(tokenizer, before, opening, stripped)
     end = len(closed) if said[: len(closed)] == closed else len(said)
     mask = (0,) * len(opening) + (1,) * end + (0,) * (len(said) - end)
-    return Masked(opening + said, mask, ends=_ended(tokenizer, said[:end]))
+    return Masked(opening + said, mask, ends=_count_end(tokenizer, said[:end]))
 
 
 def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
@@ -162,7 +165,7 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
     opening = text_ids(tokenizer, before)
     after = _tail(tokenizer, before, opening, _without_space_after_end(tokenizer, whole))
     return Masked(
-        opening + after, (0,) * len(opening) + (1,) * len(after), _ended(tokenizer, after)
+        opening + after, (0,) * len(opening) + (1,) * len(after), _count_end(tokenizer, after)
     )
 
 
@@ -191,7 +194,7 @@ def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
             "one as model.chat_template."
         )
     last = max(place for place, mark in enumerate(mask) if mark)
-    return Masked(ids, mask, ends=_ended(tokenizer, ids[: last + 1]))
+    return Masked(ids, mask, ends=_count_end(tokenizer, ids[: last + 1]))
 
 
 def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
@@ -224,13 +227,13 @@ def _without_space_after_end(tokenizer: Any, text: str) -> str:
     return stripped if stripped.endswith(special_texts(tokenizer)) else text
 
 
-def _closed(tokenizer: Any, text: str) -> str:
+def _with_end_token(tokenizer: Any, text: str) -> str:
     """The text with the model's end token, once."""
     end = tokenizer.eos_token
     return text if end is None or text.endswith(end) else text + end
 
 
-def _ended(tokenizer: Any, ids: Sequence[int]) -> int:
+def _count_end(tokenizer: Any, ids: Sequence[int]) -> int:
     """1 if the last of these tokens is one that can end a text, else 0."""
     ends = tokenizer.convert_tokens_to_ids(list(special_texts(tokenizer)))
     return int(bool(ids) and ids[-1] in ends)

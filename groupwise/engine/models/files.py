@@ -51,13 +51,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of one safetensors file; `ModelError` if it is not there or damaged."""
     from safetensors.torch import load_file
 
-    with _explained(path):
+    with _explain_errors(path):
         return load_file(path)
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes in one safetensors file, from its header alone."""
-    with _explained(path), safe_open(path, "pt") as file:
+    with _explain_errors(path), safe_open(path, "pt") as file:
         return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
 
 
@@ -76,7 +76,7 @@ def model_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         return [folder / name for name in indexed(folder / INDEX)]
     raise ModelError(
-        f"There is neither {FULL_WEIGHTS} nor {INDEX} in {folder}; it holds: {_content(folder)}."
+        f"There is neither {FULL_WEIGHTS} nor {INDEX} in {folder}; it holds: {_listing(folder)}."
     )
 
 
@@ -175,10 +175,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explain_errors(path: Path) -> Iterator[None]:
     if not path.is_file():
         raise ModelError(
-            f"There is no {path.name} in {path.parent}; it holds: {_content(path.parent)}."
+            f"There is no {path.name} in {path.parent}; it holds: {_listing(path.parent)}."
         )
     try:
         yield
@@ -188,6 +188,6 @@ def _explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _content(folder: Path) -> str:
+def _listing(folder: Path) -> str:
     found = sorted(entry.name for entry in folder.glob("*")) if folder.is_dir() else []
     return ", ".join(found[:8]) + (", …" if len(found) > 8 else "") or "nothing"

@@ -98,7 +98,7 @@ def check_access(target: Target, run: Path | None = None) -> str | None:
         if isinstance(error, HfHubHTTPError) and error.response.status_code >= 500:
             return _no_answer(target, error)
         raise UsageError(
-            f"{target} on the hub cannot be written: {_told(error)} {_TOKEN}"
+            f"{target} on the hub cannot be written: {_reason(error)} {_TOKEN}"
         ) from error
     except (HTTPError, OSError) as error:
         return _no_answer(target, error)
@@ -280,16 +280,14 @@ def _failures(target: Target) -> Generator[None]:
         raise
     except Exception as error:
         raise EndpointError(
-            f"{target} on the hub could not be written: {_told(error)} {_TOKEN}"
+            f"{target} on the hub could not be written: {_reason(error)} {_TOKEN}"
         ) from error
 
 
 def _no_answer(target: Target, error: Exception) -> str:
-    return (
-        f"the hub does not answer, so nobody knows whether {target} may be written: {_told(error)}"
-    )
+    return f"the hub does not answer, so nobody knows whether {target} may be written: {_reason(error)}"
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines) or type(error).__name__

@@ -301,7 +301,7 @@ def scaling_of(config: LoraConfig) -> float:
 def described_adapter(config: LoraConfig) -> dict[str, Any]:
     """The content of adapter_config.json, as it can be written in JSON."""
     described = {**config.to_dict(), "inference_mode": True}
-    return json.loads(json.dumps(described, default=_plain))
+    return json.loads(json.dumps(described, default=_to_json))
 
 
 def read_lora_config(folder: Path) -> LoraConfig:
@@ -366,9 +366,9 @@ def refuse_mismatch(
     if missing or unexpected or shapes:
         raise ModelError(
             f"The tensors of {origin} do not match the model, so none was loaded."
-            + _listed("missing", missing)
-            + _listed("not expected", unexpected)
-            + _listed("of another shape", shapes)
+            + _listing("missing", missing)
+            + _listing("not expected", unexpected)
+            + _listing("of another shape", shapes)
         )
 
 
@@ -397,12 +397,12 @@ def no_target(base: PreTrainedModel, problem: str) -> str:
     )
 
 
-def _listed(title: str, items: list[str]) -> str:
+def _listing(title: str, items: list[str]) -> str:
     if not items:
         return ""
     more = f"\n    … and {len(items) - 8} more" if len(items) > 8 else ""
     return f"\n  {title} ({len(items)}):" + "".join(f"\n    {item}" for item in items[:8]) + more
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else str(value)

@@ -93,7 +93,7 @@ def prompt_room(config: ModelConfig, completion: int) -> int:
     """Most tokens that a prompt may have beside a completion of the given length."""
     shapes = read_decoder(config)
     longest = (
-        getattr(_described(config), "max_position_embeddings", None)
+        getattr(_text_config(config), "max_position_embeddings", None)
         if shapes is None
         else shapes.longest
     )
@@ -202,7 +202,7 @@ def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and ".lora_" not in path
     )
-    described = _described(config)
+    described = _text_config(config)
     return Counts(
         sizes=sizes_of(described),
         parameters=parameters,
@@ -216,10 +216,10 @@ def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
 
 def _sizes(config: ModelConfig) -> Sizes:
     shapes = read_decoder(config)
-    return sizes_of(_described(config)) if shapes is None else shapes.sizes
+    return sizes_of(_text_config(config)) if shapes is None else shapes.sizes
 
 
-def _described(config: ModelConfig) -> PreTrainedConfig:
+def _text_config(config: ModelConfig) -> PreTrainedConfig:
     """The config of the model's text part."""
     from groupwise.engine.models.load import read_model_config
 

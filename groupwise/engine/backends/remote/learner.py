@@ -124,13 +124,13 @@ class RemoteLearner:
         )
         folder = publications.version_folder(self._publish_folder, version)
         with atomic_files.explained(folder):
-            await self._fetched(policy.path, folder)
+            await self._fetch_files(policy.path, folder)
         self._published[str(folder)] = Published(policy.path, stamp_of(folder))
         for old in publications.remove_old(self._publish_folder, version, self._keep):
             self._published.pop(str(old), None)
         return replace(policy, path=str(folder))
 
-    async def _fetched(self, there: str, folder: Path) -> None:
+    async def _fetch_files(self, there: str, folder: Path) -> None:
         await self._session.download(there, folder)
         described = folder / ADAPTER_CONFIG
         if self._base is not None and described.is_file():
@@ -140,7 +140,7 @@ class RemoteLearner:
     async def _save(self, folder: Path) -> None:
         there = self._session.new_folder("state")
         await self._session.called(SaveState(folder=there), ordered=True)
-        await self._fetched(there, folder)
+        await self._fetch_files(there, folder)
         await self._session.forget(there)
 
     async def _load(self, folder: Path) -> None:

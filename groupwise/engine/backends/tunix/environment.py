@@ -75,7 +75,7 @@ def python() -> Path:
                 f"{VARIABLE} is {own}, which is no program; name the Python of an environment."
             )
         return Path(own)
-    made = _made()
+    made = _read_made()
     if made is None:
         raise UsageError(
             f"The backend tunix needs an environment of its own, in {home()}, and there is none. Make it (1.5 GB, a few minutes): "
@@ -90,10 +90,10 @@ def python() -> Path:
 
 def accelerator() -> Accelerator:
     """JAX's default device: that of the environment made here, else that of this machine."""
-    made = _made()
+    made = _read_made()
     if made is not None and made["accelerator"] in EXTRAS:
         return made["accelerator"]
-    return _detected()
+    return _detect_accelerator()
 
 
 def install(wanted: Accelerator | None = None, *, anew: bool = False, say: bool = True) -> Path:
@@ -101,9 +101,9 @@ def install(wanted: Accelerator | None = None, *, anew: bool = False, say: bool 
 
     Raises UsageError with pip's last words if it cannot be made; then the one before stands as it was.
     """
-    with _alone():
+    with _exclusively():
         kind = wanted or accelerator()
-        made = _made()
+        made = _read_made()
         if made and (made["requirements"], made["accelerator"]) == (_digest(), kind) and not anew:
             return _interpreter(made)
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=home()))
@@ -152,7 +152,7 @@ def _fill(folder: Path, kind: Accelerator, say: bool) -> None:
 
 
 @contextmanager
-def _alone() -> Generator[None]:
+def _exclusively() -> Generator[None]:
     """Wait until no other process makes an environment."""
     home().mkdir(parents=True, exist_ok=True)
     with (home() / LOCK).open("w") as lock:
@@ -170,7 +170,7 @@ def _install_words() -> str:
     return f"{INSTALL} --accelerator {accelerator()}"
 
 
-def _detected() -> Accelerator:
+def _detect_accelerator() -> Accelerator:
     found = of_this_machine()
     return "cuda" if found == "gpu" else found
 
@@ -181,11 +181,11 @@ def look() -> Found:
     Warns if the machine has more to compute on than what JAX sees, unless the user wanted it so. Raises UsageError if JAX cannot open
     its devices, or does not finish doing so.
     """
-    return _looked(python(), *(os.environ.get(each) for each in (PLATFORMS, "XLA_FLAGS")))
+    return _look_once(python(), *(os.environ.get(each) for each in (PLATFORMS, "XLA_FLAGS")))
 
 
 @cache
-def _looked(interpreter: Path, *settings: str | None) -> Found:
+def _look_once(interpreter: Path, *settings: str | None) -> Found:
     worker = start_worker(None, (1, 1))
     try:
         future = worker.begin(Look())
@@ -210,7 +210,7 @@ def _looked(interpreter: Path, *settings: str | None) -> Found:
         ) from error
     finally:
         worker.close()
-    detected = _detected()
+    detected = _detect_accelerator()
     if found.platform == "cpu" != detected and PLATFORMS not in os.environ:
         logger.warning(
             "this machine has a %s, but JAX sees its CPU alone, and computes there. Make Tunix's environment for it: "
@@ -231,8 +231,8 @@ def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
     """Start a worker in the environment. On a CPU it computes with `threads` threads, and JAX sees as many devices as the mesh has, each
     of which needs some threads."""
     flags = [os.environ.get("XLA_FLAGS", "")]
-    own = {**QUIET, **_compiled()}
-    made = None if os.environ.get(VARIABLE) else _made()
+    own = {**QUIET, **_compilation_cache()}
+    made = None if os.environ.get(VARIABLE) else _read_made()
     if made is not None and made["accelerator"] != "cpu" and PLATFORMS not in os.environ:
         # If JAX cannot open a device that is named, it fails; otherwise it would silently take the CPU.
         own[PLATFORMS] = f"{made['accelerator']},cpu"
@@ -249,7 +249,7 @@ def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
     return WorkerProcess(python(), {**own, "XLA_FLAGS": " ".join(flags).strip()})
 
 
-def _compiled() -> dict[str, str]:
+def _compilation_cache() -> dict[str, str]:
     """JAX's cache of compiled programs, with a folder for each kind of processor: programs for another would not run on this one."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return {}
@@ -266,7 +266,7 @@ def _compiled() -> dict[str, str]:
     return {}
 
 
-def _made() -> dict[str, Any] | None:
+def _read_made() -> dict[str, Any] | None:
     """Facts about the environment in use; None if there is none, or nothing that can be read."""
     try:
         made = json.loads((home() / MADE).read_bytes())

@@ -86,7 +86,7 @@ def check_description(described: Described) -> None:
     for key, value in COMPUTED[kind].items():
         given = described.get(key, value)
         if (given or None) != (value or None):
-            raise _otherwise(kind, key, given, f"has {value!r} alone")
+            raise _difference(kind, key, given, f"has {value!r} alone")
     _check_positions(kind, described)
     tunix = ["full_attention"] * described["num_hidden_layers"]
     if kind == "gemma3_text":
@@ -97,12 +97,12 @@ def check_description(described: Described) -> None:
     given = described.get("layer_types") or tunix
     if list(given) != tunix:
         number = next(each for each, (a, b) in enumerate(zip(given, tunix, strict=True)) if a != b)
-        raise _otherwise(kind, f"layer_types[{number}]", given[number], f"has {tunix[number]} there")  # fmt: skip
+        raise _difference(kind, f"layer_types[{number}]", given[number], f"has {tunix[number]} there")  # fmt: skip
     if kind == "gemma3_text":
         scalar, head = described["query_pre_attn_scalar"], described["head_dim"]
         width = described["hidden_size"] // described["num_attention_heads"]
         if scalar not in (head, width):
-            raise _otherwise(
+            raise _difference(
                 kind, "query_pre_attn_scalar", scalar, f"has {head} (head_dim) and {width} (hidden_size by heads)"
             )  # fmt: skip
 
@@ -118,10 +118,10 @@ def _check_positions(kind: str, described: Described) -> None:
                 f"{TORCH}"
             )
         if (share := rope.get("partial_rotary_factor") or 1) != 1:
-            raise _otherwise(kind, "partial_rotary_factor", share, "has 1 alone")
+            raise _difference(kind, "partial_rotary_factor", share, "has 1 alone")
 
 
-def _otherwise(kind: str, key: str, given: Any, tunix: str) -> ModelError:
+def _difference(kind: str, key: str, given: Any, tunix: str) -> ModelError:
     return ModelError(
         f"{key} of this model is {given!r}, but Tunix's {kind} {tunix}, so that it would be another model. {TORCH}"
     )
@@ -135,9 +135,9 @@ def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
     kind = described["model_type"]
     axes = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
     sizes: dict[str, int] = {key: described[key] for key in axes}
-    sizes["num_key_value_heads"] = _shared(described)
+    sizes["num_key_value_heads"] = _kv_heads(described)
     fsdp, tp = mesh
-    by_tp = {**sizes, "head_dim": _head(described)} if kind == "qwen3" else sizes
+    by_tp = {**sizes, "head_dim": _head_size(described)} if kind == "qwen3" else sizes
     if kind == "gemma3_text" and sizes["num_key_value_heads"] == 1:
         by_tp.pop("num_key_value_heads")  # one is held whole by each device
     for axis, parts, divided in (("fsdp", fsdp, {"hidden_size": sizes["hidden_size"]}), ("tp", tp, by_tp)):  # fmt: skip
@@ -149,11 +149,11 @@ def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
             )
 
 
-def _head(described: Described) -> int:
+def _head_size(described: Described) -> int:
     return described.get("head_dim") or described["hidden_size"] // described["num_attention_heads"]
 
 
-def _shared(described: Described) -> int:
+def _kv_heads(described: Described) -> int:
     return described.get("num_key_value_heads") or described["num_attention_heads"]
 
 
@@ -173,7 +173,7 @@ def check_layers(described: Described, layers: Sequence[str]) -> None:
     together: tuple[str, ...] = ()
     if described["model_type"] == "gemma3_text":
         # One weight of Tunix holds keys and values, and queries too if they have as many heads.
-        alike = _shared(described) == described["num_attention_heads"]
+        alike = _kv_heads(described) == described["num_attention_heads"]
         together = _ATTENTION[0 if alike else 1 : 3]
     for number, part in sorted(adapted):
         if part in together and any((number, each) not in adapted for each in together):
@@ -204,7 +204,7 @@ def check_files(folder: Path, described: Described) -> None:
     """Raise `ModelError` unless the files hold every weight of the description, in its shape and in a format that Tunix reads, and no
     weights that it would leave out."""
     kind, wanted = described["model_type"], expected(described)
-    found = _read(folder, TEXT if kind == "gemma3_text" else "")
+    found = _read_headers(folder, TEXT if kind == "gemma3_text" else "")
     if missing := sorted(set(wanted) - set(found)):
         raise ModelError(
             f"{len(missing)} weights are missing in {folder}: {', '.join(missing[:4])}."
@@ -230,7 +230,11 @@ def check_files(folder: Path, described: Described) -> None:
                 "read all as the first. Save the model in one: load it with transformers in that dtype, and save_pretrained. Or leave "
                 "model.backend out to train it with torch."
             )
-    if HEAD in found and HEAD not in wanted and _bytes(found[HEAD]) != _bytes(found[EMBEDDING]):
+    if (
+        HEAD in found
+        and HEAD not in wanted
+        and _read_bytes(found[HEAD]) != _read_bytes(found[EMBEDDING])
+    ):
         raise ModelError(
             f"tie_word_embeddings of this model is true, but {folder} holds a {HEAD} that is not its embedding, which Tunix would leave "
             f"out. {TORCH}"
@@ -240,8 +244,8 @@ def check_files(folder: Path, described: Described) -> None:
 def expected(described: Described) -> dict[str, Shape]:
     """Transformers' names of a model's weights in files, with their shapes."""
     hidden, inner = described["hidden_size"], described["intermediate_size"]
-    head = _head(described)
-    queries, keys = head * described["num_attention_heads"], head * _shared(described)
+    head = _head_size(described)
+    queries, keys = head * described["num_attention_heads"], head * _kv_heads(described)
     layer: dict[str, Shape] = {
         "self_attn.q_proj.weight": (queries, hidden),
         "self_attn.k_proj.weight": (keys, hidden),
@@ -275,7 +279,7 @@ def expected(described: Described) -> dict[str, Shape]:
     return found if described.get("tie_word_embeddings") else {**found, HEAD: table}
 
 
-def _read(folder: Path, prefix: str) -> dict[str, Stored]:
+def _read_headers(folder: Path, prefix: str) -> dict[str, Stored]:
     """The tensors of the text in all files that Tunix reads, by their names without a prefix.
 
     Raises ModelError if they are not those that transformers reads.
@@ -327,7 +331,7 @@ def _header(file: Path) -> list[tuple[str, Stored]]:
     return found
 
 
-def _bytes(stored: Stored) -> bytes:
+def _read_bytes(stored: Stored) -> bytes:
     with stored.file.open("rb") as content:
         content.seek(stored.begin)
         return content.read(stored.end - stored.begin)

@@ -72,9 +72,9 @@ class TunixSampler:
         found = _COMPLETIONS.validate_python(await self._worker.call(Generate(request=request)))
         if not request.params.stop:
             return found
-        return tuple(self._stopped(each, request.params) for each in found)
+        return tuple(self._cut_at_stop(each, request.params) for each in found)
 
-    def _stopped(self, drawn: Completion, params: SamplingParams) -> Completion:
+    def _cut_at_stop(self, drawn: Completion, params: SamplingParams) -> Completion:
         text_of = partial(self._tokenizer.decode, skip_special_tokens=False)
         for count in range(1, len(drawn.token_ids) + 1):
             ids = drawn.token_ids[:count]

@@ -82,7 +82,7 @@ def load(config: ModelConfig, dtype: str, longest: int | None) -> PreTrainedMode
 
     resolved = resolve(config)
     room = prompt_room(config, 0)
-    with quiet(), explained(config, resolved, "model"), _contained():
+    with quiet(), explained(config, resolved, "model"), _contain_output():
         model, _ = _fast().from_pretrained(
             model_name=resolved.location,
             revision=config.revision,
@@ -110,7 +110,7 @@ def load(config: ModelConfig, dtype: str, longest: int | None) -> PreTrainedMode
 def adapt(model: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing: bool) -> PeftModel:
     """The model with an adapter called `FIRST`, computed by Unsloth's own kernels if it has them."""
     targets = config.target_modules
-    with _contained():
+    with _contain_output():
         return _fast().get_peft_model(
             model,
             r=config.r,
@@ -138,7 +138,7 @@ def sampling(model: PreTrainedModel) -> None:
 def _fast() -> Any:
     if "unsloth" in sys.modules:
         return sys.modules["unsloth"].FastLanguageModel
-    with _contained():
+    with _contain_output():
         try:
             from unsloth import FastLanguageModel  # pyright: ignore[reportAttributeAccessIssue]  # it is not here
         except (ImportError, NotImplementedError, RuntimeError) as error:
@@ -151,7 +151,7 @@ def _fast() -> Any:
 
 
 @contextmanager
-def _contained() -> Iterator[None]:
+def _contain_output() -> Iterator[None]:
     """Sends its output to stderr, and keeps its imports from making every logger of the process write there."""
     root = logging.getLogger()
     level, handlers = root.level, [*root.handlers]

@@ -75,7 +75,7 @@ class PackedAttention:
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """See `Attention.forward`."""
-        out.copy_(self._found(*self._inputs(queries, keys, values)).flatten(1))
+        out.copy_(self._attention_output(*self._inputs(queries, keys, values)).flatten(1))
 
     def backward(
         self, d_out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, d_qkv: Tensor
@@ -84,7 +84,7 @@ class PackedAttention:
         heads = self._shape.heads
         inputs = [each.requires_grad_() for each in self._inputs(queries, keys, values)]
         with torch.enable_grad():
-            found_NHD = self._found(*inputs)
+            found_NHD = self._attention_output(*inputs)
         d_queries, d_keys_KJD, d_values_KJD = torch.autograd.grad(
             found_NHD, inputs, d_out.view(found_NHD.shape)
         )
@@ -108,7 +108,7 @@ class PackedAttention:
             keys, values = (each.index_select(0, self._keys_K) for each in both)
         return queries.to(values.dtype, copy=True), keys, values
 
-    def _found(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attention_output(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         attention: Any = varlen_attn  # its releases take different arguments
         grouped = self._shape.heads != self._shape.kv_heads
         told = {"enable_gqa": grouped} if GROUPED else {}

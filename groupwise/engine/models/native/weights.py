@@ -40,7 +40,7 @@ PRODUCTS = {
 }
 """Names under which transformers keeps the matrices of each product of a layer; the product stacks them in this order."""
 
-_made: WeakKeyDictionary[PreTrainedModel, NativeModel | None] = WeakKeyDictionary()
+_native_models: WeakKeyDictionary[PreTrainedModel, NativeModel | None] = WeakKeyDictionary()
 
 PROBE = 32
 """Tokens of the text on which native and transformers' logits are compared."""
@@ -119,7 +119,7 @@ class NativeModel:
             self._layer(f"{path}.layers.{index}", layer) for index, layer in enumerate(body.layers)
         ]
         self.norm_H = body.norm.weight.detach().float()
-        head = _plain(cast("nn.Module", model.get_output_embeddings()))
+        head = _base_layer(cast("nn.Module", model.get_output_embeddings()))
         self.head = Linear(
             (), head.weight.detach(), None if head.bias is None else head.bias.detach()
         )
@@ -234,14 +234,14 @@ class NativeModel:
     def _fused(self, path: str, layer: Any, product: str, turned: int = 0) -> Linear:
         """One of `PRODUCTS`; the first `turned` of its matrices have their rows interleaved within each head."""
         name, children = PRODUCTS[product]
-        modules = [_plain(getattr(getattr(layer, name), child)) for child in children]
+        modules = [_base_layer(getattr(getattr(layer, name), child)) for child in children]
         size = self.shape.head_size
         orders: list[Tensor | None] = [None] * len(modules)
         for number, module in enumerate(modules[:turned]):
             starts = torch.arange(0, module.out_features, size, device=self.device)
             orders[number] = (starts[:, None] + _interleaved(size, self.device)).flatten()
         weights = [
-            _permuted(module.weight.detach(), order)
+            _permute(module.weight.detach(), order)
             for module, order in zip(modules, orders, strict=True)
         ]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
@@ -258,7 +258,7 @@ class NativeModel:
         biases = [
             module.weight.new_zeros(module.out_features)
             if module.bias is None
-            else _permuted(module.bias.detach(), order)
+            else _permute(module.bias.detach(), order)
             for module, order in zip(modules, orders, strict=True)
         ]
         return Linear(parts, weight, torch.cat(biases))
@@ -303,18 +303,18 @@ def native_model(model: PreTrainedModel, *, anew: bool = False) -> NativeModel |
 
     It is built once for each model, and again with `anew` after weights have changed.
     """
-    if model not in _made:
+    if model not in _native_models:
         try:
-            _made[model] = NativeModel(model)
+            _native_models[model] = NativeModel(model)
         except ValueError as error:
             logger.warning(
                 "this model is sampled and trained by transformers' modules, which is slower: %s",
                 str(error),
             )
-            _made[model] = None
-    elif anew and _made[model] is not None:
-        _made[model] = NativeModel(model, check=False)
-    return _made[model]
+            _native_models[model] = None
+    elif anew and _native_models[model] is not None:
+        _native_models[model] = NativeModel(model, check=False)
+    return _native_models[model]
 
 
 def refusal(model: PreTrainedModel) -> str | None:
@@ -358,12 +358,15 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     for number, layer in enumerate(body.layers):
         for owner, children in PRODUCTS.values():
             for child in children:
-                yield f"{child} of layer {number}", _plain(getattr(getattr(layer, owner), child))
-    yield "its head", _plain(cast("nn.Module", model.get_output_embeddings()))
+                yield (
+                    f"{child} of layer {number}",
+                    _base_layer(getattr(getattr(layer, owner), child)),
+                )
+    yield "its head", _base_layer(cast("nn.Module", model.get_output_embeddings()))
     yield "its table of embeddings", model.get_input_embeddings()
 
 
-def _plain(module: nn.Module) -> nn.Linear:
+def _base_layer(module: nn.Module) -> nn.Linear:
     """The linear layer below an adapter, if there is one."""
     return cast(
         "nn.Linear", module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
@@ -375,7 +378,7 @@ def _interleaved(size: int, device: torch.device) -> Tensor:
     return torch.arange(size, device=device).view(2, -1).t().flatten()
 
 
-def _permuted(tensor: Tensor, order: Tensor | None) -> Tensor:
+def _permute(tensor: Tensor, order: Tensor | None) -> Tensor:
     return tensor if order is None else tensor[order]
 
 

@@ -214,7 +214,8 @@ class VllmSampler:
             await make_served(server, served.name, served.folder, there)
         prompts = [tuple(self._tokenizer(text)["input_ids"]) for text in probe.TEXTS]
         drawn = await gather_all(
-            self._asked(server, served, prompt, probe.SEED, probe.PARAMS) for prompt in prompts
+            self._request_completion(server, served, prompt, probe.SEED, probe.PARAMS)
+            for prompt in prompts
         )
         answers = list(zip(prompts, (each.token_ids for each in drawn), strict=True))
         found = [value for each in drawn for value in each.logprobs]
@@ -244,7 +245,7 @@ class VllmSampler:
 
     async def _member(self, served: Served, request: GroupRequest, seed: int) -> Completion:
         drawn = await self._servers.ask(
-            lambda server: self._drawn(server, served, request.prompt_ids, seed, request.params)
+            lambda server: self._draw(server, served, request.prompt_ids, seed, request.params)
         )
         return Completion(
             token_ids=drawn.token_ids,
@@ -255,7 +256,7 @@ class VllmSampler:
             fingerprint=served.fingerprint,
         )
 
-    async def _drawn(
+    async def _draw(
         self,
         server: Server,
         served: Served,
@@ -267,14 +268,14 @@ class VllmSampler:
         for attempt in range(ATTEMPTS):
             await self._ready(server, served)
             try:
-                return await self._asked(server, served, prompt_ids, seed, params)
+                return await self._request_completion(server, served, prompt_ids, seed, params)
             except EndpointError as error:
                 if error.status != 404 or attempt == ATTEMPTS - 1:
                     raise
                 server.ready = None
         raise AssertionError("a completion is drawn or given up")
 
-    async def _asked(
+    async def _request_completion(
         self,
         server: Server,
         served: Served,

@@ -122,7 +122,7 @@ def read_completion(
         raise EndpointError(
             f"drew {len(ids)} tokens, where 1 to {params.max_tokens} were asked for"
         )
-    return _ended(choice, ids, logprobs, params, text_of)
+    return _find_end(choice, ids, logprobs, params, text_of)
 
 
 def _tokens(
@@ -147,7 +147,7 @@ def _tokens(
             raise EndpointError(
                 f"drew the token {token!r}, but those of the model are 0 to {vocabulary - 1}: it serves another model"
             )
-    return tuple(found), tuple(_checked(number) for number in numbers)
+    return tuple(found), tuple(_check_logprob(number) for number in numbers)
 
 
 def _id_in(token: object) -> int | None:
@@ -159,7 +159,7 @@ def _list(value: object) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
-def _checked(value: object) -> float:
+def _check_logprob(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise EndpointError(f"answered the log-probability {value!r}, which is no number")
     if not math.isfinite(value) or not LEAST_LOGPROB < value <= ROUNDING:
@@ -170,7 +170,7 @@ def _checked(value: object) -> float:
     return float(value)
 
 
-def _ended(
+def _find_end(
     choice: Mapping[str, Any],
     ids: tuple[int, ...],
     logprobs: tuple[float, ...],

@@ -44,7 +44,7 @@ class Adapted:
         self, model: nnx.Module, family: Family, layers: Sequence[str], rank: int, alpha: float
     ) -> None:
         """`layers`: those of transformers' model that get an adapter."""
-        there = [_named(path) for path, _ in nnx.to_flat_state(nnx.state(model))]
+        there = [_weight_name(path) for path, _ in nnx.to_flat_state(nnx.state(model))]
         by_place = {
             f"{found[1]}.{found[2]}": each for each in layers if (found := _LAYER.fullmatch(each))
         }
@@ -67,7 +67,9 @@ class Adapted:
                 model, provider, **model.get_model_input(), rngs=nnx.Rngs(params=0)
             )
         self.graph, places, self.base = nnx.split(adapted, nnx.LoRAParam, ...)
-        self._places = {_named(path): (path, place) for path, place in nnx.to_flat_state(places)}
+        self._places = {
+            _weight_name(path): (path, place) for path, place in nnx.to_flat_state(places)
+        }
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -84,7 +86,7 @@ class Adapted:
                 bound = 1 / np.sqrt(np.prod(shape[:-1]))
                 generator = np.random.default_rng(int.from_bytes(digest[:8], "big"))
                 value = generator.uniform(-bound, bound, shape).astype(np.float32)
-            made[name] = self._placed(name, value)
+            made[name] = self._on_devices(name, value)
         return made
 
     def merged(self, factors: Factors, base: Any) -> nnx.Module:
@@ -139,7 +141,7 @@ class Adapted:
                 name = f"{weight}.{factor}"
                 if value.size != np.prod(shapes[name]):
                     raise ModelError(f"The adapter in {origin} has another rank than lora.r says.")
-                made[name] = self._placed(name, value.reshape(shapes[name]).astype(np.float32))
+                made[name] = self._on_devices(name, value.reshape(shapes[name]).astype(np.float32))
         return made
 
     def to_peft_names(self) -> list[str]:
@@ -147,7 +149,7 @@ class Adapted:
         layers = [layer for found in self.layers.values() for layer in found]
         return [f"{PREFIX}{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"]
 
-    def _placed(self, name: str, value: np.ndarray) -> jax.Array:
+    def _on_devices(self, name: str, value: np.ndarray) -> jax.Array:
         """Put it on the devices that hold its place in the model."""
         _, place = self._places[name]
         return jax.device_put(jnp.asarray(value), place.get_value().sharding)
@@ -164,7 +166,7 @@ class ExactLora(qwix.LoraProvider):
         if found is None:
             return super().dot_general(lhs, rhs, dimension_numbers, *formats, **named)
         product = functools.partial(jax.lax.dot_general, dimension_numbers=dimension_numbers)
-        return self._together(product, lhs, rhs, "...i,ir,ro->...o", found)
+        return self._add_adapter(product, lhs, rhs, "...i,ir,ro->...o", found)
 
     def einsum(self, einsum_str: str, *operands: Any, **named: Any) -> Any:
         """See `jax.numpy.einsum`; of an adapted weight with its adapter."""
@@ -173,7 +175,9 @@ class ExactLora(qwix.LoraProvider):
             return super().einsum(einsum_str, *operands, **named)
         product = functools.partial(jnp.einsum, einsum_str)
         module, name, _ = found
-        return self._together(product, *operands, getattr(module, f"{name}_lora_einsum_str"), found)
+        return self._add_adapter(
+            product, *operands, getattr(module, f"{name}_lora_einsum_str"), found
+        )
 
     def _adapter(self, kind: str, weight: Any) -> tuple[Any, str, Any] | None:
         """The layer being computed, the name of its weight and its rule; None if it has no places for factors (yet)."""
@@ -182,7 +186,7 @@ class ExactLora(qwix.LoraProvider):
         module = flax_util.get_current_module()
         return (module, name, rule) if name and hasattr(module, f"{name}_lora_b") else None
 
-    def _together(
+    def _add_adapter(
         self, product: Product, inputs: Any, weight: Any, words: str, found: tuple[Any, str, Any]
     ) -> Any:
         """`words`: the adapter as an einsum of inputs, A and B. In full precision: devices would round the factors."""
@@ -194,7 +198,7 @@ class ExactLora(qwix.LoraProvider):
         return total.astype(inputs.dtype)
 
 
-def _named(path: tuple[Any, ...]) -> str:
+def _weight_name(path: tuple[Any, ...]) -> str:
     """`layers, 3, attn, q_einsum, w_lora_a` as `3.attn.q_einsum.w.a`."""
     name = ".".join(map(str, path)).removeprefix("layers.")
     return re.sub(r"_lora_([ab])$", r".\1", name)

@@ -81,7 +81,7 @@ def numbers(
     size = min(length, max(1, PIECE_BYTES // (4 * vocabulary * rows)))
     pieces = jax.tree.map(lambda values: _cut(values, size), (hidden_BLD, targets))
     _, found = jax.lax.scan(jax.checkpoint(next_piece, prevent_cse=False), None, pieces)
-    return jax.tree.map(lambda values: _joined(values)[:, :length], found)
+    return jax.tree.map(lambda values: _join(values)[:, :length], found)
 
 
 def _numbers(scaled_BSV: Any, targets_BS: Any) -> Numbers:
@@ -100,7 +100,7 @@ def _cut(values_BL: Any, size: int) -> Any:
     return jnp.moveaxis(jnp.pad(values_BL, padding).reshape(rows, count, size, *rest), 1, 0)
 
 
-def _joined(values_PBS: Any) -> Any:
+def _join(values_PBS: Any) -> Any:
     """The inverse of the cut into pieces; the padding stays."""
     pieces, rows, size = values_PBS.shape
     return jnp.moveaxis(values_PBS, 0, 1).reshape(rows, pieces * size)

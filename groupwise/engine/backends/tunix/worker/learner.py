@@ -83,7 +83,7 @@ class Learner:
         self._remat = remat
         self._gradients: dict[str, Any] = {}
         self._compiled_numbers = jax.jit(self._numbers)
-        self._stepped = jax.jit(_stepped, static_argnums=(5, 6, 7), out_shardings=places)
+        self._adamw_step = jax.jit(_adamw_step, static_argnums=(5, 6, 7), out_shardings=places)
 
     def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -98,7 +98,7 @@ class Learner:
                 self._factors,
                 self.adapted.base,
                 batch.sequences(self._vocabulary),
-                _given(batch),
+                _arrays(batch),
                 shares,
             )
             self._gradient = (
@@ -125,7 +125,7 @@ class Learner:
             return UpdateResult(norm, applied)
         longest = params.max_grad_norm
         scale = longest / norm if longest is not None and norm > longest else 1.0
-        factors, moments = self._stepped(
+        factors, moments = self._adamw_step(
             self._factors,
             self._moments,
             jax.tree.map(lambda each: each * scale, gradient),
@@ -153,12 +153,12 @@ class Learner:
 
     def logprobs(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[float, ...]]:
         """See `groupwise.core.types.Learner.logprobs`."""
-        return _by_row([(batch, told.logprobs_BL) for batch, told in self._computed(rows, role)])
+        return _by_row([(batch, told.logprobs_BL) for batch, told in self._compute_all(rows, role)])
 
     def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         """See `groupwise.core.types.Learner.predictions`."""
         found: list[Prediction] = [Prediction((), ())] * len(rows)
-        for batch, told in self._computed(rows, "policy"):
+        for batch, told in self._compute_all(rows, "policy"):
             logprobs, right = batch.gathered(told.logprobs_BL), batch.gathered(told.right_BL)
             for index, values, hits in zip(batch.indices, logprobs, right, strict=True):
                 found[index] = Prediction(values, tuple(map(bool, hits)))
@@ -182,7 +182,7 @@ class Learner:
             self._moments = checkpointer.restore((folder / STATE).resolve(), wanted)
         self.discard()
 
-    def _computed(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[Batch, Numbers]]:
+    def _compute_all(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[Batch, Numbers]]:
         factors = self._factors if role == "policy" else self._reference
         return [
             (
@@ -239,7 +239,7 @@ def _places(factors: Factors, moments: Any) -> tuple[Any, Any]:
     return own, moments._replace(count=everywhere, mu=own, nu=own)
 
 
-def _stepped(
+def _adamw_step(
     factors: Factors,
     moments: Any,
     gradient: Factors,
@@ -261,7 +261,7 @@ def _stepped(
     return moved, moments
 
 
-def _given(batch: Batch) -> dict[str, Any]:
+def _arrays(batch: Batch) -> dict[str, Any]:
     """Facts about the rows that a loss receives, as arrays."""
     rows = batch.rows
     about: dict[str, Any] = {

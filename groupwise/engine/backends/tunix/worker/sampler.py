@@ -55,7 +55,7 @@ class Drawn(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GroupPart:
     """Members of a group that are computed together."""
 
     request: GroupRequest
@@ -74,7 +74,9 @@ class Sampler:
         self._slots, self._key_length = slots, key_length
         self.fingerprint = fingerprint(adapted.to_peft(factors))
         self._version = 0
-        self._loop = jax.jit(self._drawn, static_argnames=("members", "longest", "truncation"))
+        self._loop = jax.jit(
+            self._decode_loop, static_argnames=("members", "longest", "truncation")
+        )
 
     def load(self, policy: Policy) -> str:
         """See `groupwise.core.types.Sampler.load`; returns the fingerprint of the weights that it serves then."""
@@ -88,20 +90,20 @@ class Sampler:
         """The completions of several groups. Raises `RunError` for requests that do not fit."""
         found: list[list[Completion | None]] = [[None] * len(each.seeds) for each in requests]
         for parts in self._batches(requests):
-            for part, completions in zip(parts, self._completed(parts), strict=True):
+            for part, completions in zip(parts, self._complete(parts), strict=True):
                 index, start = part.place
                 found[index][start : start + len(completions)] = completions
         return [tuple(each for each in group if each is not None) for group in found]
 
-    def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[list[Part]]:
+    def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[list[GroupPart]]:
         """Groups of one shape and with the same parameters, as many as fit into the slots."""
-        alike: dict[Any, list[Part]] = {}
+        alike: dict[Any, list[GroupPart]] = {}
         for index, request in enumerate(requests):
             refuse_misfit(request, self._key_length)
             for start in range(0, len(request.seeds), self._slots):
                 seeds = request.seeds[start : start + self._slots]
                 key = (request.params, self._width(request), len(seeds))
-                alike.setdefault(key, []).append(Part(request, seeds, (index, start)))
+                alike.setdefault(key, []).append(GroupPart(request, seeds, (index, start)))
         for (_, _, members), parts in alike.items():
             prompts = max(1, self._slots // members)
             for start in range(0, len(parts), prompts):
@@ -114,7 +116,7 @@ class Sampler:
         shapes = sorted({min(widest, max(NARROWEST, widest >> each)) for each in range(HALVINGS)})
         return next(each for each in shapes if each >= len(request.prompt_ids))
 
-    def _completed(self, parts: Sequence[Part]) -> list[list[Completion]]:
+    def _complete(self, parts: Sequence[GroupPart]) -> list[list[Completion]]:
         params, members = parts[0].request.params, len(parts[0].seeds)
         inputs = self._loop_inputs(parts, params, members)
         drawn = self._loop(
@@ -154,7 +156,7 @@ class Sampler:
         )
 
     def _loop_inputs(
-        self, parts: Sequence[Part], params: SamplingParams, members: int
+        self, parts: Sequence[GroupPart], params: SamplingParams, members: int
     ) -> LoopInputs:
         prompts, width = max(1, self._slots // members), self._width(parts[0].request)
         prompts_UP = np.zeros((prompts, width), np.int32)
@@ -182,7 +184,7 @@ class Sampler:
             np.arange(prompts * members) < len(parts) * members,
         )
 
-    def _drawn(
+    def _decode_loop(
         self,
         factors: Factors,
         base: Any,
@@ -275,7 +277,7 @@ def _draw(
 ) -> tuple[Any, Any]:
     """Tokens and their log-probabilities at the temperature; 0 takes the likeliest, with that at temperature 1."""
     scaled_SV = logits_SV / jnp.where(temperature == 0, 1.0, temperature)
-    kept_SV = _truncated(scaled_SV, *truncation)
+    kept_SV = _truncate(scaled_SV, *truncation)
     weights_SV = jnp.exp(kept_SV - kept_SV.max(-1, keepdims=True))
     drawn_S = _search(weights_SV, uniforms_S)
     chosen_S = jnp.where(temperature == 0, kept_SV.argmax(-1), drawn_S).astype(jnp.int32)
@@ -291,11 +293,11 @@ def _search(weights_SV: Any, uniforms_S: Any) -> Any:
     sums_SK = blocks_SKB.sum(-1)
     ends_SK = _ends(sums_SK)
     targets_S1 = (uniforms_S * ends_SK[:, -1] * (1 - 1e-7))[:, None]
-    block_S1 = _reached(sums_SK, ends_SK, targets_S1)
+    block_S1 = _first_beyond(sums_SK, ends_SK, targets_S1)
     begins_SK = jnp.pad(ends_SK, ((0, 0), (1, 0)))
     rest_S1 = targets_S1 - jnp.take_along_axis(begins_SK, block_S1, -1)
     inside_SB = jnp.take_along_axis(blocks_SKB, block_S1[..., None], 1)[:, 0]
-    offset_S1 = _reached(inside_SB, _ends(inside_SB), rest_S1)
+    offset_S1 = _first_beyond(inside_SB, _ends(inside_SB), rest_S1)
     # Only logits that are not numbers reach beyond the end; their log-probability shows it.
     return jnp.minimum(block_S1 * BLOCK + offset_S1, vocabulary - 1)[:, 0]
 
@@ -305,7 +307,7 @@ def _ends(weights_SN: Any) -> Any:
     return jax.lax.cummax(weights_SN.cumsum(-1), axis=1)
 
 
-def _reached(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
+def _first_beyond(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
     """The first place with weight whose end lies beyond the target; the last place with weight if rounding leaves none."""
     there_SN = weights_SN > 0
     beyond_SN = there_SN & (ends_SN > targets_S1)
@@ -313,7 +315,7 @@ def _reached(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
     return jnp.where(beyond_SN.any(-1), beyond_SN.argmax(-1), last_S)[:, None]
 
 
-def _truncated(scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None) -> Any:
+def _truncate(scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None) -> Any:
     """Like `groupwise.engine.sampler.draw.truncated`: each rule acts on what the one before it left."""
     if top_k is not None:
         least = jax.lax.top_k(scaled_SV, min(top_k, scaled_SV.shape[1]))[0][:, -1:]

@@ -67,7 +67,9 @@ def serve(connection: socket.socket) -> None:
     answers = connection.makefile("w", encoding="utf-8")
     orders: queue.Queue[Order] = queue.Queue()
     cancelled: set[int] = set()
-    reader = threading.Thread(target=_read, args=(connection, orders, cancelled), daemon=True)
+    reader = threading.Thread(
+        target=_read_orders, args=(connection, orders, cancelled), daemon=True
+    )
     reader.start()
     service, waiting = Service(), list[Order]()
     while True:
@@ -75,12 +77,14 @@ def serve(connection: socket.socket) -> None:
         taken, waiting = _next(waiting, orders)
         taken = [order for order in taken if order.number not in cancelled]
         if taken:
-            for each in _done(service, taken):
+            for each in _answer(service, taken):
                 answers.write(each.model_dump_json() + "\n")
             answers.flush()
 
 
-def _read(connection: socket.socket, orders: queue.Queue[Order], cancelled: set[int]) -> None:
+def _read_orders(
+    connection: socket.socket, orders: queue.Queue[Order], cancelled: set[int]
+) -> None:
     """Read orders until the connection ends, then end the process; a thread that ended alone would go unnoticed."""
     try:
         for line in connection.makefile("r", encoding="utf-8"):
@@ -111,7 +115,7 @@ def _next(waiting: list[Order], orders: queue.Queue[Order]) -> tuple[list[Order]
         together.append(following)
 
 
-def _done(service: Service, taken: list[Order]) -> list[Answer]:
+def _answer(service: Service, taken: list[Order]) -> list[Answer]:
     """The answers. If orders fail together, each is done by itself, so that an error of one does not reach the others."""
     try:
         results = service.do_all([order.do for order in taken])
@@ -121,7 +125,7 @@ def _done(service: Service, taken: list[Order]) -> list[Answer]:
         ]
     except Exception as error:  # noqa: BLE001 — belongs to the caller
         if len(taken) > 1:
-            return [answer for order in taken for answer in _done(service, [order])]
+            return [answer for order in taken for answer in _answer(service, [order])]
         return [Answer(number=taken[0].number or 0, error=_trouble(error, taken[0].do))]
 
 
@@ -181,11 +185,11 @@ class Service:
 
     @property
     def sampler(self) -> Sampler:
-        return _there(self._sampler)
+        return _require_open(self._sampler)
 
     @property
     def learner(self) -> Learner:
-        return _there(self._learner)
+        return _require_open(self._learner)
 
     def do_all(self, orders: list[Any]) -> list[Any]:
         """Do several orders at once; more than one only of `Generate`."""
@@ -269,7 +273,7 @@ class Service:
 
     @do.register
     def _(self, order: Publish) -> Any:
-        with _writing(_there(self._publish_folder)):
+        with _writing(_require_open(self._publish_folder)):
             return self.learner.publish(order.version)
 
     @do.register
@@ -291,7 +295,7 @@ class Service:
             self.learner.load(Path(order.folder))
 
 
-def _there(part: Any) -> Any:
+def _require_open(part: Any) -> Any:
     assert part is not None, "open comes first"
     return part
 
