@@ -55,7 +55,7 @@ class Started(Calls):
     """
 
     _look_every: float | None = None
-    """Longest wait for messages in seconds before `_check_silence`; None: no limit."""
+    """Longest wait for messages, in seconds, before `_check_silence` is called; None: no limit."""
 
     def __init__(self, count: int, called: str, first_gpu: int = 0) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Started(Calls):
         for output in [*self._outputs.values()]:
             output.begin_call()
 
-    # --- what is told apart ----------------------------------------------------------------------
+    # --- what the subclasses define ---------------------------------------------------------------
 
     def _open(self) -> None:
         """Start the processes."""
@@ -153,7 +153,7 @@ class Started(Calls):
         raise NotImplementedError
 
     def _check_silence(self, heard: set[int]) -> RunError | None:
-        """Called after each look for messages, with the ranks that sent any; returns the same as `_handle_end`."""
+        """Called after each wait for messages, with the ranks that sent any; returns the same as `_handle_end`."""
 
     def _is_ready(self, rank: int) -> None:
         """A rank has made what it hosts."""

@@ -1,4 +1,4 @@
-"""What computes rows for a learner: plain matrices if the model is of a known family (`groupwise.engine.learner.native.engine`), else
+"""Engines compute rows for a learner: plain matrices if the model is of a known family (`groupwise.engine.learner.native.engine`), else
 transformers' modules, with torch's graph for the gradient: for any model, adapter or all weights, with dropout.
 """
 

@@ -3,48 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from groupwise.api.schemas.parts import (
     Discard,
-    ForwardBackward,
     LoadState,
-    Logprobs,
-    Predictions,
     Publish,
     SaveState,
-    TrainedLogprobs,
-    Update,
 )
 from groupwise.core import atomic_files
 from groupwise.core.types import (
-    LossSpec,
-    OptimiserParams,
     Policy,
-    PolicyRole,
-    Prediction,
-    Row,
-    UpdateResult,
 )
 from groupwise.engine.backends.remote.sampler import Published, stamp_of, weight_files
 from groupwise.engine.backends.remote.session import Session
+from groupwise.engine.backends.verb_learner import Verb, VerbLearner
 from groupwise.runs import publications
 
 ADAPTER_CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"
 """File of an adapter that names the model it belongs to, and the key for that."""
-_SUMS = TypeAdapter(dict[str, float])
-_RESULT = TypeAdapter(UpdateResult)
 _POLICY = TypeAdapter(Policy)
-_LOGPROBS = TypeAdapter(list[tuple[float, ...]])
-_TRAINED = TypeAdapter(list[tuple[float, ...]] | None)
-_PREDICTIONS = TypeAdapter(list[Prediction])
 
 
-class RemoteLearner:
+class RemoteLearner(VerbLearner):
     """A `groupwise.core.types.Learner` by the parts of a session."""
 
     def __init__(
@@ -67,25 +52,15 @@ class RemoteLearner:
         self._base = base
         self._tells_trained_logprobs = tells_trained_logprobs
 
-    async def forward_backward(
-        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
-    ) -> dict[str, float]:
-        """See `groupwise.core.types.Learner.forward_backward`."""
-        do = ForwardBackward(rows=[*rows], loss=loss, denominators=dict(denominators))
-        return _SUMS.validate_python(await self._session.call(do, ordered=True))
+    async def _call(self, do: Verb) -> Any:
+        """See `VerbLearner._call`."""
+        return await self._session.call(do, ordered=True)
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
         """See `groupwise.core.types.Learner.trained_logprobs`; None if the server's version does not tell them."""
         if not self._tells_trained_logprobs:
             return None
-        found = await self._session.call(TrainedLogprobs(), ordered=True)
-        return _TRAINED.validate_python(found)
-
-    async def update(self, params: OptimiserParams) -> UpdateResult:
-        """See `groupwise.core.types.Learner.update`."""
-        return _RESULT.validate_python(
-            await self._session.call(Update(params=params), ordered=True)
-        )
+        return await super().trained_logprobs()
 
     def discard(self) -> None:
         """See `groupwise.core.types.Learner.discard`."""
@@ -94,18 +69,6 @@ class RemoteLearner:
     async def publish(self, version: int) -> Policy:
         """See `groupwise.core.types.Learner.publish`. The files are fetched; old publications are removed."""
         return await self._session.awaited(self._publish(version))
-
-    async def logprobs(
-        self, rows: Sequence[Row], role: PolicyRole = "policy"
-    ) -> list[tuple[float, ...]]:
-        """See `groupwise.core.types.Learner.logprobs`."""
-        found = await self._session.call(Logprobs(rows=[*rows], role=role), ordered=True)
-        return _LOGPROBS.validate_python(found)
-
-    async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
-        """See `groupwise.core.types.Learner.predictions`."""
-        found = await self._session.call(Predictions(rows=[*rows]), ordered=True)
-        return _PREDICTIONS.validate_python(found)
 
     def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. StoreError if the disk here refuses."""

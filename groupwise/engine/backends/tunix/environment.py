@@ -97,7 +97,7 @@ def accelerator() -> Accelerator:
 
 
 def install(wanted: Accelerator | None = None, *, anew: bool = False, say: bool = True) -> Path:
-    """Make the environment, unless an up-to-date one is there and `anew` is False; returns its Python. None wants `accelerator()`.
+    """Make the environment and return its Python; an up-to-date one is kept, unless `anew`. `wanted`: None means `accelerator()`.
 
     Raises UsageError with pip's last words if it cannot be made; then the one before stands as it was.
     """
