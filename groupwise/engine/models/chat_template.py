@@ -18,7 +18,7 @@ from typing import Any
 
 from groupwise.core.errors import TaskError
 from groupwise.core.types import Message, Prompt
-from groupwise.engine.models.control_tokens import spelled, spelled_messages
+from groupwise.engine.models.control_tokens import OF_TOOLS, spelled
 from groupwise.engine.models.tool_calls import written_calls
 
 PROBE = "⟦words⟧"
@@ -118,7 +118,9 @@ def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
         ]
     try:
         if not how.get("tokenize"):
-            messages = spelled_messages(tokenizer, messages)
+            messages = [
+                spelled(tokenizer, each, of_tool=each.get("role") in OF_TOOLS) for each in messages
+            ]
             arguments = spelled(tokenizer, arguments)
         if any(message.get("tool_calls") for message in messages):
             messages, arguments["chat_template"] = written_calls(

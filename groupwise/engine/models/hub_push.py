@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,6 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.repo_id}@{self.revision}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The target as JSON can hold it."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,10 +64,6 @@ class ExactLoraLinear(PeftLinear):
         down, up = self.lora_A[name], self.lora_B[name]
         return cast("nn.Parameter", down.weight), cast("nn.Parameter", up.weight)
 
-    def dropout_of(self, name: str) -> float:
-        """Share of the adapter's inputs that is dropped when dropout acts."""
-        return getattr(self.lora_dropout[name], "p", 0.0)
-
     def forward(self, x: Tensor) -> Tensor:
         base = cast("nn.Linear", self.get_base_layer())
         name = self.switch.active
@@ -75,7 +71,8 @@ class ExactLoraLinear(PeftLinear):
             return base(x)
         down, up = self.factors(name)
         up = up * self.scaling[name]
-        inputs = F.dropout(x, self.dropout_of(name)) if self.switch.dropout else x
+        dropout = getattr(self.lora_dropout[name], "p", 0.0) if self.switch.dropout else None
+        inputs = x if dropout is None else F.dropout(x, dropout)
         low, up = F.linear(inputs, down.to(x.dtype)).flatten(0, -2), up.to(x.dtype)
         flat, weight = x.flatten(0, -2), base.weight
         if not rounds_before_adding(x):

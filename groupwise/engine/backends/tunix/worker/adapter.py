@@ -123,8 +123,9 @@ class Adapted:
     def from_peft(self, tensors: Mapping[str, np.ndarray], origin: str) -> Factors:
         """The inverse of `to_peft`."""
         shapes, made = self.shapes, Factors()
-        missing = set(self.to_peft_names()) ^ set(tensors)
-        if missing:
+        layers = [layer for found in self.layers.values() for layer in found]
+        names = {f"{PREFIX}{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"}
+        if missing := names ^ set(tensors):
             raise ModelError(
                 f"The adapter in {origin} has other layers than the one that is trained: {', '.join(sorted(missing)[:4])}."
             )
@@ -143,11 +144,6 @@ class Adapted:
                     raise ModelError(f"The adapter in {origin} has another rank than lora.r says.")
                 made[name] = self._on_devices(name, value.reshape(shapes[name]).astype(np.float32))
         return made
-
-    def to_peft_names(self) -> list[str]:
-        """Names of the tensors in files."""
-        layers = [layer for found in self.layers.values() for layer in found]
-        return [f"{PREFIX}{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"]
 
     def _on_devices(self, name: str, value: np.ndarray) -> jax.Array:
         """Put it on the devices that hold its place in the model."""
