@@ -844,7 +844,7 @@ def _own_engine(config: AnyConfig, trained: Any) -> Engine | None:
     """Engine that computes a learner's rows; None: the learner chooses."""
     if config.model.backend != "unsloth":
         return None
-    from groupwise.engine.backends.unsloth.engine import UnslothEngine
+    from groupwise.engine.backends.unsloth.model import UnslothEngine
 
     return UnslothEngine(trained)
 

@@ -1,10 +1,15 @@
-"""Computes the learning rate as a function of the step alone, so that a resume needs no state for it."""
+"""Computes the learning rate as a function of the step alone, so that a resume needs no state for it; free of torch."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from groupwise.engine.learner.config import OptimisationConfig
+from groupwise.core.errors import NonFiniteError
+from groupwise.core.types import OptimiserParams
+
+if TYPE_CHECKING:  # Tunix's worker imports this file, and needs no config
+    from groupwise.engine.learner.config import OptimisationConfig
 
 
 def learning_rate(step: int, max_steps: int, config: OptimisationConfig) -> float:
@@ -18,3 +23,11 @@ def learning_rate(step: int, max_steps: int, config: OptimisationConfig) -> floa
     if config.lr_scheduler_type == "cosine":
         return config.learning_rate * (0.5 * (1 + math.cos(math.pi * progress)))
     return config.learning_rate
+
+
+def too_fast(params: OptimiserParams) -> NonFiniteError:
+    """The error for a rate that was too high: a step made weights that are not finite."""
+    return NonFiniteError(
+        f"An update with the learning rate {params.learning_rate:g} made weights that are not finite. The last checkpoint "
+        "stands. Lower training.learning_rate."
+    )

@@ -39,8 +39,8 @@ from groupwise.engine.learner.forward import PLAIN, Forward, ForwardOutputs
 from groupwise.engine.learner.fsdp import DividedEngine
 from groupwise.engine.learner.layout import Batch
 from groupwise.engine.learner.native.engine import NativeEngine
-from groupwise.engine.learner.refusals import too_fast
 from groupwise.engine.learner.replicas import Summed
+from groupwise.engine.learner.schedule import too_fast
 from groupwise.engine.learner.weights import TrainedWeights, Whole, copy_parts, norm
 from groupwise.engine.models.files import read_json, read_tensors, write_tensors
 from groupwise.engine.models.lora import fingerprint

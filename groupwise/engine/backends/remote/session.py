@@ -182,6 +182,7 @@ class Session(RequestThread):
         """Number of the last ordered call."""
         self._open = False
         self._piece = PIECE
+        self._beats: Future[None] | None = None
 
     def close(self) -> None:
         """Release the parts, too, if the server can be reached."""
@@ -203,7 +204,7 @@ class Session(RequestThread):
             self._open = False
             raise as_usage(error) from None
         self._piece = answer.piece
-        self.begun(self._beat(min(HEARTBEAT, answer.silence / 4)))
+        self._beats = self.begun(self._beat(min(HEARTBEAT, answer.silence / 4)))
         return answer
 
     async def call(self, do: AnyVerb, *, ordered: bool = False) -> Any:

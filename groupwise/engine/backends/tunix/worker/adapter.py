@@ -27,7 +27,7 @@ from safetensors.numpy import load_file, save_file
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.backends.tunix.worker.families import Family
-from groupwise.engine.backends.tunix.worker.products import Product, in_float32
+from groupwise.engine.backends.tunix.worker.head import Product, in_float32
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."

@@ -42,7 +42,7 @@ from groupwise.engine.backends.tunix.worker.forward import (
 )
 from groupwise.engine.backends.tunix.worker.head import Numbers
 from groupwise.engine.backends.tunix.worker.tensors import Tensor
-from groupwise.engine.learner.refusals import too_fast
+from groupwise.engine.learner.schedule import too_fast
 from groupwise.runs import publications
 
 STATE = "orbax"
