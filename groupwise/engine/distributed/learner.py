@@ -56,10 +56,10 @@ class RankLearner:
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
         """See `groupwise.core.types.Learner.trained_logprobs`. Each rank returns those of its rows."""
         asked = {rank: share for rank, share in enumerate(self._trained) if share}
-        told = await self._ranks.call_each(
+        answers = await self._ranks.call_each(
             [(rank, "learner.trained_logprobs", ()) for rank in asked], droppable=True
         )
-        return _in_order([*asked.values()], told)
+        return _in_order([*asked.values()], answers)
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.core.types.Learner.update`. Raises RunError if the ranks did not do the same."""
@@ -142,8 +142,8 @@ class RankLearner:
             for rank, share in enumerate(shares)
             if share or self._divided
         ]
-        told = await self._call_ranks(calls)
-        return _in_order([share for share in shares if share or self._divided], told)
+        answers = await self._call_ranks(calls)
+        return _in_order([share for share in shares if share or self._divided], answers)
 
 
 class RankTrace:
@@ -161,10 +161,10 @@ class RankTrace:
         return self._ranks.call_each_now([(0, "tracing.trace.table", ())])[0]
 
 
-def _in_order(shares: Sequence[Sequence[int]], told: Sequence[Sequence[Any]]) -> list[Any]:
-    """Values told for each share of some rows, in the order of all rows."""
+def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[Any]]) -> list[Any]:
+    """The answers for each share of some rows, in the order of all rows."""
     found: list[Any] = [None] * sum(map(len, shares))
-    for share, values in zip(shares, told, strict=True):
+    for share, values in zip(shares, answers, strict=True):
         for index, value in zip(share, values, strict=True):
             found[index] = value
     return found

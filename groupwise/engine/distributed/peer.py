@@ -76,9 +76,9 @@ def be_launched(place: Launched) -> NoReturn:
     os._exit(status)
 
 
-def _call_first_rank(told: list[str], rank: int) -> MessageChannel:
+def _call_first_rank(announced: list[str], rank: int) -> MessageChannel:
     """Channel to the first rank, after each side has verified the other. Raises UsageError, WorkerLostError."""
-    host, port, *word = told
+    host, port, *word = announced
     secret = secret_of_attempt()
     if secret is None and not word:
         raise UsageError(

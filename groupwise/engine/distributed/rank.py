@@ -63,11 +63,11 @@ class _LogSender(logging.Handler):
         self._line = line
 
     def emit(self, record: logging.LogRecord) -> None:
-        told = copy.copy(record)
-        told.msg, told.args = self.format(record), None
-        told.exc_info = told.exc_text = told.stack_info = None
+        plain = copy.copy(record)
+        plain.msg, plain.args = self.format(record), None
+        plain.exc_info = plain.exc_text = plain.stack_info = None
         with suppress(OSError):  # the main process is gone
-            self._line.send(LogRecordMessage(told))
+            self._line.send(LogRecordMessage(plain))
 
 
 class Answering:

@@ -32,7 +32,7 @@ MACHINES = "SLURM_JOB_NUM_NODES"
 CORES = "SLURM_CPUS_PER_TASK"
 BEGUN_BY_SRUN = "GROUPWISE_BEGUN_BY_SRUN"
 """Environment variable that names the file which tells tasks of srun to end."""
-TOLD = ".groupwise-told"
+TERM_FILE = ".groupwise-told"
 """Name of that file, in the working folder, which all nodes share."""
 RENDEZVOUS_TIMEOUT = 1800
 """Seconds that the first machine waits for the others: their environments may have to be made."""
@@ -91,12 +91,14 @@ def begin_on_all(count: int, arguments: Sequence[str]) -> int:
     if cores := os.environ.get(CORES):  # srun does not take it over from the job (since 22.05)
         step.append(f"--cpus-per-task={cores}")
     ends = (f"--wait={OTHERS_PATIENCE}", "--export=ALL")
-    told = Path(TOLD).absolute()
-    told.write_text("")
-    os.environ[BEGUN_BY_SRUN] = str(told)
+    term_file = Path(TERM_FILE).absolute()
+    term_file.write_text("")
+    os.environ[BEGUN_BY_SRUN] = str(term_file)
     os.environ[KEY_FILE] = write_secret()
     numbers = (signal.SIGTERM, signal.SIGINT)  # INT: if the command was typed by hand
-    before = {each: signal.signal(each, lambda *_: told.write_text("TERM")) for each in numbers}
+    before = {
+        each: signal.signal(each, lambda *_: term_file.write_text("TERM")) for each in numbers
+    }
     try:
         code = subprocess.Popen(["srun", *step, *ends, *own], start_new_session=True).wait()
     finally:
@@ -130,11 +132,11 @@ def begin_on_ray(
 ) -> int:
     """Be the first of the machines that Ray holds. Returns the exit code."""
     count, path = int(environment[NODES]), Path(environment[ORDER])
-    told = meeting_of(0, count, environment[HOST], environment["GROUPWISE_ATTEMPT"])
-    os.environ[KEY_FILE] = told[KEY_FILE] = write_secret()
+    variables = meeting_of(0, count, environment[HOST], environment["GROUPWISE_ATTEMPT"])
+    os.environ[KEY_FILE] = variables[KEY_FILE] = write_secret()
     order = {
         "arguments": [sys.executable, "-m", "groupwise.engine.learner.launch_node", *arguments],
-        "environment": {**environment, **told},
+        "environment": {**environment, **variables},
         "folder": str(Path.cwd()),
     }
     others = OutputRepeater([Path(f"{path}.{rank}.log") for rank in range(1, count)])
@@ -144,8 +146,8 @@ def begin_on_ray(
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(json.dumps(order).encode())
         new.rename(path)
-        meeting = read_meeting({**environment, **told})
-        assert meeting is not None, "it has been told"
+        meeting = read_meeting({**environment, **variables})
+        assert meeting is not None, "the variables say it"
         return run(meeting, processes, command)
     finally:
         path.unlink(missing_ok=True)
@@ -230,8 +232,8 @@ def run(meeting: Meeting, processes: str, command: Sequence[str]) -> int:
             f"Process {rank} of the job was ended by signal {-failure.exitcode}; the others cannot go on without it.\n"
         )
         return EX_TEMPFAIL
-    except SignalException as told:
-        return 128 + int(told.sigval)
+    except SignalException as received:
+        return 128 + int(received.sigval)
     return 0
 
 

@@ -178,11 +178,12 @@ def _results(results: Mapping[str, Any]) -> Iterator[str]:
     if held_out:
         yield f"## Results on {int(held_out['prompts'])} held-out prompts"
         named = {"base": "the base model", "before": "before", "after": "after"}
-        told = {title: held_out[key] for key, title in named.items() if key in held_out}
+        columns = {title: held_out[key] for key, title in named.items() if key in held_out}
         rows = [
-            [name, *(_interval(each[name]) for each in told.values())] for name in held_out["after"]
+            [name, *(_interval(each[name]) for each in columns.values())]
+            for name in held_out["after"]
         ]
-        yield _table(["", *told], rows)
+        yield _table(["", *columns], rows)
         yield (
             f"Change of the reward, prompt by prompt: {_interval(held_out['change'])}. In brackets: 95 % intervals over the prompts."
         )

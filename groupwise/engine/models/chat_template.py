@@ -130,8 +130,8 @@ def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
     except (
         Exception
     ) as error:  # a template is a program of the model's makers and raises what it likes
-        told = refusal(error, messages)
-        raise Refused(told[0].upper() + told[1:]) from error
+        text = refusal(error, messages)
+        raise Refused(text[0].upper() + text[1:]) from error
 
 
 def template_of(tokenizer: Any, chat: Chat) -> str:
@@ -166,9 +166,9 @@ def header_of(tokenizer: Any, chat: Chat) -> str | None:
     with suppress(TaskError):
         said = [*chat.messages, {"role": "assistant", "content": PROBE}]
         bare = render(tokenizer, chat, ask=False)
-        told = render(tokenizer, Chat(said, chat.tools, chat.template_kwargs), ask=False)
-        header, found, _ = told.removeprefix(bare).partition(PROBE)
-        return header if found and told.startswith(bare) else None
+        answered = render(tokenizer, Chat(said, chat.tools, chat.template_kwargs), ask=False)
+        header, found, _ = answered.removeprefix(bare).partition(PROBE)
+        return header if found and answered.startswith(bare) else None
     return None
 
 

@@ -42,9 +42,9 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        told = re.search(r"os error (\d+)", str(error))
-        number = int(told[1]) if told else errno.EIO
-        raise OSError(number, os.strerror(number) if told else str(error), str(path)) from error
+        matched = re.search(r"os error (\d+)", str(error))
+        number = int(matched[1]) if matched else errno.EIO
+        raise OSError(number, os.strerror(number) if matched else str(error), str(path)) from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -77,9 +77,9 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """The model's tokenizer, with the chat template of `model.chat_template` if that is set, and the arguments for it."""
     resolved = resolve(config)
     with quiet(), explained(config, resolved, "tokenizer"):
-        facts = Path(resolved.location, "tokenizer_config.json")
-        told = json.loads(facts.read_text()) if resolved.local and facts.is_file() else {}
-        if told.get("tokenizer_class") == "TokenizersBackend":  # AutoTokenizer would import torch
+        file = Path(resolved.location, "tokenizer_config.json")
+        facts = json.loads(file.read_text()) if resolved.local and file.is_file() else {}
+        if facts.get("tokenizer_class") == "TokenizersBackend":  # AutoTokenizer would import torch
             from transformers import PreTrainedTokenizerFast as Loader
         else:
             from transformers import AutoTokenizer as Loader

@@ -111,7 +111,7 @@ class PackedAttention:
     def _attention_output(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         attention: Any = varlen_attn  # its releases take different arguments
         grouped = self._shape.heads != self._shape.kv_heads
-        told = {"enable_gqa": grouped} if GROUPED else {}
+        options = {"enable_gqa": grouped} if GROUPED else {}
         return attention(
-            queries, keys, values, *self._ends, *self._longest, window_size=CAUSAL, **told
+            queries, keys, values, *self._ends, *self._longest, window_size=CAUSAL, **options
         )

@@ -128,8 +128,8 @@ def read_completion(
 def _tokens(
     choice: Mapping[str, Any], answer: bytes, vocabulary: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    told: object = choice.get("logprobs")
-    logprobs = cast("Mapping[str, Any]", told) if isinstance(told, Mapping) else {}
+    given: object = choice.get("logprobs")
+    logprobs = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {}
     ids: object = choice.get("token_ids")
     if ids is None:
         ids = [_id_in(token) for token in _list(logprobs.get("tokens"))] or None
