@@ -27,7 +27,7 @@ from benchmarks.memory import Watch
 from benchmarks.overlap import TASK
 from benchmarks.step import RESULTS, machine, slug
 from benchmarks.work import MODEL
-from groupwise.engine.models.cores import available_cores
+from groupwise.engine.models.machine import available_cores
 
 LAGS = (0, 1)
 ALONE = "one process"

@@ -24,7 +24,7 @@ from benchmarks.step import RESULTS, config_of, machine, quick_dtype, requests, 
 from benchmarks.work import W1, Work
 from groupwise.core.types import GroupRequest, Sampler
 from groupwise.engine.models.native.linear import Linear
-from groupwise.engine.sampler.native.compiled_attention import CompiledAttention
+from groupwise.engine.sampler.native.engine import CompiledAttention
 from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.training import build, placement
 

@@ -41,8 +41,8 @@ def told(python: Path, folder: Path, verb: str, *words: str) -> dict[str, Any]:
 
 def tiny(*, gradient_checkpointing: bool = False, longest: int = 64) -> Any:
     """The model `tiny` as the backend loads it, ready for adapters."""
+    from groupwise.engine.backends.unsloth.library import load
     from groupwise.engine.backends.unsloth.model import UnslothModel
-    from groupwise.engine.backends.unsloth.parts import load
 
     shape = new_lora_config(LoraConfig(r=4, alpha=8))
     base = load(TINY, "float32", longest)

@@ -28,7 +28,6 @@ from groupwise.core.interruption import gather_all
 from groupwise.core.types import Learner, Policy, Sampler
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
-from groupwise.engine.distributed.adapter_info import RankWitness
 from groupwise.engine.distributed.learner import RankLearner
 from groupwise.engine.distributed.learner_workers import Peers
 from groupwise.engine.distributed.multi_adapter import (
@@ -39,7 +38,7 @@ from groupwise.engine.distributed.multi_adapter import (
     RemoteWorker,
 )
 from groupwise.engine.distributed.rpc import Calls
-from groupwise.engine.distributed.sampler import RankSampler
+from groupwise.engine.distributed.sampler import RankSampler, RankWitness
 from groupwise.engine.distributed.sampler_workers import Samplers
 from groupwise.engine.distributed.spawned_workers import Started
 from groupwise.engine.distributed.torchrun import launched, refuse_other_number
@@ -62,8 +61,7 @@ if TYPE_CHECKING:
     from groupwise.engine.backends.remote.session import Session
     from groupwise.engine.backends.tunix.messages import Open
     from groupwise.engine.backends.tunix.process import WorkerProcess
-    from groupwise.engine.distributed.multi_adapter_host import AdapterHost
-    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.distributed.worker_state import AdapterHost, Hosted
     from groupwise.engine.learner.engine import Engine
     from groupwise.engine.learner.gradient_flow import Slope
     from groupwise.engine.learner.torch_learner import TorchLearner
@@ -846,7 +844,7 @@ def _own_engine(config: AnyConfig, trained: Any) -> Engine | None:
     """Engine that computes a learner's rows; None: the learner chooses."""
     if config.model.backend != "unsloth":
         return None
-    from groupwise.engine.backends.unsloth.engine import UnslothEngine
+    from groupwise.engine.backends.unsloth.model import UnslothEngine
 
     return UnslothEngine(trained)
 
@@ -859,7 +857,7 @@ def _hosts_others(config: RunConfig) -> bool:
 def _loaded(config: AnyConfig, layout: Layout, device: str) -> Any:
     """The model, as the backend loads it."""
     if config.model.backend == "unsloth":
-        from groupwise.engine.backends.unsloth.parts import load
+        from groupwise.engine.backends.unsloth.library import load
 
         return load(config.model, layout.dtype, layout.key_length or None)
     from groupwise.engine.models.load import load_model
@@ -990,7 +988,7 @@ def _make_base(config: RunConfig, layout: Layout) -> Hosted:
 
 def _bench(config: RunConfig, layout: Layout, adapted: Any, tokenizer: Any) -> AdapterHost:
     """Build the host that makes models over this base later."""
-    from groupwise.engine.distributed.multi_adapter_host import AdapterHost
+    from groupwise.engine.distributed.worker_state import AdapterHost
 
     def make_weights(adapted: Any, name: str, new: NewModel) -> tuple[Any, Any]:
         from groupwise.engine.learner.weights import TrainedAdapter

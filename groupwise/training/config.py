@@ -52,8 +52,7 @@ from groupwise.core.settings.schema import Conflict, Strict, refuse, setting
 from groupwise.core.settings.tree import Tree, read_yaml, tree_of
 from groupwise.core.settings.validation import validate
 from groupwise.core.settings.view import View
-from groupwise.engine.backends.tunix.config import rl_conflicts
-from groupwise.engine.backends.unsloth import config as unsloth
+from groupwise.engine.backends.conflicts import tunix_rl_conflicts, unsloth_conflicts
 from groupwise.engine.distributed.config import SampledDistributedConfig, distributed_conflicts
 from groupwise.engine.learner.config import TrainingConfig
 from groupwise.engine.models.config import LoraConfig, ModelConfig
@@ -395,9 +394,9 @@ class RunConfig(Strict):
         if self.signals is not None and self.signals.held_out_metric is not None:
             yield from self._nothing_is_held_out()
         if self.model.backend == "tunix":
-            yield from rl_conflicts(self)
+            yield from tunix_rl_conflicts(self)
         if self.model.backend == "unsloth":
-            yield from unsloth.conflicts(self)
+            yield from unsloth_conflicts(self)
         step = self.training.prompts_per_step * self.training.num_generations
         yield from distributed_conflicts(
             self, step, ("training.prompts_per_step", "training.num_generations")

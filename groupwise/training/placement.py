@@ -15,7 +15,7 @@ from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.torchrun import launched, refuse_other_number
 from groupwise.engine.models.config import Dtype, ModelConfig
-from groupwise.engine.models.cores import available_cores
+from groupwise.engine.models.machine import available_cores
 from groupwise.training.config import RunConfig
 from groupwise.training.rollout_builder import longest_completion
 from groupwise.training.sft_config import SftConfig

@@ -21,8 +21,7 @@ from groupwise.core.settings.overrides import override
 from groupwise.core.settings.schema import Conflict, Strict, setting
 from groupwise.core.settings.tree import Tree
 from groupwise.core.settings.validation import validate
-from groupwise.engine.backends.tunix.config import sft_conflicts
-from groupwise.engine.backends.unsloth import config as unsloth
+from groupwise.engine.backends.conflicts import tunix_sft_conflicts, unsloth_conflicts
 from groupwise.engine.distributed.config import DistributedConfig, distributed_conflicts
 from groupwise.engine.learner.config import OptimisationConfig
 from groupwise.engine.models.config import LoraConfig, ModelConfig
@@ -233,9 +232,9 @@ class SftConfig(Strict):
     def conflicts(self) -> Iterator[Conflict]:
         """Keys about rollouts that sinks show, and a backend that is not for this."""
         if self.model.backend == "tunix":
-            yield from sft_conflicts(self)
+            yield from tunix_sft_conflicts(self)
         if self.model.backend == "unsloth":
-            yield from unsloth.conflicts(self)
+            yield from unsloth_conflicts(self)
         step = self.training.examples_per_step
         yield from distributed_conflicts(self, step, ("training.examples_per_step",))
         for key in ("num_completions_to_print", "log_unique_prompts"):

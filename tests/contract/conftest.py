@@ -120,7 +120,7 @@ def _vllm(folder: Path) -> Pair:
 
 def _unsloth(folder: Path) -> Pair:
     """Both over a model that the stand-in of Unsloth has loaded."""
-    from groupwise.engine.backends.unsloth.engine import UnslothEngine
+    from groupwise.engine.backends.unsloth.model import UnslothEngine
     from groupwise.engine.backends.unsloth.sampler import UnslothSampler
     from groupwise.engine.learner.weights import TrainedAdapter
     from groupwise.engine.models.tiny import tiny_tokenizer

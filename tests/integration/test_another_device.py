@@ -22,11 +22,10 @@ from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler import torch_sampler
-from groupwise.engine.sampler.draw import draw_tokens
+from groupwise.engine.sampler.draw import draw_tokens, truncated, without_early_stops
+from groupwise.engine.sampler.engine import SlotEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import plainly
-from groupwise.engine.sampler.restrict import truncated, without_early_stops
-from groupwise.engine.sampler.slot_engine import SlotEngine
 from groupwise.engine.sampler.weights import ServedModel
 from tests.fake_device import DEVICE, FakeDevice
 from tests.unit.engine.models.native.families import FAMILIES

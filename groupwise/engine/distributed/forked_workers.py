@@ -70,7 +70,7 @@ class Ranks(Calls):
         self._selector = selectors.DefaultSelector()
         self._process: Popen[bytes] | None = None
         self._output: Output | None = None
-        self._thread = threading.Thread(target=self._attend, name="ranks", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="ranks", daemon=True)
 
     @property
     def zygote(self) -> int:
@@ -87,11 +87,11 @@ class Ranks(Calls):
 
         Raises what it raises, and RunError if the zygote has ended.
         """
-        number, future = self._expected()
+        number, future = self._new_call()
         try:
             self._send(self._control, Call(number, function, arguments))
         except BaseException:  # the arguments cannot be pickled
-            self._awaited(number)
+            self._pop_pending(number)
             raise
         return future.result()
 
@@ -151,28 +151,17 @@ class Ranks(Calls):
 
     # --- what runs in the thread -----------------------------------------------------------------
 
-    def _attend(self) -> None:
-        self._end(reason_of(self._lived))
+    def _run_thread(self) -> None:
+        self._end(reason_of(self._run_zygote))
 
-    def _lived(self) -> RunError:
+    def _run_zygote(self) -> RunError:
         """Start the zygote and listen as long as it lives; returns how it ended. However this ends, the zygote has ended."""
-        self._process = self._popen()
-        try:
-            self._output = Output(self._process, "model workers")
-            self._listen()
-        finally:
-            self._control.end()
-            how = self._reaped(self._process)
-        words = self._output.last_words()
-        return RunError(f"The process that holds the model ended: {how} {RESUME}{words}")
-
-    def _popen(self) -> Popen[bytes]:
         number = self._theirs.fileno()
-        words = (str(os.getpid()), str(number), *self._modules)
+        arguments = (str(os.getpid()), str(number), *self._modules)
         with self._theirs:  # from then on the zygote's alone, so that its end is noticed
             try:
-                return Popen(
-                    [sys.executable, "-P", "-m", "groupwise.engine.distributed.zygote", *words],
+                self._process = process = Popen(
+                    [sys.executable, "-P", "-m", "groupwise.engine.distributed.zygote", *arguments],
                     stdin=DEVNULL,
                     stdout=PIPE,
                     stderr=STDOUT,
@@ -182,6 +171,21 @@ class Ranks(Calls):
                 )
             except OSError as error:
                 raise RunError(f"The model workers cannot be started: {error}") from error
+        try:
+            self._output = Output(process, "model workers")
+            self._listen()
+        finally:
+            self._control.end()
+            # It ends by itself; if it is still making something, or hangs, it is killed.
+            deadline = time.monotonic() + (_END_LIMIT if self.processes else 0.0)
+            while not has_ended(process) and time.monotonic() < deadline:
+                time.sleep(_LOOK_EVERY)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(TimeoutExpired):
+                process.wait(_END_LIMIT)
+        ending, words = how(process.returncode), self._output.last_words()
+        return RunError(f"The process that holds the model ended: {ending} {RESUME}{words}")
 
     def _listen(self) -> None:
         """Take messages until the zygote is gone or must go."""
@@ -204,11 +208,11 @@ class Ranks(Calls):
             case LogRecordMessage(record):
                 log_here(record)
             case Answered(number, value):
-                settle(self._awaited(number), value)
+                settle(self._pop_pending(number), value)
             case Failed(0, error):
                 settle(self._ready, error=error)
             case Failed(number, error):
-                settle(self._awaited(number), error=error)
+                settle(self._pop_pending(number), error=error)
             case Ready(processes):
                 self.processes = processes
                 for line in self._lines:
@@ -218,14 +222,3 @@ class Ranks(Calls):
                 assert self._output is not None
                 who = f"Model worker {rank + 1} of {self.count}"
                 self._end(RunError(f"{who} ended: {how(code)} {RESUME}"))
-
-    def _reaped(self, process: Popen[bytes]) -> str:
-        """How the zygote ended by itself; one that is still making something, or hangs, is killed."""
-        deadline = time.monotonic() + (_END_LIMIT if self.processes else 0.0)
-        while not has_ended(process) and time.monotonic() < deadline:
-            time.sleep(_LOOK_EVERY)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(TimeoutExpired):
-            process.wait(_END_LIMIT)
-        return how(process.returncode)

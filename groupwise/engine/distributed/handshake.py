@@ -52,13 +52,15 @@ class Seal:
     def code(self, message: bytes) -> bytes:
         """Code of the next message that is sent."""
         self.sent += 1
-        return _sealed(self.ours, self.sent, message)
+        return _seal_code(self.ours, self.sent, message)
 
     def open(self, frame: bytes) -> memoryview:
         """Verify the next frame and return its message. Raises BrokenSeal."""
         self.opened += 1
         seen = memoryview(frame)
-        if not hmac.compare_digest(seen[:_CODE], _sealed(self.theirs, self.opened, seen[_CODE:])):
+        if not hmac.compare_digest(
+            seen[:_CODE], _seal_code(self.theirs, self.opened, seen[_CODE:])
+        ):
             raise BrokenSeal("what came is not what the other end has sent")
         return seen[_CODE:]
 
@@ -81,10 +83,10 @@ def secret_of_attempt(environment: Mapping[str, str] = os.environ) -> bytes | No
 
 def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
     """The first process's side: returns the caller's rank and the seal for all further messages. Raises Stranger, OSError."""
-    until = _begun(connection)
+    until = _start_clock(connection)
     ours = secrets.token_bytes(_CHALLENGE)
     connection.sendall(ours)
-    answer = _exactly(connection, _RANK + _CHALLENGE + _CODE, until)
+    answer = _receive_exactly(connection, _RANK + _CHALLENGE + _CODE, until)
     said, code = answer[:-_CODE], answer[-_CODE:]
     asked = ours + said
     if not hmac.compare_digest(code, _code(secret, b"rank", asked)):
@@ -98,12 +100,14 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
 
 def introduce(connection: socket.socket, secret: bytes, rank: int) -> Seal:
     """The caller's side: sends its rank and verifies the first process. Raises Stranger, OSError."""
-    until = _begun(connection)
-    theirs = _exactly(connection, _CHALLENGE, until)
+    until = _start_clock(connection)
+    theirs = _receive_exactly(connection, _CHALLENGE, until)
     said = b"%08d" % rank + secrets.token_bytes(_CHALLENGE)
     asked = theirs + said
     connection.sendall(said + _code(secret, b"rank", asked))
-    if not hmac.compare_digest(_exactly(connection, _CODE, until), _code(secret, b"first", asked)):
+    if not hmac.compare_digest(
+        _receive_exactly(connection, _CODE, until), _code(secret, b"first", asked)
+    ):
         raise Stranger(
             "what was called is not the first process of this job: it does not know the secret"
         )
@@ -115,19 +119,19 @@ def _code(secret: bytes, use: bytes, asked: bytes) -> bytes:
     return hmac.digest(secret, use + b"\0" + asked, "sha256")
 
 
-def _sealed(key: bytes, number: int, message: Any) -> bytes:
+def _seal_code(key: bytes, number: int, message: Any) -> bytes:
     code = hmac.new(key, number.to_bytes(8, "big"), "sha256")
     code.update(message)
     return code.digest()
 
 
-def _begun(connection: socket.socket) -> float:
+def _start_clock(connection: socket.socket) -> float:
     """Start the handshake's time limit; returns when it is over."""
     connection.settimeout(GREETING)
     return time.monotonic() + GREETING
 
 
-def _exactly(connection: socket.socket, count: int, until: float) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int, until: float) -> bytes:
     found = b""
     while len(found) < count:
         left = until - time.monotonic()

@@ -43,12 +43,12 @@ class RankLearner:
         """See `groupwise.core.types.Learner.forward_backward`. Sums are added up in the order of the ranks."""
         self._trained = cut_rows(rows, self._ranks.count)
         calls = [
-            (rank, "learner.forward_backward", (_taken(rows, share), loss, dict(denominators)))
+            (rank, "learner.forward_backward", (_rows_at(rows, share), loss, dict(denominators)))
             for rank, share in enumerate(self._trained)
             if share or self._divided
         ]
         sums: dict[str, float] = {}
-        for found in await self._computed(calls):
+        for found in await self._call_ranks(calls):
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value
         return sums
@@ -56,10 +56,10 @@ class RankLearner:
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
         """See `groupwise.core.types.Learner.trained_logprobs`. Each rank returns those of its rows."""
         asked = {rank: share for rank, share in enumerate(self._trained) if share}
-        told = await self._ranks.call_each(
+        answers = await self._ranks.call_each(
             [(rank, "learner.trained_logprobs", ()) for rank in asked], droppable=True
         )
-        return _in_order([*asked.values()], told)
+        return _in_order([*asked.values()], answers)
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.core.types.Learner.update`. Raises RunError if the ranks did not do the same."""
@@ -118,7 +118,7 @@ class RankLearner:
         others = range(1, self._ranks.count)
         return [(0, name, arguments), *((rank, beside, ()) for rank in others)]
 
-    async def _computed(self, calls: Sequence[RankCall]) -> list[Any]:
+    async def _call_ranks(self, calls: Sequence[RankCall]) -> list[Any]:
         """Make calls that each rank answers by itself, and that may be given up; or that all make together if weights are divided."""
         if self._divided:
             return await self._together(calls)
@@ -138,12 +138,12 @@ class RankLearner:
         """Results of the ranks for their rows, in the order of all rows."""
         shares = cut_rows(rows, self._ranks.count)
         calls = [
-            (rank, name, (_taken(rows, share), *arguments))
+            (rank, name, (_rows_at(rows, share), *arguments))
             for rank, share in enumerate(shares)
             if share or self._divided
         ]
-        told = await self._computed(calls)
-        return _in_order([share for share in shares if share or self._divided], told)
+        answers = await self._call_ranks(calls)
+        return _in_order([share for share in shares if share or self._divided], answers)
 
 
 class RankTrace:
@@ -161,14 +161,14 @@ class RankTrace:
         return self._ranks.call_each_now([(0, "tracing.trace.table", ())])[0]
 
 
-def _in_order(shares: Sequence[Sequence[int]], told: Sequence[Sequence[Any]]) -> list[Any]:
-    """Values told for each share of some rows, in the order of all rows."""
+def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[Any]]) -> list[Any]:
+    """The answers for each share of some rows, in the order of all rows."""
     found: list[Any] = [None] * sum(map(len, shares))
-    for share, values in zip(shares, told, strict=True):
+    for share, values in zip(shares, answers, strict=True):
         for index, value in zip(share, values, strict=True):
             found[index] = value
     return found
 
 
-def _taken(rows: Sequence[Row], share: Sequence[int]) -> list[Row]:
+def _rows_at(rows: Sequence[Row], share: Sequence[int]) -> list[Row]:
     return [rows[index] for index in share]

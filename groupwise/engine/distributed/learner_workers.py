@@ -33,7 +33,7 @@ _LOADS = frozenset({"learner.load", "sampler.load"})
 """Calls that read a folder."""
 _READ = (".safetensors", ".json")
 _WORD = 32
-"""Letters of the word that replaces a secret if ranks have none."""
+"""Letters of the word that replaces a secret if the ranks have none."""
 
 
 class Peers(Started):
@@ -52,7 +52,10 @@ class Peers(Started):
     def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
         if name in _LOADS and self._place is not None and self._place.elsewhere(rank):
             (given,) = arguments
-            name, arguments = "load_sent", (name, given, _read(Path(getattr(given, "path", given))))
+            folder = Path(getattr(given, "path", given))
+            files = [file for file in folder.iterdir() if file.suffix in _READ and file.is_file()]
+            contents = {file.name: file.read_bytes() for file in files}
+            name, arguments = "load_sent", (name, given, contents)
         return super()._ask(rank, name, arguments)
 
     # --- what runs in the thread -----------------------------------------------------------------
@@ -70,19 +73,12 @@ class Peers(Started):
         """Interface on which this machine listens: all of them if ranks call from other machines."""
         return "" if self._place and self._place.machines > 1 else HERE
 
-    def _surroundings(self) -> dict[str, str]:
+    def _environment_defaults(self) -> dict[str, str]:
         near = self._place is None or self._place.machines == 1
         return {"GLOO_SOCKET_IFNAME": "lo"} if near and sys.platform.startswith("linux") else {}
 
-    def _called_in(self) -> None:
-        assert self._door is not None
-        self._let_in()
-        if len(self._by_rank) == self.count:  # all have called
-            self._selector.unregister(self._door)
-            self._door.close()
-
-    def _let_in(self) -> None:
-        """Accept a rank that calls; a caller that does not know the secret is rejected."""
+    def _accept_caller(self) -> None:
+        """Accept a rank that calls; a caller that does not know the secret is rejected. When all have called, the door is closed."""
         assert self._door is not None
         connection, caller = self._door.accept()
         try:
@@ -99,7 +95,10 @@ class Peers(Started):
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         watch_for_silence(connection)
-        self._know(rank, MessageChannel(connection, seal))
+        self._send_setup(rank, MessageChannel(connection, seal))
+        if len(self._by_rank) == self.count:
+            self._selector.unregister(self._door)
+            self._door.close()
 
     def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
         assert self._made is not None
@@ -113,11 +112,11 @@ class Peers(Started):
         handed = [self._meeting] if rank == 0 and self._learning else []
         return PeerSetup(rank, self.count, self._made, meeting, calls, tells=rank == 0), handed
 
-    def _ended(self, rank: int) -> WorkerLostError:
+    def _handle_end(self, rank: int) -> WorkerLostError:
         who = f"Learner {rank + 1} of {self.count} (distributed.learners) ended"
         if rank not in self._started:
             return WorkerLostError(f"{who}, or its machine, which torchrun's log tells. {RESUME}")
-        code, words = self._reaped(rank)
+        code, words = self._reap(rank)
         return WorkerLostError(f"{who}: {how(code)} {RESUME}{words}")
 
     def _end_all(self) -> None:
@@ -125,9 +124,3 @@ class Peers(Started):
         for each in (self._meeting, self._door):
             if each is not None:
                 each.close()
-
-
-def _read(folder: Path) -> dict[str, bytes]:
-    """The files of weights and optimiser."""
-    found = [file for file in folder.iterdir() if file.suffix in _READ and file.is_file()]
-    return {file.name: file.read_bytes() for file in found}

@@ -155,7 +155,7 @@ class MessageChannel:
         """May be called from any thread. The other end is given the sockets, too. OSError if it is gone."""
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._sending:
-            frame = framed(self._sealed(pickled))
+            frame = framed(pickled if self._seal is None else self._seal.code(pickled) + pickled)
             for start in range(0, len(sockets), _MOST_SOCKETS):
                 handed = [each.fileno() for each in sockets[start : start + _MOST_SOCKETS]]
                 frame = frame[socket.send_fds(self._connection, [frame[:1]], handed) :]
@@ -173,15 +173,15 @@ class MessageChannel:
     def receive(self) -> Any:
         """The next message, when it comes. Raises EOFError if the other end is gone."""
         while (frame := self._buffer.take()) is None:
-            self._read()
-        return self._opened(frame)
+            self._receive_piece()
+        return self._unpickle(frame)
 
     def arrived(self) -> list[Any]:
         """All messages that are complete after one more read; data must be there. EOFError as `receive`."""
-        self._read()
+        self._receive_piece()
         messages: list[Any] = []
         while (frame := self._buffer.take()) is not None:
-            messages.append(self._opened(frame))
+            messages.append(self._unpickle(frame))
         return messages
 
     def end(self) -> None:
@@ -195,13 +195,10 @@ class MessageChannel:
         """Close this process's copy of this end."""
         self._connection.close()
 
-    def _sealed(self, message: bytes) -> bytes:
-        return message if self._seal is None else self._seal.code(message) + message
-
-    def _opened(self, frame: bytes) -> Any:
+    def _unpickle(self, frame: bytes) -> Any:
         return pickle.loads(frame if self._seal is None else self._seal.open(frame))
 
-    def _read(self) -> None:
+    def _receive_piece(self) -> None:
         try:
             piece, descriptors, _, _ = socket.recv_fds(self._connection, _PIECE, _MOST_SOCKETS)
         except ConnectionError as error:

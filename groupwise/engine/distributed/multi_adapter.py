@@ -241,8 +241,18 @@ class Models:
         the limit of models is reached, if the name is taken, and if the base is trained itself; ModelError for an adapter
         that cannot be.
         """
-        self._refuse(name)
-        number = self._chosen()
+        if name in self.names:
+            raise UsageError(f"There is a model {name} already; {self._there_are()}.")
+        if len(self.names) >= self._most:
+            raise UsageError(
+                f"The model {name} would be one more than the {self._most} that may be in memory at once; {self._there_are()}. "
+                "Drop one that is not needed any more (what was saved of it can be loaded again), or let there be more "
+                "(max_models): each takes memory for its adapter, its optimiser and what it samples."
+            )
+        busy = Counter(number for _, number in self._models.values())
+        count = len(self._hosts)
+        number = min(range(count), key=lambda each: (busy[each], (each - self._next) % count))
+        self._next = (number + 1) % count
         model = Model(name, self._hosts[number])
         # Before anything is awaited, so that the next one finds it.
         self._models[name] = model, number
@@ -275,23 +285,6 @@ class Models:
     def host_of(self, name: str) -> int:
         """Number of the rank that hosts a model that was added."""
         return self._models[name][1]
-
-    def _chosen(self) -> int:
-        busy = Counter(number for _, number in self._models.values())
-        count = len(self._hosts)
-        number = min(range(count), key=lambda each: (busy[each], (each - self._next) % count))
-        self._next = (number + 1) % count
-        return number
-
-    def _refuse(self, name: str) -> None:
-        if name in self.names:
-            raise UsageError(f"There is a model {name} already; {self._there_are()}.")
-        if len(self.names) >= self._most:
-            raise UsageError(
-                f"The model {name} would be one more than the {self._most} that may be in memory at once; {self._there_are()}. "
-                "Drop one that is not needed any more (what was saved of it can be loaded again), or let there be more "
-                "(max_models): each takes memory for its adapter, its optimiser and what it samples."
-            )
 
     def _there_are(self) -> str:
         return f"there are {', '.join(self.names)}" if self.names else "there are none"

@@ -14,14 +14,13 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from groupwise.core.errors import GroupwiseError, UsageError, WorkerLostError
 from groupwise.core.processes.family import signal_when_parent_ends
 from groupwise.core.rendezvous import KEY_FILE
 from groupwise.engine.distributed.handshake import (
     GREETING,
-    Seal,
     Stranger,
     introduce,
     secret_of_attempt,
@@ -31,7 +30,6 @@ from groupwise.engine.distributed.messages import (
     MessageChannel,
     PeerSetup,
     Ready,
-    Setup,
     portable,
 )
 from groupwise.engine.distributed.rank import Answering, tell_log
@@ -64,7 +62,7 @@ def be_launched(place: Launched) -> NoReturn:
 
     status = 1
     try:
-        line = _called(heard(LINE).split(), place.rank)
+        line = _call_first_rank(heard(LINE).split(), place.rank)
         for number in (signal.SIGINT, signal.SIGTERM):  # the first rank says when it is over
             signal.signal(number, signal.SIG_IGN)
         serve(line)
@@ -78,33 +76,28 @@ def be_launched(place: Launched) -> NoReturn:
     os._exit(status)
 
 
-def _called(told: list[str], rank: int) -> MessageChannel:
+def _call_first_rank(announced: list[str], rank: int) -> MessageChannel:
     """Channel to the first rank, after each side has verified the other. Raises UsageError, WorkerLostError."""
-    host, port, *word = told
+    host, port, *word = announced
     secret = secret_of_attempt()
     if secret is None and not word:
         raise UsageError(
             f"The first process of this job has a secret that the others are expected to know, and {KEY_FILE} is not set here. Give all of "
             "them the same file, or none."
         )
-    connection, seal = _introduced((host, int(port)), secret or word[0].encode(), rank)
-    watch_for_silence(connection)
-    return MessageChannel(connection, seal)
-
-
-def _introduced(address: tuple[str, int], secret: bytes, rank: int) -> tuple[socket.socket, Seal]:
-    """Call the first rank, again while it may be busy with others: it answers one after the other."""
+    # The first rank answers one after the other, so it is called again while it may be busy with others.
     until = time.monotonic() + CONNECT_TIMEOUT
     while True:
         connection = None
         try:
-            connection = socket.create_connection(address, GREETING)
-            return connection, introduce(connection, secret, rank)
+            connection = socket.create_connection((host, int(port)), GREETING)
+            seal = introduce(connection, secret or word[0].encode(), rank)
+            watch_for_silence(connection)
+            return MessageChannel(connection, seal)
         except OSError as error:
             if connection is not None:
                 connection.close()
             if isinstance(error, Stranger) or time.monotonic() > until:
-                host, port = address
                 raise WorkerLostError(
                     f"Learner {rank + 1} could not join the first one at {host}:{port}: {error}. {RESUME}"
                 ) from error
@@ -118,10 +111,7 @@ def serve(line: MessageChannel) -> NoReturn:
         sockets = line.taken_over()
         tell_log(line if wanted.tells else None, wanted.setup.log_level)
         try:
-            _find_model(wanted.setup)
-            _meet(wanted, sockets)
-            hosted = make(wanted.setup)
-            hosted.join(wanted.rank)
+            hosted = _meet_and_make(wanted, sockets)
         except BaseException as error:  # noqa: BLE001 — reported to the main process, whatever it is
             line.send(Failed(0, portable(error)))
             with suppress(EOFError):
@@ -136,20 +126,17 @@ def serve(line: MessageChannel) -> NoReturn:
     os._exit(1)
 
 
-def _find_model(setup: Setup) -> None:
-    """Convert the model before the ranks meet, if it is one that is converted once for this machine: from then on transformers'
-    `save_pretrained` writes nothing in any but the first of them."""
+def _meet_and_make(wanted: PeerSetup, sockets: list[socket.socket]) -> Any:
+    """Meet the other ranks, if they learn together, and make the hosted object."""
+    from groupwise.engine.learner import collective
     from groupwise.engine.models.config import ModelConfig
     from groupwise.engine.models.tokenizer import resolve
 
-    described = setup.arguments.get("config")
+    # A model that is converted once for this machine is converted before the ranks meet: from then on transformers'
+    # `save_pretrained` writes nothing in any but the first of them.
+    described = wanted.setup.arguments.get("config")
     if described is not None:
         resolve(ModelConfig.model_validate(described["model"]))
-
-
-def _meet(wanted: PeerSetup, sockets: list[socket.socket]) -> None:
-    from groupwise.engine.learner import collective
-
     if wanted.calls is not None:
         collective.tell(LINE, wanted.calls)
     if wanted.meeting is not None:
@@ -157,6 +144,9 @@ def _meet(wanted: PeerSetup, sockets: list[socket.socket]) -> None:
         device = wanted.setup.arguments["layout"]["device"]
         host, port = wanted.meeting
         collective.begin(wanted.rank, wanted.count, host, port, device, listening)
+    hosted = make(wanted.setup)
+    hosted.join(wanted.rank)
+    return hosted
 
 
 if __name__ == "__main__":

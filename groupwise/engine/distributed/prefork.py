@@ -28,15 +28,15 @@ _begun: list[Ranks] = []
 def begin() -> None:
     """Begin a zygote that answers questions, also about the device, unless there is one."""
     if not _begun:
-        _begun.append(_started(sees_gpus=True))
+        _begun.append(_start_ranks(sees_gpus=True))
 
 
 def take() -> Ranks:
     """Hand the zygote over to the caller, which says what it makes."""
-    return _begun.pop() if _begun else _started(sees_gpus=False)
+    return _begun.pop() if _begun else _start_ranks(sees_gpus=False)
 
 
-def _started(*, sees_gpus: bool) -> Ranks:
+def _start_ranks(*, sees_gpus: bool) -> Ranks:
     ranks = Ranks(*MODULES, sees_gpus=sees_gpus)
     ranks.begin()
     return ranks

@@ -52,10 +52,10 @@ def tell_log(line: MessageChannel | None, level: int) -> None:
     log.propagate = False
     for handler in [*log.handlers]:
         log.removeHandler(handler)
-    log.addHandler(logging.NullHandler() if line is None else _Teller(line))
+    log.addHandler(logging.NullHandler() if line is None else _LogSender(line))
 
 
-class _Teller(logging.Handler):
+class _LogSender(logging.Handler):
     """Sends records with their text made here, because their arguments may not be picklable."""
 
     def __init__(self, line: MessageChannel) -> None:
@@ -63,11 +63,11 @@ class _Teller(logging.Handler):
         self._line = line
 
     def emit(self, record: logging.LogRecord) -> None:
-        told = copy.copy(record)
-        told.msg, told.args = self.format(record), None
-        told.exc_info = told.exc_text = told.stack_info = None
+        plain = copy.copy(record)
+        plain.msg, plain.args = self.format(record), None
+        plain.exc_info = plain.exc_text = plain.stack_info = None
         with suppress(OSError):  # the main process is gone
-            self._line.send(LogRecordMessage(told))
+            self._line.send(LogRecordMessage(plain))
 
 
 class Answering:
@@ -84,18 +84,17 @@ class Answering:
     async def forever(self) -> None:
         """Answer calls; never returns."""
         self._loop = asyncio.get_running_loop()
-        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._receive, daemon=True).start()
         if self._beat is None:
             await asyncio.Event().wait()
-        while (
-            True
-        ):  # in the loop that computes, so that one which hangs in a computation is silent, too
+        # In the loop that computes, so that a rank which hangs in a computation is silent, too.
+        while True:
             assert self._beat is not None
             with suppress(OSError):  # the main process is gone, which the thread hears
                 self._line.send(Alive())
             await asyncio.sleep(self._beat)
 
-    def _read(self) -> None:
+    def _receive(self) -> None:
         assert self._loop is not None
         try:
             while True:
@@ -115,15 +114,14 @@ class Answering:
 
     async def _answer(self, call: Call) -> None:
         try:
-            self._line.send(Answered(call.number, await self._done(call)))
+            found = attrgetter(call.name)(self._hosted)
+            value = found(*call.arguments) if callable(found) else found
+            if inspect.isawaitable(value):
+                value = await value
+            self._line.send(Answered(call.number, value))
         except ConnectionAbortedError:
             return  # another rank has ended, and the zygote reports how
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 — belongs to the caller
             self._line.send(Failed(call.number, portable(error)))
-
-    async def _done(self, call: Call) -> Any:
-        found = attrgetter(call.name)(self._hosted)
-        value = found(*call.arguments) if callable(found) else found
-        return await value if inspect.isawaitable(value) else value

@@ -59,7 +59,7 @@ class Calls:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            self._awaited(number)
+            self._pop_pending(number)
             if droppable:
                 self._send(self._lines[rank], Cancel(number))
             raise
@@ -101,16 +101,16 @@ class Calls:
         """Called before a call is sent."""
 
     def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
-        number, future = self._expected()
+        number, future = self._new_call()
         self._begin_call()
         try:
             self._send(self._lines[rank], Call(number, name, arguments))
         except BaseException:  # the arguments cannot be pickled
-            self._awaited(number)
+            self._pop_pending(number)
             raise
         return number, future
 
-    def _expected(self) -> tuple[int, Future[Any]]:
+    def _new_call(self) -> tuple[int, Future[Any]]:
         """The number of a new call, and the future of its result."""
         future: Future[Any] = Future()
         with self._lock:
@@ -120,7 +120,7 @@ class Calls:
             self._pending[number] = future
         return number, future
 
-    def _awaited(self, number: int) -> Future[Any] | None:
+    def _pop_pending(self, number: int) -> Future[Any] | None:
         """The future of a call that is over; None if its caller does not wait for it any more."""
         with self._lock:
             return self._pending.pop(number, None)

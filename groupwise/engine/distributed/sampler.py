@@ -2,12 +2,16 @@
 
 Groups that are asked for within a few milliseconds are divided together, so that those of a step, which clients may ask for one by one,
 are not cut up more than they must. A member's draw does not depend on its rank nor on other members, so the division changes no bit.
+
+If vLLM servers sample for several learners, `RankWitness` asks the first learner's model what the published weights say.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from groupwise.core.types import Completion, GroupRequest, Policy
 from groupwise.engine.distributed.rpc import Calls, agreed
@@ -48,7 +52,7 @@ class RankSampler:
         try:
             await ticket.dealt
             self._dealt.append(ticket)
-            return await self._collected(ticket)
+            return await self._generate_shares(ticket)
         finally:
             for tickets in (self._waiting, self._dealt):
                 if ticket in tickets:
@@ -86,7 +90,7 @@ class RankSampler:
                 self._loads[share.rank] += share.members
             ticket.dealt.set_result(None)
 
-    async def _collected(self, ticket: _Ticket) -> tuple[Completion, ...]:
+    async def _generate_shares(self, ticket: _Ticket) -> tuple[Completion, ...]:
         seeds = ticket.request.seeds
         calls = [
             (
@@ -98,3 +102,40 @@ class RankSampler:
         ]
         found = await self._ranks.call_each(calls, droppable=True)
         return tuple(completion for completions in found for completion in completions)
+
+
+class RankWitness:
+    """A `groupwise.engine.sampler.vllm.sampler.Knows` over the `witness` that the first rank hosts.
+
+    All calls block: servers are compared with the learner between two pieces of work, and nothing continues before that is done.
+    """
+
+    def __init__(self, ranks: Calls) -> None:
+        self._ranks = ranks
+        self._fingerprint = str(self._call("fingerprint"))
+        self.vocabulary = int(self._call("vocabulary"))
+        """See `Knows`."""
+        self.rank = int(self._call("rank"))
+        """See `Knows`."""
+
+    def read(self, folder: str) -> None:
+        """See `Knows.read`."""
+        self._call("read", folder)
+        self._fingerprint = str(self._call("fingerprint"))
+
+    def fingerprint(self) -> str:
+        """Fingerprint of the tensors in that rank's memory, as they were when they were read."""
+        return self._fingerprint
+
+    def logprobs(
+        self,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        temperature: float,
+        plain: bool = False,
+    ) -> list[float]:
+        """See `Knows.logprobs`."""
+        return self._call("logprobs", tuple(prompt_ids), tuple(token_ids), temperature, plain)
+
+    def _call(self, what: str, *arguments: Any) -> Any:
+        return self._ranks.call_each_now([(0, f"witness.{what}", arguments)])[0]

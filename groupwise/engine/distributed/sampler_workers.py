@@ -73,7 +73,7 @@ class Samplers(Started):
         """Ends of each sampler since it has drawn something."""
 
     def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
-        number, future = self._expected()
+        number, future = self._new_call()
         self._begin_call()
         call = Call(number, name, arguments)
         with self._turn:
@@ -88,11 +88,11 @@ class Samplers(Started):
         with self._turn:
             super()._send(line, message)
 
-    def _awaited(self, number: int) -> Future[Any] | None:
+    def _pop_pending(self, number: int) -> Future[Any] | None:
         with self._turn:
             for calls in self._unanswered:
                 calls.pop(number, None)
-        return super()._awaited(number)
+        return super()._pop_pending(number)
 
     # --- what runs in the thread -----------------------------------------------------------------
 
@@ -105,10 +105,10 @@ class Samplers(Started):
         tells = self._tells and rank == 0
         return PeerSetup(rank, self.count, self._made, None, tells=tells, beat=self._beat), []
 
-    def _know(self, rank: int, line: MessageChannel) -> None:
-        """See `Started._know`. Sending holds the lock that replacing a sampler needs, so it must end even if nothing is received."""
+    def _send_setup(self, rank: int, line: MessageChannel) -> None:
+        """See `Started._send_setup`. Sending holds the lock that replacing a sampler needs, so it must end even if nothing is received."""
         line.give_up_after(self._patience)
-        super()._know(rank, line)
+        super()._send_setup(rank, line)
 
     def _take(self, rank: int, message: FromRank) -> None:
         match message:
@@ -117,7 +117,7 @@ class Samplers(Started):
             case Failed(number, error) if number in self._catching_up:
                 raise error
             case Answered(number, fingerprint) if number in self._catching_up:
-                self._caught_up(self._catching_up.pop(number), fingerprint)
+                self._finish_catching_up(self._catching_up.pop(number), fingerprint)
             case Answered(number):
                 drawn = self._unanswered[rank].get(number)
                 if drawn is not None and drawn.name == _DRAW:
@@ -137,19 +137,17 @@ class Samplers(Started):
         if not self._ready.done():
             super()._is_ready(rank)
 
-    def _caught_up(self, rank: int, fingerprint: str) -> None:
+    def _finish_catching_up(self, rank: int, fingerprint: str) -> None:
         """A replacement sampler serves weights; newer ones may have been published since it was told to load."""
         with self._turn:
             assert self._newest is not None
-            if fingerprint != self._newest.fingerprint and self._unanswered_load(rank) is None:
+            loads = any(call.name == _LOAD for call in self._unanswered[rank].values())
+            if fingerprint != self._newest.fingerprint and not loads:
                 raise PolicyMismatchError(
                     f"Sampler {rank + 1} was started anew and loaded version {self._newest.version}, which was published with fingerprint "
                     f"{self._newest.fingerprint}, but it serves {fingerprint}."
                 )
             self._resume(rank)
-
-    def _unanswered_load(self, rank: int) -> Call | None:
-        return next((call for call in self._unanswered[rank].values() if call.name == _LOAD), None)
 
     def _resume(self, rank: int) -> None:
         """Send the unanswered calls, in the order in which they were made."""
@@ -159,7 +157,7 @@ class Samplers(Started):
         for call in self._unanswered[rank].values():
             self._send(self._by_rank[rank], call)
 
-    def _looked(self, heard: set[int]) -> RunError | None:
+    def _check_silence(self, heard: set[int]) -> RunError | None:
         """Replace silent samplers. Looks are counted, not seconds: while this process is stopped itself, no sampler counts as silent."""
         for rank in heard:
             self._silent[rank] = 0
@@ -171,16 +169,13 @@ class Samplers(Started):
             self._silent[rank] += 1
             begins = rank not in self._pids
             if self._silent[rank] * self._beat > (BEGINS if begins else self._patience):
-                reason = self._ended(rank, _BEGINS_LONG if begins else self._hangs)
+                hangs = f"it gave no sign of life for {self._patience:g} s (distributed.sampler_timeout), and was killed."
+                reason = self._handle_end(rank, _BEGINS_LONG if begins else hangs)
                 if reason is not None:
                     return reason
         return None
 
-    @property
-    def _hangs(self) -> str:
-        return f"it gave no sign of life for {self._patience:g} s (distributed.sampler_timeout), and was killed."
-
-    def _ended(self, rank: int, hangs: str = "") -> RunError | None:
+    def _handle_end(self, rank: int, hangs: str = "") -> RunError | None:
         """Replace it. `hangs`: the message about a sampler that is still there."""
         if self._over is not None:
             return self._over
@@ -194,7 +189,7 @@ class Samplers(Started):
         self._pids.pop(rank, None)
         with suppress(ProcessLookupError, PermissionError):  # what it may have started
             os.killpg(self._started[rank].pid, signal.SIGKILL)
-        code, words = self._reaped(rank)
+        code, words = self._reap(rank)
         self._ends[rank] += 1
         who = f"Sampler {rank + 1} of {self.count} (distributed.samplers) ended"
         so = hangs or how(code)

@@ -37,7 +37,15 @@ def deal(sizes: Sequence[int], loads: Sequence[int]) -> list[list[Share]]:
 
     Returns the shares of each group, in the order of its members.
     """
-    rooms = _rooms(sum(sizes), loads)
+    rooms = [0] * len(
+        loads
+    )  # members that each rank takes, so that loads end as near to each other as they can
+    busy = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(busy)
+    for _ in range(sum(sizes)):
+        load, rank = busy[0]
+        heapq.heapreplace(busy, (load + 1, rank))
+        rooms[rank] += 1
     shares: list[list[Share]] = [[] for _ in sizes]
     for whole in (True, False):
         for group in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -51,18 +59,6 @@ def deal(sizes: Sequence[int], loads: Sequence[int]) -> list[list[Share]]:
                 rooms[rank] -= count
                 dealt += count
     return shares
-
-
-def _rooms(members: int, loads: Sequence[int]) -> list[int]:
-    """Number of members that each rank takes, so that all come as near to each other as they can."""
-    busy = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(busy)
-    rooms = [0] * len(loads)
-    for _ in range(members):
-        load, rank = busy[0]
-        heapq.heapreplace(busy, (load + 1, rank))
-        rooms[rank] += 1
-    return rooms
 
 
 def cut_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:

@@ -55,7 +55,7 @@ class Started(Calls):
     """
 
     _look_every: float | None = None
-    """Longest wait for messages in seconds before `_looked`; None: no limit."""
+    """Longest wait for messages, in seconds, before `_check_silence` is called; None: no limit."""
 
     def __init__(self, count: int, called: str, first_gpu: int = 0) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Started(Calls):
         self._along: list[Started] = []
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._attend, name=f"{called}s", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name=f"{called}s", daemon=True)
 
     async def make(self, factory: str, arguments: Mapping[str, Any]) -> None:
         """Like `groupwise.engine.distributed.forked_workers.Ranks.make`."""
@@ -96,7 +96,7 @@ class Started(Calls):
             for line in [*self._by_rank.values()]:
                 with suppress(OSError):
                     line.send(Leave())
-            self._rouse()
+            self._wake_thread()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._wake.close()
@@ -104,7 +104,7 @@ class Started(Calls):
     def end(self, reason: RunError) -> None:
         """Fail running and future calls, and have the processes end, without waiting for that. From any thread."""
         if self._fail_all(reason):
-            self._rouse()
+            self._wake_thread()
 
     def take_along(self, others: Started) -> None:
         """End the others with these from now on, with the same reason."""
@@ -117,7 +117,7 @@ class Started(Calls):
                 others.end(reason)
         return first
 
-    def _rouse(self) -> None:
+    def _wake_thread(self) -> None:
         with suppress(OSError):  # they have ended by themselves
             self._wake.sendall(b".")
 
@@ -134,7 +134,7 @@ class Started(Calls):
         for output in [*self._outputs.values()]:
             output.begin_call()
 
-    # --- what is told apart ----------------------------------------------------------------------
+    # --- what the subclasses define ---------------------------------------------------------------
 
     def _open(self) -> None:
         """Start the processes."""
@@ -144,16 +144,16 @@ class Started(Calls):
         """The setup of a rank, and the sockets that come with it."""
         raise NotImplementedError
 
-    def _ended(self, rank: int) -> RunError | None:
+    def _handle_end(self, rank: int) -> RunError | None:
         """Handle the end of a rank's line. Returns the reason if that ends all, else None."""
         raise NotImplementedError
 
-    def _called_in(self) -> None:
+    def _accept_caller(self) -> None:
         """Something else that the selector watches is ready."""
         raise NotImplementedError
 
-    def _looked(self, heard: set[int]) -> RunError | None:
-        """Called after each look for messages, with the ranks that sent any; returns the same as `_ended`."""
+    def _check_silence(self, heard: set[int]) -> RunError | None:
+        """Called after each wait for messages, with the ranks that sent any; returns the same as `_handle_end`."""
 
     def _is_ready(self, rank: int) -> None:
         """A rank has made what it hosts."""
@@ -163,12 +163,13 @@ class Started(Calls):
 
     # --- what runs in the thread -----------------------------------------------------------------
 
-    def _attend(self) -> None:
-        reason = reason_of(self._lived)
+    def _run_thread(self) -> None:
+        """The thread."""
+        reason = reason_of(self._listen)
         self._end_all()
         self._fail_all(reason)
 
-    def _lived(self) -> RunError:
+    def _listen(self) -> RunError:
         """Start them and listen until they must end; returns the reason."""
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._open()
@@ -178,22 +179,22 @@ class Started(Calls):
                 if key.fileobj is self._woken:
                     return RunError("The model workers are closed.")
                 if key.data is None:
-                    self._called_in()
+                    self._accept_caller()
                     continue
                 heard.add(key.data)
-                reason = self._heard(key.data)
+                reason = self._take_messages(key.data)
                 if reason is not None:
                     return reason
-            reason = self._looked(heard)
+            reason = self._check_silence(heard)
             if reason is not None:
                 return reason
 
-    def _heard(self, rank: int) -> RunError | None:
+    def _take_messages(self, rank: int) -> RunError | None:
         """Take a rank's messages; returns the reason if its line has ended and that ends all."""
         try:
             messages = self._by_rank[rank].arrived()
         except EOFError:
-            return self._ended(rank)
+            return self._handle_end(rank)
         for message in messages:
             self._take(rank, message)
         return None
@@ -203,11 +204,11 @@ class Started(Calls):
             case LogRecordMessage(record):
                 log_here(record)
             case Answered(number, value):
-                settle(self._awaited(number), value)
+                settle(self._pop_pending(number), value)
             case Failed(0, error):
                 settle(self._ready, error=error)
             case Failed(number, error):
-                settle(self._awaited(number), error=error)
+                settle(self._pop_pending(number), error=error)
             case Alive():
                 pass  # that it was heard of is all
             case Ready((process,)):
@@ -222,7 +223,7 @@ class Started(Calls):
         with theirs:
             self._started[rank] = self._popen(rank, theirs.fileno())
         self._outputs[rank] = Output(self._started[rank], f"{self._called} {rank + 1}")
-        self._know(rank, MessageChannel(ours))
+        self._send_setup(rank, MessageChannel(ours))
 
     def _popen(self, rank: int, descriptor: int) -> Popen[bytes]:
         assert self._made is not None
@@ -237,16 +238,16 @@ class Started(Calls):
                 stderr=STDOUT,
                 pass_fds=[descriptor],
                 start_new_session=True,
-                env={**self._surroundings(), **os.environ, **ENVIRONMENT, **seen},
+                env={**self._environment_defaults(), **os.environ, **ENVIRONMENT, **seen},
             )
         except OSError as error:
             raise RunError(f"The model workers cannot be started: {error}") from error
 
-    def _surroundings(self) -> dict[str, str]:
+    def _environment_defaults(self) -> dict[str, str]:
         """Defaults for the ranks' environment; the user's own environment has precedence."""
         return {}
 
-    def _know(self, rank: int, line: MessageChannel) -> None:
+    def _send_setup(self, rank: int, line: MessageChannel) -> None:
         """Send a rank its setup."""
         setup, sockets = self._setup_of(rank)
         self._by_rank[rank] = line
@@ -254,7 +255,7 @@ class Started(Calls):
         with suppress(OSError):  # it has ended, which its line shows
             line.send(setup, sockets)
 
-    def _reaped(self, rank: int) -> tuple[int | None, str]:
+    def _reap(self, rank: int) -> tuple[int | None, str]:
         """Exit code and last words of a process that was started here and whose line has ended."""
         process = self._started[rank]
         with suppress(TimeoutExpired):

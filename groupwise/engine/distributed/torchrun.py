@@ -48,9 +48,9 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
         local_rank = int(environment.get("LOCAL_RANK", rank))
         local_count = int(environment.get("LOCAL_WORLD_SIZE", count))
     except ValueError:
-        told = ", ".join(f"{word}={environment[word]}" for word in WORDS)
+        values = ", ".join(f"{word}={environment[word]}" for word in WORDS)
         raise UsageError(
-            f"The environment has {told}, as torchrun sets them, but RANK and WORLD_SIZE are to be whole numbers. Start the command with "
+            f"The environment has {values}, as torchrun sets them, but RANK and WORLD_SIZE are to be whole numbers. Start the command with "
             "torchrun, or unset them."
         ) from None
     if count == 1:

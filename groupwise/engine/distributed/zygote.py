@@ -38,15 +38,18 @@ from groupwise.engine.distributed.rank import run_rank, tell_log
 
 def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     """Serve the process `parent` on a socket, once the modules are imported."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a queue signals all processes of a job; the main one decides when to end
+    # A queue signals all processes of a job; the main one decides when to end.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal_when_parent_ends(signal.SIGKILL, parent)
-    _import(modules)
+    # The modules stay for good, so the garbage collector need not look at them again and again.
+    disable()
+    for module in modules:
+        import_module(module)
+    freeze()
+    enable()
     line = MessageChannel(socket.socket(fileno=descriptor))
-    setup = _asked_until_setup(line)
+    setup = _answer_until_setup(line)
     os.environ.update(NO_GPU)  # ranks compute on the CPU, and no driver of a GPU survives a fork
     lines = [MessageChannel(each) for each in line.taken_over()]
     tell_log(line, setup.log_level)
@@ -55,22 +58,20 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     except BaseException as error:  # noqa: BLE001 — reported to the main process, whatever it is
         line.send(Failed(0, portable(error)))
         return
-    ranks = _forked(hosted, line, lines, setup.log_level)
-    threading.Thread(target=_end_with, args=(line, ranks), daemon=True).start()
+    ranks = _fork_ranks(hosted, line, lines, setup.log_level)
+    threading.Thread(target=_kill_at_end, args=(line, ranks), daemon=True).start()
     line.send(Ready(ranks))
-    _wait(line, ranks)
+    first, status = os.wait()  # the end of the first one is the end of all
+    with suppress(OSError):  # the main process is gone
+        line.send(Ended(ranks.index(first), os.waitstatus_to_exitcode(status)))
+    _kill(ranks)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+    os._exit(0)
 
 
-def _import(modules: Sequence[str]) -> None:
-    """Import the modules that will be needed. They stay for good, so the garbage collector need not look at them again and again."""
-    disable()
-    for module in modules:
-        import_module(module)
-    freeze()
-    enable()
-
-
-def _asked_until_setup(line: MessageChannel) -> Setup:
+def _answer_until_setup(line: MessageChannel) -> Setup:
     """Answer questions until the setup comes."""
     tell_log(line, logging.INFO)
     while isinstance(message := line.receive(), Call):
@@ -88,10 +89,10 @@ def make(setup: Setup) -> Any:
     return load(setup.factory, kind="factory").object(**setup.arguments)
 
 
-def _forked(
+def _fork_ranks(
     hosted: Any, line: MessageChannel, lines: Sequence[MessageChannel], log_level: int
 ) -> tuple[int, ...]:
-    """The process numbers of the ranks, one for each line."""
+    """Fork a rank for each line; returns their process ids."""
     collect()
     freeze()  # a collection in a rank would write to every object, and so copy the memory that is shared
     zygote = os.getpid()
@@ -110,23 +111,11 @@ def _forked(
     return tuple(ranks)
 
 
-def _end_with(line: MessageChannel, ranks: Sequence[int]) -> None:
-    """End the ranks when the connection ends; the main process sends nothing more before that."""
+def _kill_at_end(line: MessageChannel, ranks: Sequence[int]) -> None:
+    """Kill the ranks when the connection ends; the main process sends nothing more before that."""
     with suppress(EOFError):
         line.receive()
     _kill(ranks)
-
-
-def _wait(line: MessageChannel, ranks: Sequence[int]) -> None:
-    """Reap all ranks, and end. The end of the first one is the end of all."""
-    process, status = os.wait()
-    with suppress(OSError):  # the main process is gone
-        line.send(Ended(ranks.index(process), os.waitstatus_to_exitcode(status)))
-    _kill(ranks)
-    with suppress(ChildProcessError):
-        while True:
-            os.wait()
-    os._exit(0)
 
 
 def _kill(ranks: Sequence[int]) -> None:

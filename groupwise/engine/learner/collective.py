@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from groupwise.core.errors import WorkerLostError
 from groupwise.engine.models.memory import lacks_memory
@@ -84,33 +84,25 @@ class Collective:
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `groupwise.engine.learner.replicas.Replicas.sum_gradients`."""
-        total_X = torch.cat([_flat(parameters), _present(parameters)])
+        gradients = [
+            torch.zeros_like(each) if each.grad is None else each.grad for each in parameters
+        ]
+        flat_N = torch.cat([gradient.flatten().to(_NUMBER) for gradient in gradients])
+        flags = [float(each.grad is not None) for each in parameters]
+        present_P = torch.tensor(flags, dtype=_NUMBER, device=parameters[0].device)
+        total_X = torch.cat([flat_N, present_P])
         try:
             dist.all_reduce(total_X)
-            present_P = total_X[-len(parameters) :].tolist()
+            present = total_X[-len(parameters) :].tolist()
         except RuntimeError as error:
             if lacks_memory(error):
                 raise
-            _end_soon(error)
+            sys.stderr.write(f"another learner cannot be reached: {error}\n")
+            sys.stderr.flush()
+            timer = threading.Timer(GRACE, os._exit, (1,))  # this process ends soon, too
+            timer.daemon = True
+            timer.start()
             raise ConnectionAbortedError("another rank cannot be reached") from error
         parts = total_X[: -len(parameters)].split([each.numel() for each in parameters])
-        for parameter, present, part in zip(parameters, present_P, parts, strict=True):
-            parameter.grad = part.view_as(parameter) if present else None
-
-
-def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
-    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
-    return torch.cat([gradient.flatten().to(_NUMBER) for gradient in gradients])
-
-
-def _present(parameters: Sequence[nn.Parameter]) -> Tensor:
-    flags = [float(parameter.grad is not None) for parameter in parameters]
-    return torch.tensor(flags, dtype=_NUMBER, device=parameters[0].device)
-
-
-def _end_soon(error: RuntimeError) -> None:
-    sys.stderr.write(f"another learner cannot be reached: {error}\n")
-    sys.stderr.flush()
-    timer = threading.Timer(GRACE, os._exit, (1,))
-    timer.daemon = True
-    timer.start()
+        for parameter, has_one, part in zip(parameters, present, parts, strict=True):
+            parameter.grad = part.view_as(parameter) if has_one else None

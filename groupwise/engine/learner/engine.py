@@ -1,14 +1,21 @@
-"""Defines what computes rows for a learner: plain matrices if the model is of a known family, else transformers' modules."""
+"""Engines compute rows for a learner: plain matrices if the model is of a known family (`groupwise.engine.learner.native.engine`), else
+transformers' modules, with torch's graph for the gradient: for any model, adapter or all weights, with dropout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
+from transformers.modeling_layers import GradientCheckpointingLayer
+
 from groupwise.core.types import PolicyRole, Row
-from groupwise.engine.learner.forward import Forward, ForwardOutputs
-from groupwise.engine.learner.layout import Batch
+from groupwise.engine.learner.forward import Forward, ForwardOutputs, Paths, choose_paths
+from groupwise.engine.learner.layout import Batch, MicroBatch, PackedBatch
+from groupwise.engine.learner.weights import TrainedWeights
+from groupwise.engine.models.decoder import Decoder
 
 Compute = Callable[[Any, ForwardOutputs], Forward]
 """Log-probabilities and entropies of a micro-batch that the same engine has cut."""
@@ -28,3 +35,78 @@ class Engine(Protocol):
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
         """Follows the last row of a step: learners that hold parts of one model keep in step here with those that have more rows."""
         ...
+
+
+class TransformersEngine:
+    """A `groupwise.engine.learner.engine.Engine` over any transformers causal language model."""
+
+    def __init__(
+        self,
+        weights: TrainedWeights,
+        *,
+        packing: bool,
+        gradient_checkpointing: bool,
+        sharing: bool = True,
+    ) -> None:
+        """Without `sharing`, each row is computed with its own prompt."""
+        self._weights = weights
+        self._sharing = sharing
+        self._decoder = Decoder(weights.model)
+        self._reference_decoder: Decoder | None = None
+        self.paths = choose_paths(
+            self._decoder, packing=packing, sharing=sharing and not gradient_checkpointing
+        )
+        if gradient_checkpointing:
+            weights.model.activation_checkpointing_enable({"use_reentrant": False})
+        self._layers = [
+            module
+            for module in weights.model.modules()
+            if gradient_checkpointing and isinstance(module, GradientCheckpointingLayer)
+        ]
+
+    def cut(
+        self, rows: Sequence[Row], max_tokens: int, *, gradient: bool
+    ) -> list[MicroBatch | PackedBatch]:
+        """See `Engine.cut`."""
+        return self._paths(gradient=gradient).cut(rows, max_tokens)
+
+    @contextmanager
+    def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
+        """See `Engine.acting`."""
+        paths = self._paths(gradient=gradient)
+        reference = role == "reference"
+        decoder = self.reference() if reference else self._decoder
+
+        def compute(batch: MicroBatch | PackedBatch, wanted: ForwardOutputs) -> Forward:
+            return replace(paths, wanted=wanted).forward(decoder, batch)
+
+        acting = (
+            self._weights.acting_reference()
+            if reference
+            else self._weights.acting(dropout=gradient and self._weights.dropout > 0)
+        )
+        with acting:
+            # Layers that can be checkpointed are only in training mode with a gradient; everything else stays in evaluation mode.
+            layers = self._layers if gradient else []
+            for layer in layers:
+                layer.training = True  # not `train()`, which would turn on the dropout inside
+            try:
+                yield compute
+            finally:
+                for layer in layers:
+                    layer.training = False
+
+    def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
+        """See `Engine.keep_step`."""
+
+    def _paths(self, *, gradient: bool) -> Paths:
+        """Without a gradient nothing is recomputed, so that prompts can be shared whenever they may be."""
+        return self.paths if gradient else replace(self.paths, sharing=self._sharing)
+
+    def reference(self) -> Decoder:
+        """The model that the reference computes with."""
+        if self._weights.reference_model is self._decoder.model:
+            return self._decoder
+        if self._reference_decoder is None:
+            self._reference_decoder = Decoder(self._weights.reference_model)
+        return self._reference_decoder

@@ -119,15 +119,25 @@ def whole_rows(decoder: Decoder, batch: MicroBatch, wanted: ForwardOutputs = PLA
 def packed_rows(decoder: Decoder, batch: PackedBatch, wanted: ForwardOutputs = PLAIN) -> Forward:
     """Compute rows behind each other: positions start at 0 in each, and none sees another."""
     device = decoder.device
-    ids_SL, positions_SL, owners_SL = _packed_tensors(batch, device)
-    hidden_SLH = decoder.hidden(ids_SL, positions_SL, blocks(owners_SL), None)
-    at_N = torch.cat(
-        [
-            torch.arange(len(row.completion_ids), device=device) + _first(batch, row, place)
-            for row, place in zip(batch.rows, batch.places, strict=True)
-        ]
+    ids_SL = torch.zeros(batch.shape, dtype=torch.long)
+    positions_SL = torch.zeros(batch.shape, dtype=torch.long)
+    owners_SL = torch.zeros(batch.shape, dtype=torch.long)  # padding has the owner 0
+    places: list[Tensor] = []
+    for number, (row, place) in enumerate(zip(batch.rows, batch.places, strict=True), start=1):
+        tokens = [*row.prompt_ids, *row.completion_ids[:-1]]
+        sequence, start = place
+        here = (sequence, slice(start, start + len(tokens)))
+        ids_SL[here] = torch.tensor(tokens)
+        positions_SL[here] = torch.arange(len(tokens))
+        owners_SL[here] = number
+        # The hidden state before the first completion token predicts it.
+        first = sequence * batch.shape[1] + start + len(row.prompt_ids) - 1
+        places.append(torch.arange(len(row.completion_ids), device=device) + first)
+    hidden_SLH = decoder.hidden(
+        ids_SL.to(device), positions_SL.to(device), blocks(owners_SL.to(device)), None
     )
-    return _at_tokens(decoder, batch.rows, hidden_SLH.flatten(0, 1)[at_N], wanted)
+    at_hidden = hidden_SLH.flatten(0, 1)[torch.cat(places)]
+    return _at_tokens(decoder, batch.rows, at_hidden, wanted)
 
 
 def blocks(owners_SL: Tensor) -> Tensor:
@@ -160,32 +170,11 @@ def _toy_row(prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Ro
     return Row(prompt_ids, completion_ids, (1,) * count, (0.0,) * count, 0.0, 1.0)
 
 
-def _first(batch: PackedBatch, row: Row, place: tuple[int, int]) -> int:
-    """Index, in the flattened batch, of the hidden state that predicts a row's first completion token."""
-    sequence, start = place
-    return sequence * batch.shape[1] + start + len(row.prompt_ids) - 1
-
-
-def _packed_tensors(batch: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, positions and owners [S, L]; padding has the owner 0."""
-    ids = torch.zeros(batch.shape, dtype=torch.long)
-    positions = torch.zeros(batch.shape, dtype=torch.long)
-    owners = torch.zeros(batch.shape, dtype=torch.long)
-    for number, (row, place) in enumerate(zip(batch.rows, batch.places, strict=True), start=1):
-        tokens = [*row.prompt_ids, *row.completion_ids[:-1]]
-        sequence, start = place
-        here = (sequence, slice(start, start + len(tokens)))
-        ids[here] = torch.tensor(tokens)
-        positions[here] = torch.arange(len(tokens))
-        owners[here] = number
-    return ids.to(device), positions.to(device), owners.to(device)
-
-
 def _padded_ids(rows: Sequence[Row], device: torch.device) -> Tensor:
-    return _padded([row.completion_ids for row in rows], device)
+    return _pad([row.completion_ids for row in rows], device)
 
 
-def _padded(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+def _pad(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
     width = max(map(len, values))
     return torch.tensor([[*each, *[0] * (width - len(each))] for each in values], device=device)
 
@@ -259,7 +248,7 @@ class QueriedTokens:
 def asked_of(rows: Sequence[Row], wanted: ForwardOutputs, device: torch.device) -> QueriedTokens:
     """The tokens of the rows that are asked about, and what is asked."""
     real_BT = _real(rows, device)
-    places_BT = _padded([row.mask for row in rows], device) != 0 if wanted.trained_only else real_BT
+    places_BT = _pad([row.mask for row in rows], device) != 0 if wanted.trained_only else real_BT
     if not places_BT.any():  # a gradient of 0 must come from somewhere
         places_BT = real_BT
     among_A = places_BT[real_BT]

@@ -30,10 +30,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from groupwise.core.errors import ModelError
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.collective import Collective
-from groupwise.engine.learner.engine import Compute
+from groupwise.engine.learner.engine import Compute, TransformersEngine
 from groupwise.engine.learner.forward import Forward, ForwardOutputs
 from groupwise.engine.learner.layout import Batch, PackedBatch
-from groupwise.engine.learner.transformers_engine import TransformersEngine
 from groupwise.engine.learner.weights import TrainedWeights
 
 _PASS = "divided_pass"

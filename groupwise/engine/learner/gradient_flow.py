@@ -15,7 +15,7 @@ from torch import Tensor
 from groupwise.engine.learner.native.product import Product
 from groupwise.engine.learner.weights import TrainedAdapter, TrainedWeights
 from groupwise.engine.models.lora import ExactLoraLinear
-from groupwise.engine.models.native.linear import Factors, Linear, Part
+from groupwise.engine.models.native.linear import Factors, Part
 from groupwise.engine.models.native.weights import NativeModel
 
 TOKENS = 1024
@@ -49,21 +49,21 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
     kinds = {path.rpartition(".")[2]: path for path in reversed(adapted.layers_of(weights.name))}
     with torch.no_grad(), adapted.using(weights.name):
         return [
-            Slope(path, *_least(weights, native, path, learning_rate))
+            Slope(path, *_least_slope(weights, native, path, learning_rate))
             for path in sorted(kinds.values())
         ]
 
 
 def slope(compute: Compute, inputs_NI: Tensor, before: Factors, after: Factors) -> float:
     """Slope of the change that `compute` makes from one adapter of a layer to another, on the exact change (float64)."""
-    return slope_of(*_changes(compute, inputs_NI, before, after))
+    return slope_of(*_measure_changes(compute, inputs_NI, before, after))
 
 
-def _changes(
+def _measure_changes(
     compute: Compute, inputs_NI: Tensor, before: Factors, after: Factors
 ) -> tuple[Tensor, Tensor]:
     """The realised one and the exact one, [N, O]."""
-    exact_NO = _added(inputs_NI, after) - _added(inputs_NI, before)
+    exact_NO = _adapter_output(inputs_NI, after) - _adapter_output(inputs_NI, before)
     return compute(inputs_NI, after).double() - compute(inputs_NI, before), exact_NO
 
 
@@ -84,16 +84,27 @@ def native_ways(native: NativeModel, path: str) -> dict[str, Compute]:
     linear, part = next(
         (linear, part) for linear in native.products for part in linear.parts if part.path == path
     )
-    return {
-        "sampler": partial(_by_sampler, linear, part),
-        "learner": partial(_by_learner, linear, part),
-    }
+
+    def sampled(inputs: Tensor, factors: Factors) -> Tensor:
+        found = linear.few(inputs, linear.packed_low_rank({part.path: factors}))
+        return _own_columns(found, part)
+
+    def learnt(inputs: Tensor, factors: Factors) -> Tensor:
+        found, _ = Product(linear, {part.path: factors}).forward(inputs)
+        return _own_columns(found, part)
+
+    return {"sampler": sampled, "learner": learnt}
 
 
-def _least(
+def _least_slope(
     weights: TrainedAdapter, native: NativeModel | None, path: str, learning_rate: float
 ) -> tuple[float, float]:
-    """The least slope among the ways in which the layer is computed, with its error."""
+    """The least slope among the ways in which the run computes the layer, with its error."""
+    by_module = partial(_by_module, weights.adapted.layers[path], weights.name)
+    ways: list[Compute] = [by_module]
+    if native is not None:
+        found = native_ways(native, path)
+        ways = [found["sampler"], by_module if weights.dropout else found["learner"]]
     before = weights.adapted.low_rank(weights.name)[path]
     generator = torch.Generator().manual_seed(0)
     up_OR = before.up_OR
@@ -101,20 +112,11 @@ def _least(
     signs_OR = torch.randn(up_OR.shape, generator=generator).sign()
     after = replace(before, up_OR=up_OR + learning_rate * signs_OR.to(up_OR))
     inputs_NI = inputs_NI.to(up_OR.device, weights.model.dtype)
-    changes = [_changes(way, inputs_NI, before, after) for way in _ways(weights, native, path)]
+    changes = [_measure_changes(way, inputs_NI, before, after) for way in ways]
     return min((slope_of(*change), error_of(*change)) for change in changes)
 
 
-def _ways(weights: TrainedAdapter, native: NativeModel | None, path: str) -> list[Compute]:
-    """The ways in which the run computes a layer."""
-    by_module = partial(_by_module, weights.adapted.layers[path], weights.name)
-    if native is None:
-        return [by_module]
-    ways = native_ways(native, path)
-    return [ways["sampler"], by_module if weights.dropout else ways["learner"]]
-
-
-def _added(inputs_NI: Tensor, factors: Factors) -> Tensor:
+def _adapter_output(inputs_NI: Tensor, factors: Factors) -> Tensor:
     low_NR = inputs_NI.double() @ factors.down_RI.double().t()
     return factors.scaling * low_NR @ factors.up_OR.double().t()
 
@@ -130,15 +132,7 @@ def _by_module(layer: ExactLoraLinear, name: str, inputs: Tensor, factors: Facto
         up.copy_(kept)
 
 
-def _by_sampler(linear: Linear, part: Part, inputs: Tensor, factors: Factors) -> Tensor:
-    return _own(linear.few(inputs, linear.packed_low_rank({part.path: factors})), part)
-
-
-def _by_learner(linear: Linear, part: Part, inputs: Tensor, factors: Factors) -> Tensor:
-    return _own(Product(linear, {part.path: factors}).forward(inputs)[0], part)
-
-
-def _own(found_NX: Tensor, part: Part) -> Tensor:
+def _own_columns(found_NX: Tensor, part: Part) -> Tensor:
     """The columns of a part, in the order of the model's own layer."""
     own_NO = found_NX[:, part.start : part.end]
     if part.order is None:

@@ -18,8 +18,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
@@ -32,7 +32,7 @@ MACHINES = "SLURM_JOB_NUM_NODES"
 CORES = "SLURM_CPUS_PER_TASK"
 BEGUN_BY_SRUN = "GROUPWISE_BEGUN_BY_SRUN"
 """Environment variable that names the file which tells tasks of srun to end."""
-TOLD = ".groupwise-told"
+TERM_FILE = ".groupwise-told"
 """Name of that file, in the working folder, which all nodes share."""
 RENDEZVOUS_TIMEOUT = 1800
 """Seconds that the first machine waits for the others: their environments may have to be made."""
@@ -65,11 +65,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("--processes", default="1", help="here, or gpu: one for each GPU")
     parser.add_argument("command", nargs="+")
     known = parser.parse_args(arguments)
-    meeting = found_in(os.environ)
+    meeting = read_meeting(os.environ)
     if BEGUN_BY_SRUN in os.environ:
-        Thread(target=heed, args=[Path(os.environ[BEGUN_BY_SRUN])], daemon=True).start()
+        Thread(target=end_when_told, args=[Path(os.environ[BEGUN_BY_SRUN])], daemon=True).start()
     if meeting is None and ORDER in os.environ:
-        sys.exit(lead(os.environ, arguments, known.processes, known.command))
+        sys.exit(begin_on_ray(os.environ, arguments, known.processes, known.command))
     if meeting is None and int(os.environ.get(MACHINES, "1")) > 1:
         sys.exit(begin_on_all(int(os.environ[MACHINES]), arguments))
     if meeting is None:
@@ -91,28 +91,23 @@ def begin_on_all(count: int, arguments: Sequence[str]) -> int:
     if cores := os.environ.get(CORES):  # srun does not take it over from the job (since 22.05)
         step.append(f"--cpus-per-task={cores}")
     ends = (f"--wait={OTHERS_PATIENCE}", "--export=ALL")
-    told = Path(TOLD).absolute()
-    told.write_text("")
-    os.environ[BEGUN_BY_SRUN] = str(told)
-    os.environ[KEY_FILE] = give_secret()
-    with _told_instead(told):
-        code = subprocess.Popen(["srun", *step, *ends, *own], start_new_session=True).wait()
-    return code if code >= 0 else EX_TEMPFAIL
-
-
-@contextmanager
-def _told_instead(path: Path) -> Generator[None]:
-    """Write TERM to that file instead of ending, also on Ctrl-C if the command was typed by hand."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {each: signal.signal(each, lambda *_: path.write_text("TERM")) for each in numbers}
+    term_file = Path(TERM_FILE).absolute()
+    term_file.write_text("")
+    os.environ[BEGUN_BY_SRUN] = str(term_file)
+    os.environ[KEY_FILE] = write_secret()
+    numbers = (signal.SIGTERM, signal.SIGINT)  # INT: if the command was typed by hand
+    before = {
+        each: signal.signal(each, lambda *_: term_file.write_text("TERM")) for each in numbers
+    }
     try:
-        yield
+        code = subprocess.Popen(["srun", *step, *ends, *own], start_new_session=True).wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    return code if code >= 0 else EX_TEMPFAIL
 
 
-def heed(path: Path) -> None:
+def end_when_told(path: Path) -> None:
     """Send this process TERM once the file has content. It exists from the start: on a network's disk, a new one may be seen late."""
     while True:
         with suppress(OSError):  # of a network's disk; it may answer the next time
@@ -122,7 +117,7 @@ def heed(path: Path) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def give_secret() -> str:
+def write_secret() -> str:
     """Make a secret for all machines of this job, which share the working folder. Returns the path of its file."""
     path = os.path.abspath(KEY)
     with suppress(FileNotFoundError):
@@ -132,42 +127,39 @@ def give_secret() -> str:
     return path
 
 
-def lead(
+def begin_on_ray(
     environment: Mapping[str, str], arguments: Sequence[str], processes: str, command: Sequence[str]
 ) -> int:
     """Be the first of the machines that Ray holds. Returns the exit code."""
     count, path = int(environment[NODES]), Path(environment[ORDER])
-    told = meeting_of(0, count, environment[HOST], environment["GROUPWISE_ATTEMPT"])
-    os.environ[KEY_FILE] = told[KEY_FILE] = give_secret()
+    variables = meeting_of(0, count, environment[HOST], environment["GROUPWISE_ATTEMPT"])
+    os.environ[KEY_FILE] = variables[KEY_FILE] = write_secret()
     order = {
         "arguments": [sys.executable, "-m", "groupwise.engine.learner.launch_node", *arguments],
-        "environment": {**environment, **told},
+        "environment": {**environment, **variables},
         "folder": str(Path.cwd()),
     }
-    others = Repeated([Path(f"{path}.{rank}.log") for rank in range(1, count)])
+    others = OutputRepeater([Path(f"{path}.{rank}.log") for rank in range(1, count)])
     try:
-        _write_private(path, json.dumps(order).encode())
-        meeting = found_in({**environment, **told})
-        assert meeting is not None, "it has been told"
+        # Written in one step, and readable by this user alone.
+        new = path.with_name(f"{path.name}.new")
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(json.dumps(order).encode())
+        new.rename(path)
+        meeting = read_meeting({**environment, **variables})
+        assert meeting is not None, "the variables say it"
         return run(meeting, processes, command)
     finally:
         path.unlink(missing_ok=True)
         others.end()
 
 
-def _write_private(path: Path, data: bytes) -> None:
-    """Write a file in one step, readable by this user alone."""
-    new = path.with_name(f"{path.name}.new")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-    new.rename(path)
-
-
-class Repeated:
+class OutputRepeater:
     """Prints here, as it comes, what other machines write to files that they share with this one."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._said = dict.fromkeys(paths, 0)
+        self._printed = dict.fromkeys(paths, 0)
+        """Bytes of each that have been printed."""
         self._over = Event()
         self._thread = Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -180,26 +172,19 @@ class Repeated:
     def _follow(self) -> None:
         while True:
             over = self._over.wait(LOOK_SECONDS)
-            for path, size in self._said.items():
-                self._said[path] = size + _say_from(path, size)
+            for path, offset in self._printed.items():
+                data = b""
+                with suppress(OSError), path.open("rb") as file:  # it may not be there yet
+                    file.seek(offset)
+                    data = file.read()
+                self._printed[path] = offset + len(data)
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
             if over:
                 return
 
 
-def _say_from(path: Path, offset: int) -> int:
-    """Print new bytes; returns their number."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read()
-    except OSError:
-        return 0
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
-    return len(data)
-
-
-def found_in(environment: Mapping[str, str]) -> Meeting | None:
+def read_meeting(environment: Mapping[str, str]) -> Meeting | None:
     """This machine's place as the environment gives it; None if it gives none."""
     if BEGUN_BY_SRUN in environment:
         name = environment.get("GROUPWISE_ATTEMPT") or f"slurm.{environment['SLURM_JOB_ID']}"
@@ -247,8 +232,8 @@ def run(meeting: Meeting, processes: str, command: Sequence[str]) -> int:
             f"Process {rank} of the job was ended by signal {-failure.exitcode}; the others cannot go on without it.\n"
         )
         return EX_TEMPFAIL
-    except SignalException as told:
-        return 128 + int(told.sigval)
+    except SignalException as received:
+        return 128 + int(received.sigval)
     return 0
 
 

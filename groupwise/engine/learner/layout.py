@@ -89,18 +89,19 @@ def cut(
     """
     if not packing:
         return [*microbatches(rows, max_tokens, prompt_shared=prompt_shared)]
-    sharing = [
-        index
-        for members in by_prompt(rows).values()
-        if prompt_shared and _shared_cost(rows, members) < _packed_cost(rows, members)
-        for index in members
-    ]
+    sharing: list[int] = []
+    for prompt_ids, members in by_prompt(rows).items() if prompt_shared else ():
+        width = max(len(rows[index].completion_ids) for index in members)
+        shared_cost = len(prompt_ids) + len(members) * (width - 1)
+        packed_cost = sum(_length(rows[index]) for index in members)
+        if shared_cost < packed_cost:
+            sharing += members
     shared = microbatches([rows[index] for index in sharing], max_tokens)
     rest = sorted(set(range(len(rows))) - set(sharing))
     packs = packed([rows[index] for index in rest], max_tokens)
     return [
-        *(MicroBatch(each.prompt_ids, each.rows, _of(sharing, each.indices)) for each in shared),
-        *(PackedBatch(p.rows, _of(rest, p.indices), p.places, p.shape) for p in packs),
+        *(MicroBatch(each.prompt_ids, each.rows, _pick(sharing, each.indices)) for each in shared),
+        *(PackedBatch(p.rows, _pick(rest, p.indices), p.places, p.shape) for p in packs),
     ]
 
 
@@ -145,38 +146,29 @@ def packed(rows: Sequence[Row], max_tokens: int) -> list[PackedBatch]:
     while left:
         length = _length(rows[left[0]])
         most = max(1, max_tokens // length)
-        placed, left = _first_fit(rows, left, length, most)
-        sequences = 1 + max(sequence for sequence, _ in placed.values())
+        filled: list[int] = []  # tokens of each sequence
+        placed: dict[int, tuple[int, int]] = {}
+        order, left = left, []
+        for index in order:
+            needed = _length(rows[index])
+            fits = (number for number, used in enumerate(filled) if used + needed <= length)
+            sequence = next(fits, len(filled))
+            if sequence == most:
+                left.append(index)
+                continue
+            if sequence == len(filled):
+                filled.append(0)
+            placed[index] = (sequence, filled[sequence])
+            filled[sequence] += needed
         batches.append(
             PackedBatch(
                 tuple(rows[index] for index in placed),
                 tuple(placed),
                 tuple(placed.values()),
-                (sequences, length),
+                (len(filled), length),
             )
         )
     return batches
-
-
-def _first_fit(
-    rows: Sequence[Row], order: Sequence[int], length: int, most: int
-) -> tuple[dict[int, tuple[int, int]], list[int]]:
-    """Places of the rows that fit into `most` sequences of this length, and the rows that are left."""
-    filled: list[int] = []
-    placed: dict[int, tuple[int, int]] = {}
-    left: list[int] = []
-    for index in order:
-        needed = _length(rows[index])
-        fits = (number for number, used in enumerate(filled) if used + needed <= length)
-        sequence = next(fits, len(filled))
-        if sequence == most:
-            left.append(index)
-            continue
-        if sequence == len(filled):
-            filled.append(0)
-        placed[index] = (sequence, filled[sequence])
-        filled[sequence] += needed
-    return placed, left
 
 
 def _length(row: Row) -> int:
@@ -184,14 +176,5 @@ def _length(row: Row) -> int:
     return max(1, len(row.prompt_ids) + len(row.completion_ids) - 1)
 
 
-def _shared_cost(rows: Sequence[Row], members: Sequence[int]) -> int:
-    width = max(len(rows[index].completion_ids) for index in members)
-    return len(rows[members[0]].prompt_ids) + len(members) * (width - 1)
-
-
-def _packed_cost(rows: Sequence[Row], members: Sequence[int]) -> int:
-    return sum(_length(rows[index]) for index in members)
-
-
-def _of(numbers: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
+def _pick(numbers: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
     return tuple(numbers[place] for place in places)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 _NUMBER = torch.float32
 
@@ -62,7 +62,14 @@ class Replicas:
 
         Waits until all have called it. Raises ConnectionAbortedError if another process is gone.
         """
-        self._write([parameter.grad for parameter in parameters])
+        own = self._gradients_CN[self.rank].split(self._sizes)
+        for place, parameter in zip(own, parameters, strict=True):
+            if parameter.grad is None:
+                place.zero_()
+            else:
+                place.copy_(parameter.grad.flatten())
+        flags = [float(parameter.grad is not None) for parameter in parameters]
+        self._present_CP[self.rank].copy_(torch.tensor(flags))
         self._meeting.wait()
         total_N = self._gradients_CN[0].clone()
         for other_N in self._gradients_CN[1:]:
@@ -72,16 +79,6 @@ class Replicas:
         parts = total_N.split(self._sizes)
         for parameter, present, part in zip(parameters, present_P, parts, strict=True):
             parameter.grad = part.view_as(parameter) if present else None
-
-    def _write(self, gradients: Sequence[Tensor | None]) -> None:
-        own = self._gradients_CN[self.rank].split(self._sizes)
-        for place, gradient in zip(own, gradients, strict=True):
-            if gradient is None:
-                place.zero_()
-            else:
-                place.copy_(gradient.flatten())
-        present = [float(gradient is not None) for gradient in gradients]
-        self._present_CP[self.rank].copy_(torch.tensor(present))
 
 
 class _Meeting:

@@ -1,10 +1,15 @@
-"""Computes the learning rate as a function of the step alone, so that a resume needs no state for it."""
+"""Computes the learning rate as a function of the step alone, so that a resume needs no state for it; free of torch."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from groupwise.engine.learner.config import OptimisationConfig
+from groupwise.core.errors import NonFiniteError
+from groupwise.core.types import OptimiserParams
+
+if TYPE_CHECKING:  # Tunix's worker imports this file, and needs no config
+    from groupwise.engine.learner.config import OptimisationConfig
 
 
 def learning_rate(step: int, max_steps: int, config: OptimisationConfig) -> float:
@@ -13,12 +18,16 @@ def learning_rate(step: int, max_steps: int, config: OptimisationConfig) -> floa
     if step < warmup:
         return config.learning_rate * (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(1, max_steps - warmup)
-    return config.learning_rate * _decay(config.lr_scheduler_type, progress)
+    if config.lr_scheduler_type == "linear":
+        return config.learning_rate * (1 - progress)
+    if config.lr_scheduler_type == "cosine":
+        return config.learning_rate * (0.5 * (1 + math.cos(math.pi * progress)))
+    return config.learning_rate
 
 
-def _decay(kind: str, progress: float) -> float:
-    if kind == "linear":
-        return 1 - progress
-    if kind == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    return 1.0
+def too_fast(params: OptimiserParams) -> NonFiniteError:
+    """The error for a rate that was too high: a step made weights that are not finite."""
+    return NonFiniteError(
+        f"An update with the learning rate {params.learning_rate:g} made weights that are not finite. The last checkpoint "
+        "stands. Lower training.learning_rate."
+    )

@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +34,14 @@ from groupwise.core.types import (
     SiblingRowStats,
     UpdateResult,
 )
-from groupwise.engine.learner.engine import Engine
+from groupwise.engine.learner.engine import Engine, TransformersEngine
 from groupwise.engine.learner.forward import PLAIN, Forward, ForwardOutputs
 from groupwise.engine.learner.fsdp import DividedEngine
-from groupwise.engine.learner.fsdp_gather import Whole, copy_parts, norm
 from groupwise.engine.learner.layout import Batch
 from groupwise.engine.learner.native.engine import NativeEngine
-from groupwise.engine.learner.refusals import too_fast
 from groupwise.engine.learner.replicas import Summed
-from groupwise.engine.learner.transformers_engine import TransformersEngine
-from groupwise.engine.learner.weights import TrainedWeights
+from groupwise.engine.learner.schedule import too_fast
+from groupwise.engine.learner.weights import TrainedWeights, Whole, copy_parts, norm
 from groupwise.engine.models.files import read_json, read_tensors, write_tensors
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.memory import memory_explained
@@ -108,7 +105,12 @@ class TorchLearner:
         """See `groupwise.core.types.Learner.forward_backward`."""
         found = from_spec(loss)
         sums: dict[str, float] = {}
-        self._seed_dropout()
+        if self._dropout:
+            # Hashed, because torch's generator looks at the lower 32 bits alone.
+            rank = f" {self._replicas.rank}" if self._replicas is not None else ""
+            text = f"dropout {self._seed} {self._updates}{rank}"
+            digest = hashlib.sha256(text.encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:4], "big"))
         wanted = ForwardOutputs(
             found.needs_entropy_gradient, found.needs_accuracy, trained_only=True
         )
@@ -140,7 +142,8 @@ class TorchLearner:
             length = norm(gradients) if gradients else 0.0
             applied = math.isfinite(length)
             if applied:
-                self._clip(gradients, length, params.max_grad_norm)
+                if params.max_grad_norm is not None and length > params.max_grad_norm:
+                    torch._foreach_mul_(gradients, params.max_grad_norm / length)
                 self._step(params)
         self.discard()
         return UpdateResult(grad_norm=length, applied=applied)
@@ -190,7 +193,7 @@ class TorchLearner:
         """See `groupwise.core.types.Learner.predictions`."""
         forwards = self._forwards(rows, wanted=ForwardOutputs(accuracy=True))
         logprobs = _by_row(rows, ((batch, found.logprobs_BT) for batch, found in forwards))
-        right = _by_row(rows, ((batch, _there(found.right_BT)) for batch, found in forwards))
+        right = _by_row(rows, ((batch, _present(found.right_BT)) for batch, found in forwards))
         return [Prediction(*each) for each in zip(logprobs, right, strict=True)]
 
     async def measure(
@@ -236,7 +239,15 @@ class TorchLearner:
         self._updates = int(read_json(place / STATE)["updates"])
         self.discard()
         stored = read_tensors(place / OPTIMISER)
-        self._make_optimiser_state({name.partition("|")[2] for name in stored})
+        self._optimiser.state.clear()
+        # A parameter that has never had a gradient has no moments.
+        for name in {each.partition("|")[2] for each in stored} & self._parameters.keys():
+            parameter = self._parameters[name]
+            self._optimiser.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
         copy_parts(self._optimiser_tensors(), stored, str(place / OPTIMISER))
 
     def load_weights(self, folder: str) -> None:
@@ -263,10 +274,6 @@ class TorchLearner:
                 total.backward()
         return result, forward.logprobs_BT.detach()
 
-    def _clip(self, gradients: list[Tensor], norm: float, max_norm: float | None) -> None:
-        if max_norm is not None and norm > max_norm:
-            torch._foreach_mul_(gradients, max_norm / norm)
-
     def _step(self, params: OptimiserParams) -> None:
         for group in self._optimiser.param_groups:
             group["lr"] = params.learning_rate
@@ -283,31 +290,12 @@ class TorchLearner:
             raise too_fast(params)
         self._updates += 1
 
-    def _seed_dropout(self) -> None:
-        if self._dropout:
-            # Hashed, because torch's generator looks at the lower 32 bits alone.
-            rank = f" {self._replicas.rank}" if self._replicas is not None else ""
-            named = f"dropout {self._seed} {self._updates}{rank}"
-            digest = hashlib.sha256(named.encode()).digest()
-            torch.manual_seed(int.from_bytes(digest[:4], "big"))
-
     def _own_dropout(self) -> contextlib.AbstractContextManager[None]:
         """Lets others in this process draw random numbers while it is open; afterwards dropout continues where it was."""
         if not self._dropout:
             return contextlib.nullcontext()
         device = self._weights.model.device
         return torch.random.fork_rng([] if device.type == "cpu" else [device])
-
-    def _make_optimiser_state(self, names: AbstractSet[str]) -> None:
-        """Moments of these parameters alone; a parameter that has never had a gradient has none."""
-        self._optimiser.state.clear()
-        for name in names & self._parameters.keys():
-            parameter = self._parameters[name]
-            self._optimiser.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
 
     def _optimiser_tensors(self) -> dict[str, Tensor]:
         return {
@@ -356,7 +344,7 @@ def _add(sums: dict[str, float], result: LossResult) -> None:
         sums[name] = sums.get(name, 0.0) + float(value.detach())
 
 
-def _there(values: Tensor | None) -> Tensor:
+def _present(values: Tensor | None) -> Tensor:
     assert values is not None
     return values
 

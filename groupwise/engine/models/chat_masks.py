@@ -76,7 +76,11 @@ def mask_turns(
             else _mask_turn(tokenizer, chat, turn)
         )
         if rows and row.ids[: len(rows[-1].ids)] == rows[-1].ids:
-            row = _joined(rows.pop(), row)
+            shorter = rows.pop()  # this row begins with it: one row with both masks
+            rest = (0,) * (len(row.ids) - len(shorter.ids))
+            mask = tuple(max(pair) for pair in zip(shorter.mask + rest, row.mask, strict=True))
+            ends, stretches = shorter.ends + row.ends, shorter.stretches + row.stretches
+            row = Masked(row.ids, mask, ends, stretches)
         rows.append(row)
     return rows
 
@@ -84,23 +88,26 @@ def mask_turns(
 def mask_whole_chat(tokenizer: Any, chat: Chat) -> Masked:
     """The whole conversation, every token of it trained."""
     ids = text_ids(tokenizer, _render(tokenizer, chat, len(chat.messages), ask=False))
-    return Masked(ids, (1,) * len(ids), ends=_ended(tokenizer, ids))
+    return Masked(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
 
 
 def mask_text(tokenizer: Any, text: str) -> Masked:
     """A text with its end token, every token trained."""
-    ids = prompt_ids(tokenizer, _closed(tokenizer, text))
-    return Masked(ids, (1,) * len(ids), ends=_ended(tokenizer, ids))
+    ids = prompt_ids(tokenizer, _with_end_token(tokenizer, text))
+    return Masked(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
 
 
 def mask_completion(tokenizer: Any, prompt: str, completion: str, *, whole: bool) -> Masked:
     """A completion and its end token after a prompt, both text; `whole` trains the prompt too."""
     before = prompt_ids(tokenizer, prompt)
     after = _tail(
-        tokenizer, prompt, text_ids(tokenizer, prompt), _closed(tokenizer, prompt + completion)
+        tokenizer,
+        prompt,
+        text_ids(tokenizer, prompt),
+        _with_end_token(tokenizer, prompt + completion),
     )
     mask = (int(whole),) * len(before) + (1,) * len(after)
-    return Masked(before + after, mask, ends=_ended(tokenizer, after))
+    return Masked(before + after, mask, ends=_count_end(tokenizer, after))
 
 
 def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
@@ -120,7 +127,14 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
                 "two turns of the assistant follow each other, and the chat template writes the first anew once the second is there. "
                 "Make them one turn, or leave one out."
             )
-        raise TaskError(_rewritten(turn, before, whole))
+        same = _common(before, whole)
+        raise TaskError(
+            f"message {turn} (assistant): the chat template writes the conversation differently once the turn is there. Where "
+            f"the prompt goes on with {_shown(before[same:])}, it writes {_shown(whole[same:])}, so the model would be trained "
+            "after other tokens than it is asked with. Give the row as `prompt` and `completion` texts, give what the template "
+            "misses (a thinking model wants the turn's `reasoning_content`), or give as model.chat_template a template that "
+            "does not do so, or that marks the assistant's words with {% generation %}."
+        )
     if before == _render(tokenizer, chat, turn, ask=False):
         header = header_of(tokenizer, replace(chat, messages=chat.messages[:turn])) or ""
         before += header if header.strip() and whole.startswith(before + header) else ""
@@ -130,7 +144,7 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     closed = said if stripped == whole else _tail(tokenizer, before, opening, stripped)
     end = len(closed) if said[: len(closed)] == closed else len(said)
     mask = (0,) * len(opening) + (1,) * end + (0,) * (len(said) - end)
-    return Masked(opening + said, mask, ends=_ended(tokenizer, said[:end]))
+    return Masked(opening + said, mask, ends=_count_end(tokenizer, said[:end]))
 
 
 def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
@@ -151,7 +165,7 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
     opening = text_ids(tokenizer, before)
     after = _tail(tokenizer, before, opening, _without_space_after_end(tokenizer, whole))
     return Masked(
-        opening + after, (0,) * len(opening) + (1,) * len(after), _ended(tokenizer, after)
+        opening + after, (0,) * len(opening) + (1,) * len(after), _count_end(tokenizer, after)
     )
 
 
@@ -180,14 +194,7 @@ def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
             "one as model.chat_template."
         )
     last = max(place for place, mark in enumerate(mask) if mark)
-    return Masked(ids, mask, ends=_ended(tokenizer, ids[: last + 1]))
-
-
-def _joined(first: Masked, longer: Masked) -> Masked:
-    """Both masks over the longer of two sequences, which begins with the first."""
-    rest = (0,) * (len(longer.ids) - len(first.ids))
-    mask = tuple(max(pair) for pair in zip(first.mask + rest, longer.mask, strict=True))
-    return Masked(longer.ids, mask, first.ends + longer.ends, first.stretches + longer.stretches)
+    return Masked(ids, mask, ends=_count_end(tokenizer, ids[: last + 1]))
 
 
 def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
@@ -220,27 +227,16 @@ def _without_space_after_end(tokenizer: Any, text: str) -> str:
     return stripped if stripped.endswith(special_texts(tokenizer)) else text
 
 
-def _closed(tokenizer: Any, text: str) -> str:
+def _with_end_token(tokenizer: Any, text: str) -> str:
     """The text with the model's end token, once."""
     end = tokenizer.eos_token
     return text if end is None or text.endswith(end) else text + end
 
 
-def _ended(tokenizer: Any, ids: Sequence[int]) -> int:
+def _count_end(tokenizer: Any, ids: Sequence[int]) -> int:
     """1 if the last of these tokens is one that can end a text, else 0."""
     ends = tokenizer.convert_tokens_to_ids(list(special_texts(tokenizer)))
     return int(bool(ids) and ids[-1] in ends)
-
-
-def _rewritten(turn: int, before: str, whole: str) -> str:
-    same = _common(before, whole)
-    return (
-        f"message {turn} (assistant): the chat template writes the conversation differently once the turn is there. Where "
-        f"the prompt goes on with {_shown(before[same:])}, it writes {_shown(whole[same:])}, so the model would be trained "
-        "after other tokens than it is asked with. Give the row as `prompt` and `completion` texts, give what the template "
-        "misses (a thinking model wants the turn's `reasoning_content`), or give as model.chat_template a template that "
-        "does not do so, or that marks the assistant's words with {% generation %}."
-    )
 
 
 def _common(first: Sequence[object], second: Sequence[object]) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from groupwise.core.errors import TaskError
 from groupwise.core.types import Message, Prompt
-from groupwise.engine.models.control_tokens import spelled, spelled_messages
+from groupwise.engine.models.control_tokens import OF_TOOLS, spelled
 from groupwise.engine.models.tool_calls import written_calls
 
 PROBE = "⟦words⟧"
@@ -118,7 +118,9 @@ def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
         ]
     try:
         if not how.get("tokenize"):
-            messages = spelled_messages(tokenizer, messages)
+            messages = [
+                spelled(tokenizer, each, of_tool=each.get("role") in OF_TOOLS) for each in messages
+            ]
             arguments = spelled(tokenizer, arguments)
         if any(message.get("tool_calls") for message in messages):
             messages, arguments["chat_template"] = written_calls(
@@ -128,8 +130,8 @@ def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
     except (
         Exception
     ) as error:  # a template is a program of the model's makers and raises what it likes
-        told = refusal(error, messages)
-        raise Refused(told[0].upper() + told[1:]) from error
+        text = refusal(error, messages)
+        raise Refused(text[0].upper() + text[1:]) from error
 
 
 def template_of(tokenizer: Any, chat: Chat) -> str:
@@ -164,9 +166,9 @@ def header_of(tokenizer: Any, chat: Chat) -> str | None:
     with suppress(TaskError):
         said = [*chat.messages, {"role": "assistant", "content": PROBE}]
         bare = render(tokenizer, chat, ask=False)
-        told = render(tokenizer, Chat(said, chat.tools, chat.template_kwargs), ask=False)
-        header, found, _ = told.removeprefix(bare).partition(PROBE)
-        return header if found and told.startswith(bare) else None
+        answered = render(tokenizer, Chat(said, chat.tools, chat.template_kwargs), ask=False)
+        header, found, _ = answered.removeprefix(bare).partition(PROBE)
+        return header if found and answered.startswith(bare) else None
     return None
 
 

@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from groupwise.core.types import Message
-
 BREAK = "\ufdd0"
 """A code point that Unicode has set apart for use within programs; it never stands in a text."""
 LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
@@ -41,11 +39,6 @@ def spelled(tokenizer: Any, value: Any, *, of_tool: bool = False) -> Any:
         patterns = (tokenizer.chat_template, _any_of(control), _any_of(control | written))
         setattr(tokenizer, _PATTERNS, patterns)
     return _spelled(patterns[2 if of_tool else 1], value)
-
-
-def spelled_messages(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
-    """Like `spelled`, for messages, each according to its role."""
-    return [spelled(tokenizer, each, of_tool=each.get("role") in OF_TOOLS) for each in messages]
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:

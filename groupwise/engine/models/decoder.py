@@ -119,13 +119,22 @@ class Decoder:
 
         Without a cache the keys are the tokens given, whatever their positions: several texts may stand behind each other.
         """
-        places_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+        mask_B1TK = mask_BTK[:, None]
+        if self.window is None:
+            mask = self._usable(mask_B1TK)
+        else:  # the mask in each of the forms that the layers take
+            places_BT = positions_BT  # of the queries among the keys
+            if cache is None:
+                places_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+            keys_K = torch.arange(mask_B1TK.shape[-1], device=mask_B1TK.device)
+            near_B1TK = (places_BT[:, None, :, None] - keys_K) < self.window
+            mask = sliding = self._usable(mask_B1TK & near_B1TK)
+            if self.layer_types is not None:
+                mask = {"full_attention": self._usable(mask_B1TK), "sliding_attention": sliding}
         output = self.body(
             input_ids=ids_BT,
             position_ids=positions_BT,
-            attention_mask=self._mask(
-                mask_BTK[:, None], places_BT if cache is None else positions_BT
-            ),
+            attention_mask=mask,
             past_key_values=cache,
             use_cache=cache is not None,
         )
@@ -142,17 +151,6 @@ class Decoder:
             logits_NV = logits_NV / divisor
         cap = getattr(self.config, "final_logit_softcapping", None)
         return torch.tanh(logits_NV / cap) * cap if cap is not None else logits_NV
-
-    def _mask(self, mask_B1TK: Tensor, places_BT: Tensor) -> Tensor | dict[str, Tensor]:
-        """The mask in each of the forms that the layers take; `places_BT` are the indices of the queries among the keys."""
-        if self.window is None:
-            return self._usable(mask_B1TK)
-        keys_K = torch.arange(mask_B1TK.shape[-1], device=mask_B1TK.device)
-        near_B1TK = (places_BT[:, None, :, None] - keys_K) < self.window
-        sliding = self._usable(mask_B1TK & near_B1TK)
-        if self.layer_types is None:
-            return sliding
-        return {"full_attention": self._usable(mask_B1TK), "sliding_attention": sliding}
 
     def _usable(self, mask_B1TK: Tensor) -> Tensor:
         """The mask as the model's attention takes it: booleans for torch's own, numbers to add to the scores for the plain one."""

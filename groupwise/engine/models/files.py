@@ -42,22 +42,22 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        told = re.search(r"os error (\d+)", str(error))
-        number = int(told[1]) if told else errno.EIO
-        raise OSError(number, os.strerror(number) if told else str(error), str(path)) from error
+        matched = re.search(r"os error (\d+)", str(error))
+        number = int(matched[1]) if matched else errno.EIO
+        raise OSError(number, os.strerror(number) if matched else str(error), str(path)) from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of one safetensors file; `ModelError` if it is not there or damaged."""
     from safetensors.torch import load_file
 
-    with _explained(path):
+    with _explain_errors(path):
         return load_file(path)
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes in one safetensors file, from its header alone."""
-    with _explained(path), safe_open(path, "pt") as file:
+    with _explain_errors(path), safe_open(path, "pt") as file:
         return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
 
 
@@ -76,7 +76,7 @@ def model_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         return [folder / name for name in indexed(folder / INDEX)]
     raise ModelError(
-        f"There is neither {FULL_WEIGHTS} nor {INDEX} in {folder}; it holds: {_content(folder)}."
+        f"There is neither {FULL_WEIGHTS} nor {INDEX} in {folder}; it holds: {_listing(folder)}."
     )
 
 
@@ -115,7 +115,10 @@ def check_sent(folder: Path) -> None:
     for path in sorted(folder.rglob("*.json")):
         if path.name.endswith(".index.json"):
             indexed(path)
-        content = _parsed(path)
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            content = None  # reported by the code that needs it
         if path.name == "config.json" and isinstance(content, dict):
             _check_kind(cast("dict[str, Any]", content))
         for key, value in _entries(content):
@@ -146,13 +149,6 @@ def _is_plain(value: Any) -> bool:
     return value in (None, "eager", "sdpa")
 
 
-def _parsed(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None  # reported by the code that needs it
-
-
 def _entries(content: Any) -> Iterator[tuple[str, Any]]:
     """The keys of a JSON value with what they hold, at any depth."""
     left = [content]
@@ -179,10 +175,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explain_errors(path: Path) -> Iterator[None]:
     if not path.is_file():
         raise ModelError(
-            f"There is no {path.name} in {path.parent}; it holds: {_content(path.parent)}."
+            f"There is no {path.name} in {path.parent}; it holds: {_listing(path.parent)}."
         )
     try:
         yield
@@ -192,6 +188,6 @@ def _explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _content(folder: Path) -> str:
+def _listing(folder: Path) -> str:
     found = sorted(entry.name for entry in folder.glob("*")) if folder.is_dir() else []
     return ", ".join(found[:8]) + (", …" if len(found) > 8 else "") or "nothing"

@@ -2,7 +2,7 @@
 
 The engines are in layers above this module, and each documents what it keeps and why: weights in
 `groupwise.engine.models.native.weights` and `groupwise.engine.models.native.packed`; keys and values in
-`groupwise.engine.sampler.native.cache`, `groupwise.engine.sampler.native.graph_engine` and `groupwise.engine.sampler.slot_engine`;
+`groupwise.engine.sampler.native.cache`, `groupwise.engine.sampler.native.graph_engine` and `groupwise.engine.sampler.engine`;
 activations in `groupwise.engine.learner.native.body`. Tests compare the engines' own tensors with these numbers.
 
 A `Footprint` is that of one process whose engines are known. The functions below count what one kind of engine holds. None of this
@@ -162,18 +162,14 @@ class Footprint:
     def trained(self, parameters: int, processes: int) -> int:
         """Bytes of trained weights, gradient and two moments in all processes. Several processes also each need a buffer to add gradients,
         and, if all weights are trained, the weights that they were forked from."""
-        each = FLOAT * (4 + (processes > 1)) + self._copies_of_an_adapter()
+        copies = 0.0  # of an adapter: the sampler's, and the native engines' for learning, prompts and decoding
+        if not self.full:
+            computed = (self.native_learner + self.native_sampler) * self.size
+            decoding = FLOAT if self.packed else 0
+            copies = self.samples * FLOAT + IN_PRODUCTS * (computed + decoding)
+        each = FLOAT * (4 + (processes > 1)) + copies
         forked = FLOAT if self.full and processes > 1 else 0
         return int(parameters * (processes * each + forked))
-
-    def _copies_of_an_adapter(self) -> float:
-        """Bytes per number of an adapter for its copies: the sampler's, and those of native engines for learning, prompts and decoding;
-        0 if all weights are trained."""
-        if self.full:
-            return 0.0
-        computed = (self.native_learner + self.native_sampler) * self.size
-        decoding = FLOAT if self.packed else 0
-        return self.samples * FLOAT + IN_PRODUCTS * (computed + decoding)
 
     def cache(self, decoding: Decoding) -> int:
         """Bytes of keys and values; on a GPU the native sampler's logits, which stay after each token, are included."""
@@ -187,18 +183,36 @@ class Footprint:
         return slot_cache(self.sizes, self.size, tokens) + logits
 
     def activations(self, tokens: int, *, recompute: bool) -> int:
-        """Bytes of a micro-batch's activations and logits."""
+        """Bytes of a micro-batch's activations and logits.
+
+        The native engine keeps for each token two residual streams in float32 and the results of three products and of attention in each
+        layer, beside what the backward pass of one layer computes with; with `recompute` one residual stream of each layer, and all of a
+        single one. Its head computes `CHUNK` tokens at once; a processor has the float32 numbers beside them for only a few of these.
+
+        Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states in a layer; and of `CHUNK`
+        tokens logits, at their temperature, probabilities, and a gradient.
+        """
         sizes, size = self.sizes, self.size
         if self.native_learner:
-            logits = native_logits(sizes, size, on_cpu=self.on_cpu)
-            return tokens * native_activations(sizes, size, recompute=recompute) + logits
-        return tokens * module_activations(sizes, size, recompute=recompute) + module_logits(sizes)
+            residual = sizes.hidden * FLOAT
+            kept = 2 * residual + 2 * (sizes.queries + sizes.keys + sizes.inner) * size
+            layers = sizes.layers * residual + kept if recompute else sizes.layers * kept
+            each = layers + 4 * residual + (2 * sizes.hidden + 4 * sizes.inner) * size
+            logits = size if self.on_cpu else size + 2 * FLOAT
+        else:
+            of_a_layer = (12 * sizes.hidden + 4 * sizes.inner) * size
+            each = sizes.layers * of_a_layer
+            if recompute:
+                each = sizes.layers * sizes.hidden * size + of_a_layer
+            logits = 4 * FLOAT
+        return tokens * each + CHUNK * sizes.vocabulary * logits
 
     def update(self, parameters: int) -> int:
         """Bytes of AdamW's temporary numbers, one for each trained one; or of a native model beside the one that it replaces, if larger."""
         renewed = 0
         if self.full and self.native_sampler:
-            renewed = native_anew(self.sizes, self.size, self.packed)
+            # Built when all weights are published, while the sampler still has the previous ones.
+            renewed = self.sizes.fused * self.size + self.sizes.products * self.packed
         return max(FLOAT * parameters, renewed)
 
 
@@ -234,11 +248,6 @@ def native_copies(sizes: Sizes, size: int, packed: int) -> int:
     return sizes.turned * size + sizes.products * packed
 
 
-def native_anew(sizes: Sizes, size: int, packed: int) -> int:
-    """Bytes that are built when all weights are published, while the sampler still has the previous ones."""
-    return sizes.fused * size + sizes.products * packed
-
-
 # --- keys and values -----------------------------------------------------------------------------
 
 
@@ -272,36 +281,3 @@ def slot_cache(sizes: Sizes, size: int, tokens: int) -> int:
 def cached_numbers(sizes: Sizes) -> int:
     """Number of keys and values of a token in all layers."""
     return 2 * sizes.layers * sizes.keys
-
-
-# --- activations ---------------------------------------------------------------------------------
-
-
-def native_activations(sizes: Sizes, size: int, *, recompute: bool) -> int:
-    """Bytes per token kept for the backward pass: two residual streams in float32 and the results of three products and of attention in
-    each layer, beside what the backward pass of one layer computes with. With `recompute` one residual stream of each layer, and all of a
-    single one."""
-    residual = sizes.hidden * FLOAT
-    kept = 2 * residual + 2 * (sizes.queries + sizes.keys + sizes.inner) * size
-    at_once = 4 * residual + (2 * sizes.hidden + 4 * sizes.inner) * size
-    if recompute:
-        return sizes.layers * residual + kept + at_once
-    return sizes.layers * kept + at_once
-
-
-def module_activations(sizes: Sizes, size: int, *, recompute: bool) -> int:
-    """The same for transformers' modules with torch's graph: about twelve hidden states and four feed-forward states in a layer."""
-    of_a_layer = (12 * sizes.hidden + 4 * sizes.inner) * size
-    if recompute:
-        return sizes.layers * sizes.hidden * size + of_a_layer
-    return sizes.layers * of_a_layer
-
-
-def native_logits(sizes: Sizes, size: int, *, on_cpu: bool) -> int:
-    """Bytes for the tokens that the head computes at once; a processor has the float32 numbers beside them for only a few of these."""
-    return CHUNK * sizes.vocabulary * (size if on_cpu else size + 2 * FLOAT)
-
-
-def module_logits(sizes: Sizes) -> int:
-    """The same for torch's graph: logits, at their temperature, probabilities, and a gradient."""
-    return 4 * CHUNK * sizes.vocabulary * FLOAT

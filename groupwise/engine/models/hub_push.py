@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,6 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.repo_id}@{self.revision}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The target as JSON can hold it."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +94,7 @@ def check_access(target: Target, run: Path | None = None) -> str | None:
         if isinstance(error, HfHubHTTPError) and error.response.status_code >= 500:
             return _no_answer(target, error)
         raise UsageError(
-            f"{target} on the hub cannot be written: {_told(error)} {_TOKEN}"
+            f"{target} on the hub cannot be written: {_reason(error)} {_TOKEN}"
         ) from error
     except (HTTPError, OSError) as error:
         return _no_answer(target, error)
@@ -118,7 +114,11 @@ def push(folder: Path, target: Target, message: str, run: Path | None = None) ->
         _refuse_public(api, target)
         there = _files(api, target)
         if there is None:
-            _make_branch(api, target, run)
+            # From the first commit, which is usually empty; if it holds files, the upload may replace them.
+            first = api.list_repo_commits(target.repo_id)[-1].commit_id
+            if run is not None:
+                _note_commit(run, target, first)
+            api.create_branch(target.repo_id, branch=target.revision, revision=first, exist_ok=True)
             there = {}
         if not there or not _equal(folder, there):
             parent = _replaceable(api, target, there, run)
@@ -172,18 +172,19 @@ def _replaceable(api: Any, target: Target, there: dict[str, Any], run: Path | No
     """The commit that the upload must replace; None if any may be. Raises _Refused if the branch holds files that are not this run's."""
     if not there or target.overwrite:
         return None
-    own = None if run is None else _own_commit(run, target)
+    own = None if run is None else _own_commits(run).get(str(target))
     if own is None or _head(api, target) != own:
-        raise _Refused(_holds_others(target, there))
+        names = sorted(there)
+        more = f" and {len(names) - 4} more" if names[4:] else ""
+        raise _Refused(
+            f"{target} on the hub holds other files ({', '.join(names[:4])}{more}), and may not be overwritten. Name another revision, "
+            "or set overwrite: true: the branch's history keeps what is there."
+        )
     return own
 
 
 def _head(api: Any, target: Target) -> str:
     return api.repo_info(target.repo_id, revision=target.revision).sha
-
-
-def _own_commit(run: Path, target: Target) -> str | None:
-    return _own_commits(run).get(str(target))
 
 
 def _own_commits(run: Path) -> dict[str, str]:
@@ -247,23 +248,6 @@ def _files(api: Any, target: Target) -> dict[str, Any] | None:
     }
 
 
-def _holds_others(target: Target, there: dict[str, Any]) -> str:
-    names = sorted(there)
-    more = f" and {len(names) - 4} more" if names[4:] else ""
-    return (
-        f"{target} on the hub holds other files ({', '.join(names[:4])}{more}), and may not be overwritten. Name another revision, "
-        "or set overwrite: true: the branch's history keeps what is there."
-    )
-
-
-def _make_branch(api: Any, target: Target, run: Path | None) -> None:
-    """Create the branch from the repository's first commit, which is usually empty. If it holds files, the upload may replace them."""
-    first = api.list_repo_commits(target.repo_id)[-1].commit_id
-    if run is not None:
-        _note_commit(run, target, first)
-    api.create_branch(target.repo_id, branch=target.revision, revision=first, exist_ok=True)
-
-
 def _equal(folder: Path, there: dict[str, Any]) -> bool:
     own = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
     return own.keys() == there.keys() and all(_same(own[name], there[name]) for name in own)
@@ -292,16 +276,14 @@ def _failures(target: Target) -> Generator[None]:
         raise
     except Exception as error:
         raise EndpointError(
-            f"{target} on the hub could not be written: {_told(error)} {_TOKEN}"
+            f"{target} on the hub could not be written: {_reason(error)} {_TOKEN}"
         ) from error
 
 
 def _no_answer(target: Target, error: Exception) -> str:
-    return (
-        f"the hub does not answer, so nobody knows whether {target} may be written: {_told(error)}"
-    )
+    return f"the hub does not answer, so nobody knows whether {target} may be written: {_reason(error)}"
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines) or type(error).__name__

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -65,7 +65,7 @@ class Queue:
         folder = self.folder / f"step-{step:09d}"
         (folder / TARGET).unlink(missing_ok=True)
         keep_artefact(folder / FILES, weights, card, tokenizer)
-        atomic_files.write_json(folder / TARGET, target.as_dict())
+        atomic_files.write_json(folder / TARGET, asdict(target))
 
     def waiting(self) -> list[Waiting]:
         """All entries, by their steps."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import hf_hub_download
 
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.files import FULL_WEIGHTS, INDEX, model_files, read_json
-from groupwise.engine.models.tokenizer import ResolvedModel, explained, quiet, resolve
+from groupwise.engine.models.tokenizer import explained, quiet, resolve
 
 WHOLE = 64 << 20
 """Bytes up to which a file is read in whole."""
@@ -32,55 +32,43 @@ def identity(config: ModelConfig) -> str:
     resolved = resolve(config)
     digest = hashlib.sha256()
     if resolved.local:
-        for part in _folder_parts(Path(resolved.location)):
-            digest.update(part)
+        folder = Path(resolved.location)
+        described = read_json(folder / "config.json")
+        lasting = {key: value for key, value in described.items() if key not in WANDERING}
+        digest.update(json.dumps(lasting, sort_keys=True).encode())
+        whole = (folder / FULL_WEIGHTS).is_file() or (folder / INDEX).is_file()
+        files = model_files(folder) if whole else sorted(folder.glob("pytorch_model*.bin"))
+        for path in files:
+            _add_file(digest, path)
     else:
-        digest.update(f"{resolved.location}@{_commit(config, resolved)}".encode())
+        with quiet(), explained(config, resolved, "model"):
+            found = hf_hub_download(resolved.location, "config.json", revision=resolved.revision)
+        commit = Path(found).parent.name  # …/snapshots/<commit>/config.json
+        digest.update(f"{resolved.location}@{commit}".encode())
     if config.adapter is not None:
-        for part in _adapter_parts(config):
-            digest.update(part)
+        _add_adapter(digest, config)
     return digest.hexdigest()[:16]
 
 
-def _adapter_parts(config: ModelConfig) -> Iterator[bytes]:
+def _add_adapter(digest: Any, config: ModelConfig) -> None:
     from groupwise.engine.models.adapters import adapter_commit, adapter_folder
     from groupwise.engine.models.lora import WEIGHTS
 
     folder, commit = adapter_folder(config), adapter_commit(config)
     if commit is not None:
-        yield f"{config.adapter}@{commit}".encode()
+        digest.update(f"{config.adapter}@{commit}".encode())
     elif folder is not None:
-        yield from _file_parts(folder / WEIGHTS)
+        _add_file(digest, folder / WEIGHTS)
 
 
-def _commit(config: ModelConfig, resolved: ResolvedModel) -> str:
-    with quiet(), explained(config, resolved, "model"):
-        path = hf_hub_download(resolved.location, "config.json", revision=resolved.revision)
-    return Path(path).parent.name  # …/snapshots/<commit>/config.json
-
-
-def _folder_parts(folder: Path) -> Iterator[bytes]:
-    described = read_json(folder / "config.json")
-    kept = {key: value for key, value in described.items() if key not in WANDERING}
-    yield json.dumps(kept, sort_keys=True).encode()
-    for path in _weight_files(folder):
-        yield from _file_parts(path)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / FULL_WEIGHTS).is_file() or (folder / INDEX).is_file():
-        return model_files(folder)
-    return sorted(folder.glob("pytorch_model*.bin"))
-
-
-def _file_parts(path: Path) -> Iterator[bytes]:
-    """Name, size and content of a file, or a sample of its content."""
+def _add_file(digest: Any, path: Path) -> None:
+    """Add name, size and content of a file, or a sample of its content."""
     size = path.stat().st_size
-    yield f"{path.name}|{size}|".encode()
+    digest.update(f"{path.name}|{size}|".encode())
     with path.open("rb") as file:
         if size <= WHOLE:
-            yield hashlib.file_digest(file, "sha256").digest()
+            digest.update(hashlib.file_digest(file, "sha256").digest())
             return
         for index in range(BLOCKS):
             file.seek(index * (size - BLOCK) // (BLOCKS - 1))
-            yield file.read(BLOCK)
+            digest.update(file.read(BLOCK))

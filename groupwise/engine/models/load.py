@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,7 +34,15 @@ def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTra
             **resolved.arguments(),
         )
         model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
-        _refuse_gaps(report)
+        # Transformers fills missing and mismatched tensors with random numbers.
+        gaps = [*sorted(report["missing_keys"])]
+        gaps += [
+            f"{key} (stored as {tuple(stored)}, the config says {tuple(wanted)})"
+            for key, stored, wanted in sorted(report["mismatched_keys"])
+        ]
+        if gaps:
+            shown = ", ".join(gaps[:4]) + (", …" if len(gaps) > 4 else "")
+            raise ValueError(f"{len(gaps)} of its tensors are missing or of another shape: {shown}")
     model.requires_grad_(False)
     cast("nn.Module", model).to(device)  # in place, as modules do
     return model.eval()
@@ -75,18 +82,6 @@ def model_folder(config: ModelConfig) -> Path:
     return fetch_weights("@".join(filter(None, [resolved.location, resolved.revision])))
 
 
-def _refuse_gaps(report: Mapping[str, Any]) -> None:
-    """Raises ValueError for missing or mismatched tensors, which transformers fills with random numbers."""
-    gaps = [*sorted(report["missing_keys"])]
-    gaps += [
-        f"{key} (stored as {tuple(stored)}, the config says {tuple(wanted)})"
-        for key, stored, wanted in sorted(report["mismatched_keys"])
-    ]
-    if gaps:
-        shown = ", ".join(gaps[:4]) + (", …" if len(gaps) > 4 else "")
-        raise ValueError(f"{len(gaps)} of its tensors are missing or of another shape: {shown}")
-
-
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a completion: of the model's config, its generation config and the tokenizer."""
     return _stops_of(model.config, model.generation_config, tokenizer)
@@ -124,16 +119,12 @@ def write_dequantised(gguf: Path, folder: Path) -> None:
             tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         except (ValueError, OSError, KeyError, ImportError) as error:
             raise ModelError(f"{gguf} cannot be read as a GGUF model: {error}") from error
-        _without_quantisation(model).save_pretrained(folder)
+        # The loaded model remembers that it was GGUF, and would refuse to be saved.
+        config = {**model.config.to_dict(), "_name_or_path": ""}
+        config.pop("quantization_config", None)
+        clean = type(model)(type(model.config)(**config))
+        clean.load_state_dict(model.state_dict())
+        clean.tie_weights()
+        clean.generation_config = model.generation_config or GenerationConfig()
+        clean.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-def _without_quantisation(model: PreTrainedModel) -> PreTrainedModel:
-    # The loaded model remembers that it was GGUF, and would refuse to be saved.
-    config = {**model.config.to_dict(), "_name_or_path": ""}
-    config.pop("quantization_config", None)
-    clean = type(model)(type(model.config)(**config))
-    clean.load_state_dict(model.state_dict())
-    clean.tie_weights()
-    clean.generation_config = model.generation_config or GenerationConfig()
-    return clean

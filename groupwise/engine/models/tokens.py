@@ -32,9 +32,18 @@ def prompt_ids(
                 f"The row gives {'tools' if tools else 'chat_template_kwargs'} to the chat template, but its prompt is text, to which no "
                 "template is applied. Give the prompt as a list of chat messages, or leave the column out."
             )
-        ids = _with_beginning(tokenizer, text_ids(tokenizer, prompt))
+        ids = text_ids(tokenizer, prompt)
+        first: int | None = tokenizer.bos_token_id
+        if first is not None and ids[:1] != (first,):
+            wanted = tokenizer("")["input_ids"][:1] == [first]
+            ids = (first, *ids) if wanted else ids
     else:
-        ids = _chat_ids(tokenizer, Chat(prompt, tools, template_kwargs or {}))
+        chat = Chat(prompt, tools, template_kwargs or {})
+        text = prompt_text(tokenizer, chat)
+        try:
+            ids = text_ids(tokenizer, text)
+        except TypeError as error:  # no valid Unicode
+            raise Refused(refusal(error, chat.messages)) from error
     if not ids:
         raise TaskError("A prompt has no tokens: an empty text cannot be completed.")
     return ids
@@ -59,19 +68,3 @@ def completion_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
 def rendered(tokenizer: Any, ids: Sequence[int]) -> str:
     """A prompt as the model sees it, special tokens included; for people."""
     return tokenizer.decode(list(ids), skip_special_tokens=False)
-
-
-def _chat_ids(tokenizer: Any, chat: Chat) -> tuple[int, ...]:
-    text = prompt_text(tokenizer, chat)
-    try:
-        return text_ids(tokenizer, text)
-    except TypeError as error:  # no valid Unicode
-        raise Refused(refusal(error, chat.messages)) from error
-
-
-def _with_beginning(tokenizer: Any, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Prepend the token that begins a sequence if the model wants one and it is not there yet."""
-    first: int | None = tokenizer.bos_token_id
-    if first is None or ids[:1] == (first,) or tokenizer("")["input_ids"][:1] != [first]:
-        return ids
-    return (first, *ids)

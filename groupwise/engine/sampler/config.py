@@ -210,7 +210,14 @@ class SamplerConfig(Strict):
 
     def conflicts(self) -> Iterator[Conflict]:
         """Two ways of setting the temperature, and keys of another engine."""
-        yield from self._of_servers() if self.engine == "vllm" else self._of_no_servers()
+        if self.engine == "vllm":
+            yield from self._server_conflicts()
+        for key in SERVER_KEYS if self.engine != "vllm" else ():
+            if getattr(self, key) != SamplerConfig.model_fields[key].default:
+                yield Conflict(
+                    f"{key} has no effect with the engine {self.engine}, which asks no server. Set engine to vllm, or leave {key} out.",
+                    (key, "engine"),
+                )
         if self.temperature_schedule is not None and self.temperature != 1.0:
             yield Conflict(
                 f"temperature is {self.temperature:g}, which has no effect beside temperature_schedule, whose start and end say what "
@@ -218,22 +225,24 @@ class SamplerConfig(Strict):
                 ("temperature", "temperature_schedule"),
             )
 
-    def _of_no_servers(self) -> Iterator[Conflict]:
-        for key in SERVER_KEYS:
-            if getattr(self, key) != SamplerConfig.model_fields[key].default:
-                yield Conflict(
-                    f"{key} has no effect with the engine {self.engine}, which asks no server. Set engine to vllm, or leave {key} out.",
-                    (key, "engine"),
-                )
-
-    def _of_servers(self) -> Iterator[Conflict]:
+    def _server_conflicts(self) -> Iterator[Conflict]:
+        """Conflicts among the keys of the engine vllm."""
         if not self.urls and self.vllm_python is None:
             yield Conflict(
                 "engine is vllm, but url does not say where it answers. Start vLLM and set url, as in "
                 "sampler.url=http://127.0.0.1:8000, or have the run start it with vllm_python, or leave engine out.",
                 ("engine", "url", "vllm_python"),
             )
-        yield from self._of_own_server()
+        given = OWN_KEYS
+        why = "without vllm_python: only a server that the run starts is told it"
+        if self.vllm_python is not None:
+            given = ("url", "served_model", "adapter_folder", "api_key_env")
+            why = "beside vllm_python, whose server is this run's own"
+        for key in given:
+            if getattr(self, key) != SamplerConfig.model_fields[key].default:
+                yield Conflict(
+                    f"{key} has no effect {why}. Leave one of them out.", (key, "vllm_python")
+                )
         if len(set(self.urls)) < len(self.urls):
             yield Conflict(
                 "url has an address twice; each server is asked for as many completions as concurrency says. Leave one out.",
@@ -250,18 +259,6 @@ class SamplerConfig(Strict):
                     f"{key} is {json.dumps(value)}, which has no effect with the engine vllm, whose servers have settings of their own. "
                     "Leave it out.",
                     (key, "engine"),
-                )
-
-    def _of_own_server(self) -> Iterator[Conflict]:
-        others = ("url", "served_model", "adapter_folder", "api_key_env")
-        given = OWN_KEYS if self.vllm_python is None else others
-        why = "without vllm_python: only a server that the run starts is told it"
-        if self.vllm_python is not None:
-            why = "beside vllm_python, whose server is this run's own"
-        for key in given:
-            if getattr(self, key) != SamplerConfig.model_fields[key].default:
-                yield Conflict(
-                    f"{key} has no effect {why}. Leave one of them out.", (key, "vllm_python")
                 )
 
     @model_validator(mode="after")

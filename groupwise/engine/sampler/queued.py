@@ -22,12 +22,15 @@ from groupwise.core.errors import GroupwiseError, NonFiniteError, RunError
 from groupwise.core.types import Completion, FinishReason, GroupRequest, Policy
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.memory import lacks_memory, memory_explained, out_of_memory
-from groupwise.engine.sampler.chance import uniform
-from groupwise.engine.sampler.draw import draw_tokens
+from groupwise.engine.sampler.draw import draw_tokens, truncated, without_early_stops
 from groupwise.engine.sampler.engine import Prompt
-from groupwise.engine.sampler.refusals import not_finite, refuse_misfit, refuse_other_weights
-from groupwise.engine.sampler.restrict import truncated, without_early_stops
-from groupwise.engine.sampler.stops import ends_with_stop
+from groupwise.engine.sampler.rules import (
+    ends_with_stop,
+    not_finite,
+    refuse_misfit,
+    refuse_other_weights,
+    uniform,
+)
 from groupwise.engine.sampler.weights import ServedWeights
 
 
@@ -156,20 +159,23 @@ class QueuedSampler(ABC):
         )
 
     async def _drive(self) -> None:
+        """Serve; an error belongs to all callers that wait for their groups."""
         try:
             await self._serve()
-        except Exception as error:  # noqa: BLE001 — belongs to the callers that wait for their groups
-            self._fail_all(error)
-
-    def _fail_all(self, error: Exception) -> None:
-        reason = _explained(error)
-        members = (*self._waiting, *self._on_their_way())
-        tickets = {id(member.ticket): member.ticket for member in members}
-        self._waiting.clear()
-        self._reset()
-        for ticket in tickets.values():
-            if not ticket.done.done():
-                ticket.done.set_exception(reason)
+        except Exception as error:  # noqa: BLE001 — whatever it is, the callers receive it
+            if isinstance(error, GroupwiseError):
+                reason = error
+            elif lacks_memory(error):
+                reason = out_of_memory(error, "sampling")
+            else:
+                reason = RunError(f"Sampling failed: {error!r}")
+            members = (*self._waiting, *self._on_their_way())
+            tickets = {id(member.ticket): member.ticket for member in members}
+            self._waiting.clear()
+            self._reset()
+            for ticket in tickets.values():
+                if not ticket.done.done():
+                    ticket.done.set_exception(reason)
 
     def _append(self, member: Member, token: int, logprob: float) -> None:
         member.token_ids.append(token)
@@ -195,15 +201,6 @@ class QueuedSampler(ABC):
             ticket.done.set_exception(not_finite(self._version))
         elif all(member.finish_reason is not None for member in ticket.members):
             ticket.done.set_result(None)
-
-
-def _explained(error: Exception) -> GroupwiseError:
-    """The error that callers waiting for their groups receive."""
-    if isinstance(error, GroupwiseError):
-        return error
-    if lacks_memory(error):
-        return out_of_memory(error, "sampling")
-    return RunError(f"Sampling failed: {error!r}")
 
 
 COLDEST = 1e-30

@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.engine.models.native.fused import kernels_for
-from groupwise.engine.sampler.engine import Engine, Row
+from groupwise.engine.sampler.engine import Engine, Row, SlotEngine
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import cuda_graphs, plainly
 from groupwise.engine.sampler.queued import DecodeLayout, Member, QueuedSampler, Ticket, drawn
-from groupwise.engine.sampler.slot_engine import SlotEngine
 from groupwise.engine.sampler.weights import ServedWeights
 
 

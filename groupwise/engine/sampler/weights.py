@@ -67,7 +67,7 @@ class ServedAdapter:
             yield
 
     def native(self) -> NativeModel | None:
-        return _packed(self.adapted.native(self.name))
+        return _pack(self.adapted.native(self.name))
 
     def factors(self) -> dict[str, Factors]:
         return self.adapted.low_rank(self.name)
@@ -96,13 +96,13 @@ class ServedModel:
 
     def native(self) -> NativeModel | None:
         anew, self._changed = self._changed, False
-        return _packed(native_model(self.model, anew=anew))
+        return _pack(native_model(self.model, anew=anew))
 
     def factors(self) -> dict[str, Factors]:
         return {}
 
 
-def _packed(model: NativeModel | None) -> NativeModel | None:
+def _pack(model: NativeModel | None) -> NativeModel | None:
     if model is not None:
         model.pack()
     return model

@@ -31,9 +31,9 @@ from groupwise.core.types import (
     UpdateResult,
 )
 from groupwise.engine.distributed import prefork
-from groupwise.engine.models.cores import available_cores
 from groupwise.engine.models.files import check_sent
 from groupwise.engine.models.identity import identity
+from groupwise.engine.models.machine import available_cores
 from groupwise.server.engine.part_checks import (
     check_loss,
     check_optimiser,

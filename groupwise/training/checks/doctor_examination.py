@@ -15,12 +15,11 @@ from typing import Any
 from groupwise.core.errors import RunError, TaskError
 from groupwise.core.interruption import run_to_end
 from groupwise.core.types import Example, Group, Prompt, SamplingParams
-from groupwise.engine.models.cores import available_cores
-from groupwise.engine.models.machine import describe_processor, has_bfloat16
+from groupwise.engine.models.machine import available_cores, describe_processor, has_bfloat16
 from groupwise.engine.models.plan import ModelPlan, prompt_room
 from groupwise.engine.models.probes import free_memory, random_start
 from groupwise.engine.models.tokenizer import load_tokenizer
-from groupwise.engine.sampler.chance import uniform
+from groupwise.engine.sampler.rules import uniform
 from groupwise.tasks.configured import find_task
 from groupwise.tasks.contract import Task
 from groupwise.tasks.rollouts.prompts import PromptSet, tokenise

@@ -23,7 +23,7 @@ STEPS = ("1e-5", "1e-4", "1e-3")
 def asked(*checks: tuple[Any, ...]) -> list[Any]:
     """What each check tells, by one process."""
     own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    own |= environment._compiled()
+    own |= environment._compilation_cache()
     words = [str(environment.python()), "-s", str(CHECKS), json.dumps(checks)]
     done = subprocess.run(words, capture_output=True, text=True, env=own, check=False, timeout=600)
     assert done.returncode == 0, done.stderr

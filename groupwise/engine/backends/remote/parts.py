@@ -2,9 +2,8 @@
 
 `groupwise.training.build` makes the same parts here.
 
-session.py    parts of a server under an id: calls by number, files in both directions, a sign of life, in a thread of their own
-learner.py    a `groupwise.core.types.Learner` there
-sampler.py    a `groupwise.core.types.Sampler` there
+`session.py` has the calls by number, the files in both directions and the sign of life. `start` opens a session, sends what is needed, and
+returns a `RemoteSampler` and a `RemoteLearner`, whose publications and states are files here, as if they were in this process.
 
 Run, record and checkpoints are here. The server keeps nothing that the loop needs: when its engine ends, the run is resumed from the
 last checkpoint, which holds the learner's state to the bit.
@@ -16,15 +15,17 @@ they are files of this machine; a base is loaded by the server from its own file
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import socket
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
+from pydantic import TypeAdapter
 
 from groupwise.api.client.errors import NoAnswer, Refused
 from groupwise.api.client.exchange import Call
@@ -32,14 +33,22 @@ from groupwise.api.schemas.parts import (
     LOST,
     OF_RUN,
     SECTIONS,
+    Discard,
+    Fingerprint,
+    Generate,
+    Load,
+    LoadState,
     Open,
     PartsKind,
     PartsOpenedAnswer,
     PlanAnswer,
     PlanRequest,
+    Publish,
+    SaveState,
 )
-from groupwise.engine.backends.remote.learner import RemoteLearner
-from groupwise.engine.backends.remote.sampler import Published, RemoteSampler, weight_files
+from groupwise.core import atomic_files
+from groupwise.core.errors import PolicyMismatchError, UsageError
+from groupwise.core.types import Completion, GroupRequest, Policy
 from groupwise.engine.backends.remote.session import (
     FIRST_PATIENCE,
     RequestThread,
@@ -47,6 +56,8 @@ from groupwise.engine.backends.remote.session import (
     answer_as,
     as_usage,
 )
+from groupwise.engine.backends.verb_learner import Verb, VerbLearner
+from groupwise.runs import publications
 
 SENT = "sent"
 """Prefix of the parts' folders that hold the files a run starts from."""
@@ -126,8 +137,17 @@ async def start(
     session = Session(url, transport=transport)
     try:
         await session.open(owner_of(wanted))
-        await session.awaited(_sent(session, wanted))
-        opened = PartsOpenedAnswer.model_validate(await _opened(session, wanted))
+        for name, folder in wanted.sent.items():
+            files = model_files(folder) if name == "model" else weight_files(folder)
+            await session.awaited(session.upload(files, f"{SENT}-{name}"))
+        order = Open(
+            kind=wanted.kind,
+            config=sections(wanted.kind, wanted.config),
+            run=wanted.run,
+            longest_prompt=wanted.longest_prompt,
+            base=wanted.base,
+        ).model_copy(update={name: f"{SENT}-{name}" for name in wanted.sent})
+        opened = PartsOpenedAnswer.model_validate(await session.call(order, ordered=True))
     except Refused as error:
         session.close()
         if error.code in LOST:
@@ -153,28 +173,11 @@ async def start(
     )
 
 
-async def _sent(session: Session, wanted: RemotePartsSpec) -> None:
-    for name, folder in wanted.sent.items():
-        files = model_files(folder) if name == "model" else weight_files(folder)
-        await session.upload(files, f"{SENT}-{name}")
-
-
 def model_files(folder: Path) -> list[Path]:
     """All files of a model, with its tokenizer."""
     return sorted(
         path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")
     )
-
-
-async def _opened(session: Session, wanted: RemotePartsSpec) -> Any:
-    order = Open(
-        kind=wanted.kind,
-        config=sections(wanted.kind, wanted.config),
-        run=wanted.run,
-        longest_prompt=wanted.longest_prompt,
-        base=wanted.base,
-    ).model_copy(update={name: f"{SENT}-{name}" for name in wanted.sent})
-    return await session.call(order, ordered=True)
 
 
 def sections(kind: PartsKind, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,3 +192,166 @@ def owner_of(wanted: RemotePartsSpec) -> str:
         return f"evaluation ({secrets.token_hex(6)})"
     place = f"{uuid.getnode()}:{socket.gethostname()}:{Path(wanted.config['run']['dir']).resolve()}:{wanted.run}"
     return f"{wanted.run[:80]} ({hashlib.sha256(place.encode()).hexdigest()[:12]})"
+
+
+_COMPLETIONS = TypeAdapter(tuple[Completion, ...])
+
+Stamp = tuple[tuple[str, int, int], ...]
+"""Files of a folder: name, size, time of the last change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A fetched publication."""
+
+    there: str
+    """Its folder on the server."""
+    stamp: Stamp
+    """Stamp of its files here: if they change, they are no longer those that the server has."""
+
+
+class RemoteSampler:
+    """A `groupwise.core.types.Sampler` by the parts of a session."""
+
+    def __init__(self, session: Session, fingerprint: str, published: dict[str, Published]) -> None:
+        """`fingerprint`: of the weights that it serves. `published`: the learner's latest publications, by their paths here."""
+        self._session = session
+        self._fingerprint = fingerprint
+        self._published = published
+
+    async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
+        """See `groupwise.core.types.Sampler.generate`."""
+        return _COMPLETIONS.validate_python(await self._session.call(Generate(request=request)))
+
+    async def load(self, policy: Policy) -> None:
+        """See `groupwise.core.types.Sampler.load`. Files that the server does not have are sent to it."""
+        await self._session.awaited(self._loaded(policy))
+
+    def fingerprint(self) -> str:
+        """Fingerprint of the tensors in the server's memory, as they were when they were loaded."""
+        return self._fingerprint
+
+    async def _loaded(self, policy: Policy) -> None:
+        known = self._published.get(policy.path)
+        if known is not None and known.stamp == stamp_of(Path(policy.path)):
+            try:
+                return await self._load(policy, known.there)
+            except UsageError:  # it is kept there no longer
+                del self._published[policy.path]
+        sent = self._session.new_folder("policy")
+        await self._session.upload(weight_files(Path(policy.path)), sent)
+        try:
+            await self._load(policy, sent)
+        finally:
+            await self._session.forget(sent)
+
+    async def _load(self, policy: Policy, there: str) -> None:
+        try:
+            self._fingerprint = await self._session.called(Load(policy=replace(policy, path=there)))
+        except PolicyMismatchError:  # the weights served now are no policy, but have a fingerprint
+            self._fingerprint = await self._session.called(Fingerprint())
+            raise
+
+
+def stamp_of(folder: Path) -> Stamp:
+    """Facts that change with the folder's files, as far as can be told without reading them."""
+    facts = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in facts)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Weights and the files that describe them; not the record of a run that may lie beside them."""
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and path.suffix in (".safetensors", ".json", ".bin")
+    )
+
+
+ADAPTER_CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"
+"""File of an adapter that names the model it belongs to, and the key for that."""
+_POLICY = TypeAdapter(Policy)
+
+
+class RemoteLearner(VerbLearner):
+    """A `groupwise.core.types.Learner` by the parts of a session."""
+
+    def __init__(
+        self,
+        session: Session,
+        publish_folder: Path,
+        published: dict[str, Published],
+        keep_publications: int = 2,
+        base: str | None = None,
+        *,
+        tells_trained_logprobs: bool = True,
+    ) -> None:
+        """`published` receives publications; see `RemoteSampler`. `keep_publications`: number of the newest ones whose files stay. `base`:
+        the adapters' name for the model that they belong to, which has another path on the server. `tells_trained_logprobs`: see
+        `groupwise.api.schemas.parts.PartsOpenedAnswer`."""
+        self._session = session
+        self._publish_folder = publish_folder
+        self._published = published
+        self._keep = keep_publications
+        self._base = base
+        self._tells_trained_logprobs = tells_trained_logprobs
+
+    async def _call(self, do: Verb) -> Any:
+        """See `VerbLearner._call`."""
+        return await self._session.call(do, ordered=True)
+
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        """See `groupwise.core.types.Learner.trained_logprobs`; None if the server's version does not tell them."""
+        if not self._tells_trained_logprobs:
+            return None
+        return await super().trained_logprobs()
+
+    def discard(self) -> None:
+        """See `groupwise.core.types.Learner.discard`."""
+        self._session.call_now(Discard(), ordered=True)
+
+    async def publish(self, version: int) -> Policy:
+        """See `groupwise.core.types.Learner.publish`. The files are fetched; old publications are removed."""
+        return await self._session.awaited(self._publish(version))
+
+    def save(self, folder: str) -> None:
+        """See `groupwise.core.types.Learner.save`. StoreError if the disk here refuses."""
+        with atomic_files.explained(Path(folder)):
+            self._session.now(self._save(Path(folder)))
+
+    def load(self, folder: str) -> None:
+        """See `groupwise.core.types.Learner.load`."""
+        self._session.now(self._load(Path(folder)))
+
+    # --- within the session's thread --------------------------------------------------------------
+
+    async def _publish(self, version: int) -> Policy:
+        policy = _POLICY.validate_python(
+            await self._session.called(Publish(version=version), ordered=True)
+        )
+        folder = publications.version_folder(self._publish_folder, version)
+        with atomic_files.explained(folder):
+            await self._fetch_files(policy.path, folder)
+        self._published[str(folder)] = Published(policy.path, stamp_of(folder))
+        for old in publications.remove_old(self._publish_folder, version, self._keep):
+            self._published.pop(str(old), None)
+        return replace(policy, path=str(folder))
+
+    async def _fetch_files(self, there: str, folder: Path) -> None:
+        await self._session.download(there, folder)
+        described = folder / ADAPTER_CONFIG
+        if self._base is not None and described.is_file():
+            facts = {**json.loads(described.read_bytes()), BASE: self._base}
+            described.write_text(json.dumps(facts, indent=2, sort_keys=True))
+
+    async def _save(self, folder: Path) -> None:
+        there = self._session.new_folder("state")
+        await self._session.called(SaveState(folder=there), ordered=True)
+        await self._fetch_files(there, folder)
+        await self._session.forget(there)
+
+    async def _load(self, folder: Path) -> None:
+        there = self._session.new_folder("state")
+        await self._session.upload(weight_files(folder), there)
+        await self._session.called(LoadState(folder=there), ordered=True)
+        await self._session.forget(there)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -59,7 +58,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 FIRST_PATIENCE = 15.0
 """Seconds for which a server is looked for at the beginning: a wrong address should be reported soon."""
 LAST_PATIENCE = 5.0
-"""Seconds for which it tries to tell the server the end, which the server notices anyway."""
+"""Seconds for which a closing session tries to tell the server, which notices it anyway."""
 BYTES = {"Content-Type": "application/octet-stream"}
 
 
@@ -91,19 +90,20 @@ class RequestThread:
         """Release connections and thread. May be repeated."""
         if self._loop.is_closed():
             return
-        self.now(self._end())
+
+        async def end() -> None:
+            own = asyncio.current_task()
+            others = [task for task in asyncio.all_tasks() if task is not own]
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            if self._http is not None:
+                await self._http.aclose()
+
+        self.now(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    async def _end(self) -> None:
-        own = asyncio.current_task()
-        others = [task for task in asyncio.all_tasks() if task is not own]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        if self._http is not None:
-            await self._http.aclose()
 
     def begun(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine in the thread."""
@@ -136,23 +136,22 @@ class RequestThread:
             patience=self.connection.patience if patience is None else patience,
             timeout=self.connection.timeout if silence is None else silence,
         )
-        attempt = partial(self._attempt, self._http)
-        return await driven(exchange(call, of), attempt, of.timing.sleep_async)
+        http = self._http
 
-    async def _attempt(
-        self, http: httpx2.AsyncClient, send: Send
-    ) -> httpx2.Response | httpx2.RequestError:
-        try:
-            return await http.request(
-                send.method,
-                send.path,
-                headers=send.headers,
-                params=send.query,
-                content=send.body,
-                timeout=send.timeout,
-            )
-        except httpx2.RequestError as error:
-            return error
+        async def attempt(send: Send) -> httpx2.Response | httpx2.RequestError:
+            try:
+                return await http.request(
+                    send.method,
+                    send.path,
+                    headers=send.headers,
+                    params=send.query,
+                    content=send.body,
+                    timeout=send.timeout,
+                )
+            except httpx2.RequestError as error:
+                return error
+
+        return await driven(exchange(call, of), attempt, of.timing.sleep_async)
 
 
 def as_usage(error: ClientError) -> UsageError:
@@ -183,7 +182,7 @@ class Session(RequestThread):
         """Number of the last ordered call."""
         self._open = False
         self._piece = PIECE
-        self._beats: asyncio.Task[None] | None = None
+        self._beats: Future[None] | None = None
 
     def close(self) -> None:
         """Release the parts, too, if the server can be reached."""
@@ -205,7 +204,7 @@ class Session(RequestThread):
             self._open = False
             raise as_usage(error) from None
         self._piece = answer.piece
-        self.now(self._begin_beats(min(HEARTBEAT, answer.silence / 4)))
+        self._beats = self.begun(self._beat(min(HEARTBEAT, answer.silence / 4)))
         return answer
 
     async def call(self, do: AnyVerb, *, ordered: bool = False) -> Any:
@@ -253,9 +252,18 @@ class Session(RequestThread):
         return answer.result
 
     async def upload(self, files: Iterable[Path], folder: str) -> None:
-        """Send files into a folder of the parts."""
+        """Send files into a folder of the parts, in pieces; a piece that is shorter than the others is a file's last one."""
+        read = answer_as(FolderAnswer)
         for file in files:
-            await self._send(file, f"{folder}/{file.name}")
+            path, offset = self._path("files", f"{folder}/{file.name}"), 0
+            with file.open("rb") as source:
+                while True:
+                    piece = await asyncio.to_thread(source.read, self._piece)
+                    query = {"offset": str(offset)}
+                    await self.ask(Call("PUT", path, read, piece, query, BYTES))
+                    offset += len(piece)
+                    if len(piece) < self._piece:
+                        break
 
     async def download(self, folder: str, into: Path) -> None:
         """Fetch the files of a folder of the parts into an existing folder."""
@@ -267,51 +275,29 @@ class Session(RequestThread):
                 )
             target = into / facts.path
             target.parent.mkdir(parents=True, exist_ok=True)
-            await self._fetch(f"{folder}/{facts.path}", target, facts.size)
+            path = f"{folder}/{facts.path}"
+            with target.open("wb") as file:
+                while (offset := file.tell()) < facts.size:
+                    query = {"offset": str(offset)}
+                    piece = await self.ask(
+                        Call("GET", self._path("files", path), lambda got: got.content, query=query)
+                    )
+                    if not piece:
+                        raise RunError(
+                            f"{path} of the server ended after {offset} of {facts.size} bytes; it was changed on its way."
+                        )
+                    await asyncio.to_thread(file.write, piece)
 
     async def forget(self, folder: str) -> None:
         """Have a folder of the parts deleted."""
         await self.ask(Call("DELETE", self._path("folders", folder), lambda _: None))
 
-    async def _send(self, file: Path, path: str) -> None:
-        offset = 0
-        with file.open("rb") as source:
-            while True:
-                piece = await asyncio.to_thread(source.read, self._piece)
-                await self.ask(
-                    Call(
-                        "PUT",
-                        self._path("files", path),
-                        answer_as(FolderAnswer),
-                        piece,
-                        {"offset": str(offset)},
-                        BYTES,
-                    )
-                )
-                offset += len(piece)
-                if len(piece) < self._piece:
-                    return
-
-    async def _fetch(self, path: str, target: Path, size: int) -> None:
-        with target.open("wb") as file:
-            while file.tell() < size:
-                query = {"offset": str(file.tell())}
-                call = Call("GET", self._path("files", path), lambda got: got.content, query=query)
-                piece = await self.ask(call)
-                if not piece:
-                    raise RunError(
-                        f"{path} of the server ended after {file.tell()} of {size} bytes; it was changed on its way."
-                    )
-                await asyncio.to_thread(file.write, piece)
-
     async def _give_up(self, path: str) -> None:
         with suppress(ClientError):
             await self.ask(Call("DELETE", path, lambda _: None))
 
-    async def _begin_beats(self, every: float) -> None:
-        self._beats = asyncio.ensure_future(self._beat(every))
-
     async def _beat(self, every: float) -> None:
+        """Send a sign of life every so many seconds, until the loop ends."""
         while True:
             await asyncio.sleep(every)
             with suppress(ClientError):  # the next call reports it

@@ -75,7 +75,7 @@ def python() -> Path:
                 f"{VARIABLE} is {own}, which is no program; name the Python of an environment."
             )
         return Path(own)
-    made = _made()
+    made = _read_made()
     if made is None:
         raise UsageError(
             f"The backend tunix needs an environment of its own, in {home()}, and there is none. Make it (1.5 GB, a few minutes): "
@@ -90,20 +90,20 @@ def python() -> Path:
 
 def accelerator() -> Accelerator:
     """JAX's default device: that of the environment made here, else that of this machine."""
-    made = _made()
+    made = _read_made()
     if made is not None and made["accelerator"] in EXTRAS:
         return made["accelerator"]
-    return _detected()
+    return _detect_accelerator()
 
 
 def install(wanted: Accelerator | None = None, *, anew: bool = False, say: bool = True) -> Path:
-    """Make the environment, unless an up-to-date one is there and `anew` is False; returns its Python. None wants `accelerator()`.
+    """Make the environment and return its Python; an up-to-date one is kept, unless `anew`. `wanted`: None means `accelerator()`.
 
     Raises UsageError with pip's last words if it cannot be made; then the one before stands as it was.
     """
-    with _alone():
+    with _exclusively():
         kind = wanted or accelerator()
-        made = _made()
+        made = _read_made()
         if made and (made["requirements"], made["accelerator"]) == (_digest(), kind) and not anew:
             return _interpreter(made)
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=home()))
@@ -114,13 +114,29 @@ def install(wanted: Accelerator | None = None, *, anew: bool = False, say: bool 
             raise
         made = {"requirements": _digest(), "accelerator": kind, "folder": folder.name}
         atomic_files.write_json(home() / MADE, made)
-        _remove_others(folder)
+        for each in home().iterdir():
+            if each.name in (MADE, LOCK, folder.name):
+                continue
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                each.unlink(missing_ok=True)
         return _interpreter(made)
 
 
 def _fill(folder: Path, kind: Accelerator, say: bool) -> None:
+    """Make a virtual environment there and install the packages, by this environment's pip, else by uv."""
+    # A pip of its own would need ensurepip, which some systems leave out.
     venv.create(folder, with_pip=False)
-    words = [*_pip(folder), "-r", str(REQUIREMENTS), *EXTRAS[kind]]
+    target = str(folder / "bin" / "python")
+    pip = [sys.executable, "-m", "pip"]
+    if subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode == 0:
+        installer = [*pip, "--python", target, "install"]
+    elif uv := shutil.which("uv"):
+        installer = [uv, "pip", "install", "--python", target]
+    else:
+        raise UsageError("There is neither pip nor uv to install packages with.")
+    words = [*installer, "-r", str(REQUIREMENTS), *EXTRAS[kind]]
     done = subprocess.run(
         words,
         stdout=None if say else subprocess.DEVNULL,
@@ -136,7 +152,7 @@ def _fill(folder: Path, kind: Accelerator, say: bool) -> None:
 
 
 @contextmanager
-def _alone() -> Generator[None]:
+def _exclusively() -> Generator[None]:
     """Wait until no other process makes an environment."""
     home().mkdir(parents=True, exist_ok=True)
     with (home() / LOCK).open("w") as lock:
@@ -150,21 +166,11 @@ def _alone() -> Generator[None]:
         yield
 
 
-def _remove_others(folder: Path) -> None:
-    for each in home().iterdir():
-        if each.name in (MADE, LOCK, folder.name):
-            continue
-        if each.is_dir() and not each.is_symlink():
-            shutil.rmtree(each, ignore_errors=True)
-        else:
-            each.unlink(missing_ok=True)
-
-
 def _install_words() -> str:
     return f"{INSTALL} --accelerator {accelerator()}"
 
 
-def _detected() -> Accelerator:
+def _detect_accelerator() -> Accelerator:
     found = of_this_machine()
     return "cuda" if found == "gpu" else found
 
@@ -175,51 +181,45 @@ def look() -> Found:
     Warns if the machine has more to compute on than what JAX sees, unless the user wanted it so. Raises UsageError if JAX cannot open
     its devices, or does not finish doing so.
     """
-    return _looked(python(), *(os.environ.get(each) for each in (PLATFORMS, "XLA_FLAGS")))
+    return _look_once(python(), *(os.environ.get(each) for each in (PLATFORMS, "XLA_FLAGS")))
 
 
 @cache
-def _looked(interpreter: Path, *told: str | None) -> Found:
+def _look_once(interpreter: Path, *settings: str | None) -> Found:
     worker = start_worker(None, (1, 1))
     try:
-        found = Found.model_validate(_seen(worker))
+        future = worker.begin(Look())
+        try:
+            answer = future.result(USUAL_SECONDS)
+        except TimeoutError:
+            logger.warning(
+                "JAX has not opened its devices after %.0f s; waiting for up to %.0f s",
+                USUAL_SECONDS,
+                MAX_SECONDS,
+            )
+            answer = future.result(MAX_SECONDS - USUAL_SECONDS)
+        found = Found.model_validate(answer)
+    except TimeoutError:
+        raise UsageError(
+            f"JAX has not opened its devices within {MAX_SECONDS:.0f} s. {OPENED_BY_ANOTHER} One worker has the TPUs of one host: a slice "
+            f"of several hosts waits for the others.{worker.last_words()}"
+        ) from None
     except RunError as error:
         raise UsageError(
             f"{interpreter} cannot start Tunix's worker; {INSTALL} --again makes an environment anew. {error}"
         ) from error
     finally:
         worker.close()
-    _warn_of_cpu(found.platform)
-    return found
-
-
-def _seen(worker: WorkerProcess) -> Any:
-    future = worker.begin(Look())
-    with suppress(TimeoutError):
-        return future.result(USUAL_SECONDS)
-    logger.warning(
-        "JAX has not opened its devices after %.0f s; waiting for up to %.0f s",
-        USUAL_SECONDS,
-        MAX_SECONDS,
-    )
-    with suppress(TimeoutError):
-        return future.result(MAX_SECONDS - USUAL_SECONDS)
-    raise UsageError(
-        f"JAX has not opened its devices within {MAX_SECONDS:.0f} s. {OPENED_BY_ANOTHER} One worker has the TPUs of one host: a slice of "
-        f"several hosts waits for the others.{worker.last_words()}"
-    )
-
-
-def _warn_of_cpu(platform: str) -> None:
-    there = _detected()
-    if platform == "cpu" != there and PLATFORMS not in os.environ:
+    detected = _detect_accelerator()
+    if found.platform == "cpu" != detected and PLATFORMS not in os.environ:
         logger.warning(
             "this machine has a %s, but JAX sees its CPU alone, and computes there. Make Tunix's environment for it: "
             "%s --accelerator %s",
-            "TPU" if there == "tpu" else "GPU",
+            "TPU" if detected == "tpu" else "GPU",
             INSTALL,
-            there,
+            detected,
         )
+    return found
 
 
 def mesh_of(wanted: tuple[int, int] | None) -> tuple[int, int]:
@@ -228,10 +228,14 @@ def mesh_of(wanted: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
-    """A worker in the environment; on a CPU it computes with so many threads, and shows JAX as many devices as the mesh has, each of which
-    needs some."""
+    """Start a worker in the environment. On a CPU it computes with `threads` threads, and JAX sees as many devices as the mesh has, each
+    of which needs some threads."""
     flags = [os.environ.get("XLA_FLAGS", "")]
-    own = {**QUIET, **_compiled(), **_platforms()}
+    own = {**QUIET, **_compilation_cache()}
+    made = None if os.environ.get(VARIABLE) else _read_made()
+    if made is not None and made["accelerator"] != "cpu" and PLATFORMS not in os.environ:
+        # If JAX cannot open a device that is named, it fails; otherwise it would silently take the CPU.
+        own[PLATFORMS] = f"{made['accelerator']},cpu"
     least = 0
     if (count := mesh[0] * mesh[1]) > 1:
         flags.append(f"--xla_force_host_platform_device_count={count}")
@@ -245,21 +249,13 @@ def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
     return WorkerProcess(python(), {**own, "XLA_FLAGS": " ".join(flags).strip()})
 
 
-def _platforms() -> dict[str, str]:
-    """Names JAX's devices, so that it fails with an error if it cannot open them; otherwise it would silently take the CPU."""
-    made = None if os.environ.get(VARIABLE) else _made()
-    if made is None or made["accelerator"] == "cpu" or PLATFORMS in os.environ:
-        return {}
-    return {PLATFORMS: f"{made['accelerator']},cpu"}
-
-
-def _compiled() -> dict[str, str]:
+def _compilation_cache() -> dict[str, str]:
     """JAX's cache of compiled programs, with a folder for each kind of processor: programs for another would not run on this one."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return {}
     with suppress(OSError):
-        told = Path("/proc/cpuinfo").read_text().splitlines()
-        flags = next((line for line in told if line.startswith(("flags", "Features"))), "")
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
         kind = hashlib.sha256(flags.encode()).hexdigest()[:16]
         return {
             "JAX_COMPILATION_CACHE_DIR": str(cache_folder("tunix-compiled") / kind),
@@ -270,33 +266,22 @@ def _compiled() -> dict[str, str]:
     return {}
 
 
-def _made() -> dict[str, Any] | None:
+def _read_made() -> dict[str, Any] | None:
     """Facts about the environment in use; None if there is none, or nothing that can be read."""
     try:
-        told = json.loads((home() / MADE).read_bytes())
+        made = json.loads((home() / MADE).read_bytes())
         keys = {"requirements", "accelerator", "folder"}
-        whole = keys <= told.keys() and _interpreter(told).is_file()
+        whole = keys <= made.keys() and _interpreter(made).is_file()
     except (OSError, ValueError, AttributeError):
         return None
-    return told if whole else None
+    return made if whole else None
 
 
 def _interpreter(made: Mapping[str, Any]) -> Path:
     return home() / made["folder"] / "bin" / "python"
 
 
-def _pip(folder: Path) -> list[str]:
-    """The installer's command: this environment's pip, else uv. A pip of its own would need ensurepip, which some systems leave out."""
-    target = str(folder / "bin" / "python")
-    own = [sys.executable, "-m", "pip"]
-    if subprocess.run([*own, "--version"], capture_output=True, check=False).returncode == 0:
-        return [*own, "--python", target, "install"]
-    if uv := shutil.which("uv"):
-        return [uv, "pip", "install", "--python", target]
-    raise UsageError("There is neither pip nor uv to install packages with.")
-
-
 def _digest() -> str:
     """Digest of the requirements without their comments."""
-    told = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
-    return hashlib.sha256("\n".join(filter(None, told)).encode()).hexdigest()[:16]
+    lines = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
+    return hashlib.sha256("\n".join(filter(None, lines)).encode()).hexdigest()[:16]

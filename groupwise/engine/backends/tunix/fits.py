@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,18 +86,31 @@ def check_description(described: Described) -> None:
     for key, value in COMPUTED[kind].items():
         given = described.get(key, value)
         if (given or None) != (value or None):
-            raise _otherwise(kind, key, given, f"has {value!r} alone")
+            raise _difference(kind, key, given, f"has {value!r} alone")
     _check_positions(kind, described)
+    tunix = ["full_attention"] * described["num_hidden_layers"]
     if kind == "gemma3_text":
-        _check_gemma3(described)
-    else:
-        _check_layers(kind, described, ["full_attention"] * described["num_hidden_layers"])
+        tunix = [
+            "full_attention" if number % GEMMA3_PATTERN == 0 else "sliding_attention"
+            for number in range(1, len(tunix) + 1)
+        ]
+    given = described.get("layer_types") or tunix
+    if list(given) != tunix:
+        number = next(each for each, (a, b) in enumerate(zip(given, tunix, strict=True)) if a != b)
+        raise _difference(kind, f"layer_types[{number}]", given[number], f"has {tunix[number]} there")  # fmt: skip
+    if kind == "gemma3_text":
+        scalar, head = described["query_pre_attn_scalar"], described["head_dim"]
+        width = described["hidden_size"] // described["num_attention_heads"]
+        if scalar not in (head, width):
+            raise _difference(
+                kind, "query_pre_attn_scalar", scalar, f"has {head} (head_dim) and {width} (hidden_size by heads)"
+            )  # fmt: skip
 
 
 def _check_positions(kind: str, described: Described) -> None:
-    told: dict[str, Any] = described["rope_parameters"]
-    nested: dict[str, dict[str, Any]] = {k: v for k, v in told.items() if isinstance(v, dict)}
-    for name, rope in (nested or {"": told}).items():
+    ropes: dict[str, Any] = described["rope_parameters"]
+    nested: dict[str, dict[str, Any]] = {k: v for k, v in ropes.items() if isinstance(v, dict)}
+    for name, rope in (nested or {"": ropes}).items():
         scaled = rope.get("rope_type", "default")
         if scaled != "default" and (name, scaled) != ("full_attention", "linear"):
             raise ModelError(
@@ -105,29 +118,10 @@ def _check_positions(kind: str, described: Described) -> None:
                 f"{TORCH}"
             )
         if (share := rope.get("partial_rotary_factor") or 1) != 1:
-            raise _otherwise(kind, "partial_rotary_factor", share, "has 1 alone")
+            raise _difference(kind, "partial_rotary_factor", share, "has 1 alone")
 
 
-def _check_gemma3(described: Described) -> None:
-    layers = range(described["num_hidden_layers"])
-    tunix = ["sliding_attention" if (each + 1) % GEMMA3_PATTERN else "full_attention" for each in layers]  # fmt: skip
-    _check_layers("gemma3_text", described, tunix)
-    scalar, head = described["query_pre_attn_scalar"], described["head_dim"]
-    width = described["hidden_size"] // described["num_attention_heads"]
-    if scalar not in (head, width):
-        raise _otherwise(
-            "gemma3_text", "query_pre_attn_scalar", scalar, f"has {head} (head_dim) and {width} (hidden_size by heads)"
-        )  # fmt: skip
-
-
-def _check_layers(kind: str, described: Described, tunix: list[str]) -> None:
-    given = described.get("layer_types") or tunix
-    if list(given) != tunix:
-        number = next(each for each, (a, b) in enumerate(zip(given, tunix, strict=True)) if a != b)
-        raise _otherwise(kind, f"layer_types[{number}]", given[number], f"has {tunix[number]} there")  # fmt: skip
-
-
-def _otherwise(kind: str, key: str, given: Any, tunix: str) -> ModelError:
+def _difference(kind: str, key: str, given: Any, tunix: str) -> ModelError:
     return ModelError(
         f"{key} of this model is {given!r}, but Tunix's {kind} {tunix}, so that it would be another model. {TORCH}"
     )
@@ -139,9 +133,11 @@ def _otherwise(kind: str, key: str, given: Any, tunix: str) -> ModelError:
 def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
     """Raise UsageError if the mesh's devices do not divide the model's axes evenly."""
     kind = described["model_type"]
-    sizes = dict(_sizes(described))
+    axes = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
+    sizes: dict[str, int] = {key: described[key] for key in axes}
+    sizes["num_key_value_heads"] = _kv_heads(described)
     fsdp, tp = mesh
-    by_tp = {**sizes, "head_dim": _head(described)} if kind == "qwen3" else sizes
+    by_tp = {**sizes, "head_dim": _head_size(described)} if kind == "qwen3" else sizes
     if kind == "gemma3_text" and sizes["num_key_value_heads"] == 1:
         by_tp.pop("num_key_value_heads")  # one is held whole by each device
     for axis, parts, divided in (("fsdp", fsdp, {"hidden_size": sizes["hidden_size"]}), ("tp", tp, by_tp)):  # fmt: skip
@@ -153,17 +149,11 @@ def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
             )
 
 
-def _sizes(described: Described) -> Iterator[tuple[str, int]]:
-    for key in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"):
-        yield key, described[key]
-    yield "num_key_value_heads", _shared(described)
-
-
-def _head(described: Described) -> int:
+def _head_size(described: Described) -> int:
     return described.get("head_dim") or described["hidden_size"] // described["num_attention_heads"]
 
 
-def _shared(described: Described) -> int:
+def _kv_heads(described: Described) -> int:
     return described.get("num_key_value_heads") or described["num_attention_heads"]
 
 
@@ -180,19 +170,16 @@ def check_layers(described: Described, layers: Sequence[str]) -> None:
                 f"lora.target_modules has {layer}, which the backend tunix does not adapt; it adapts: {', '.join(known)}."
             )
     adapted = {(number, part) for number, _, part in parts}
-    together = _of_one_weight(described)
+    together: tuple[str, ...] = ()
+    if described["model_type"] == "gemma3_text":
+        # One weight of Tunix holds keys and values, and queries too if they have as many heads.
+        alike = _kv_heads(described) == described["num_attention_heads"]
+        together = _ATTENTION[0 if alike else 1 : 3]
     for number, part in sorted(adapted):
         if part in together and any((number, each) not in adapted for each in together):
             raise ModelError(
                 f"lora.target_modules has {part}, which is one weight with others in Tunix ({', '.join(together)}): take all or none."
             )
-
-
-def _of_one_weight(described: Described) -> tuple[str, ...]:
-    if described["model_type"] != "gemma3_text":
-        return ()
-    alike = _shared(described) == described["num_attention_heads"]
-    return _ATTENTION[0 if alike else 1 : 3]
 
 
 # --- what the files hold --------------------------------------------------------------------------
@@ -217,7 +204,7 @@ def check_files(folder: Path, described: Described) -> None:
     """Raise `ModelError` unless the files hold every weight of the description, in its shape and in a format that Tunix reads, and no
     weights that it would leave out."""
     kind, wanted = described["model_type"], expected(described)
-    found = _read(folder, TEXT if kind == "gemma3_text" else "")
+    found = _read_headers(folder, TEXT if kind == "gemma3_text" else "")
     if missing := sorted(set(wanted) - set(found)):
         raise ModelError(
             f"{len(missing)} weights are missing in {folder}: {', '.join(missing[:4])}."
@@ -228,8 +215,26 @@ def check_files(folder: Path, described: Described) -> None:
             f"{folder} holds {len(extra)} weights that Tunix's {kind} has no place for: {', '.join(extra[:4])}. {TORCH}"
         )
     for name, shape in wanted.items():
-        _check_tensor(name, found[name], shape)
-    if HEAD in found and HEAD not in wanted and _bytes(found[HEAD]) != _bytes(found[EMBEDDING]):
+        stored = found[name]
+        if stored.shape != shape:
+            raise ModelError(
+                f"{name} in {stored.file} has the shape {list(stored.shape)}, but its config.json says {list(shape)}."
+            )
+        if stored.number not in FORMATS:
+            raise ModelError(
+                f"{name} in {stored.file} holds numbers in the format {stored.number}; Tunix reads {', '.join(FORMATS)}. {TORCH}"
+            )
+        if stored.number != stored.first:
+            raise ModelError(
+                f"{stored.file} holds numbers in several formats ({stored.first} first, but {name} in {stored.number}), and Tunix would "
+                "read all as the first. Save the model in one: load it with transformers in that dtype, and save_pretrained. Or leave "
+                "model.backend out to train it with torch."
+            )
+    if (
+        HEAD in found
+        and HEAD not in wanted
+        and _read_bytes(found[HEAD]) != _read_bytes(found[EMBEDDING])
+    ):
         raise ModelError(
             f"tie_word_embeddings of this model is true, but {folder} holds a {HEAD} that is not its embedding, which Tunix would leave "
             f"out. {TORCH}"
@@ -239,8 +244,8 @@ def check_files(folder: Path, described: Described) -> None:
 def expected(described: Described) -> dict[str, Shape]:
     """Transformers' names of a model's weights in files, with their shapes."""
     hidden, inner = described["hidden_size"], described["intermediate_size"]
-    head = _head(described)
-    queries, keys = head * described["num_attention_heads"], head * _shared(described)
+    head = _head_size(described)
+    queries, keys = head * described["num_attention_heads"], head * _kv_heads(described)
     layer: dict[str, Shape] = {
         "self_attn.q_proj.weight": (queries, hidden),
         "self_attn.k_proj.weight": (keys, hidden),
@@ -274,26 +279,23 @@ def expected(described: Described) -> dict[str, Shape]:
     return found if described.get("tie_word_embeddings") else {**found, HEAD: table}
 
 
-def _check_tensor(name: str, stored: Stored, shape: Shape) -> None:
-    if stored.shape != shape:
-        raise ModelError(
-            f"{name} in {stored.file} has the shape {list(stored.shape)}, but its config.json says {list(shape)}."
-        )
-    if stored.number not in FORMATS:
-        raise ModelError(
-            f"{name} in {stored.file} holds numbers in the format {stored.number}; Tunix reads {', '.join(FORMATS)}. {TORCH}"
-        )
-    if stored.number != stored.first:
-        raise ModelError(
-            f"{stored.file} holds numbers in several formats ({stored.first} first, but {name} in {stored.number}), and Tunix would read "
-            "all as the first. Save the model in one: load it with transformers in that dtype, and save_pretrained. Or leave "
-            "model.backend out to train it with torch."
-        )
+def _read_headers(folder: Path, prefix: str) -> dict[str, Stored]:
+    """The tensors of the text in all files that Tunix reads, by their names without a prefix.
 
-
-def _read(folder: Path, prefix: str) -> dict[str, Stored]:
-    """The tensors of the text in all files that Tunix reads, by their names without a prefix."""
-    files = _files(folder)
+    Raises ModelError if they are not those that transformers reads.
+    """
+    if (folder / MODEL).is_file():
+        files = {folder / MODEL}
+    elif (folder / INDEX).is_file():
+        names = indexed(folder / INDEX)
+        if lost := sorted(name for name in names if not (folder / name).is_file()):
+            raise ModelError(f"{folder / INDEX} names {', '.join(lost)}, which are not there.")
+        files = {folder / name for name in names}
+    else:
+        raise ModelError(
+            f"There is neither {MODEL} nor {INDEX} in {folder}, and Tunix reads no other files. Load the model with transformers and "
+            "save_pretrained it, or leave model.backend out to train it with torch."
+        )
     found: dict[str, Stored] = {}
     for file in sorted(folder.glob("*.safetensors")):
         for name, stored in _header(file):
@@ -309,32 +311,19 @@ def _read(folder: Path, prefix: str) -> dict[str, Stored]:
     return found
 
 
-def _files(folder: Path) -> set[Path]:
-    """The safetensors files that transformers reads."""
-    if (folder / MODEL).is_file():
-        return {folder / MODEL}
-    if (folder / INDEX).is_file():
-        names = indexed(folder / INDEX)
-        if lost := sorted(name for name in names if not (folder / name).is_file()):
-            raise ModelError(f"{folder / INDEX} names {', '.join(lost)}, which are not there.")
-        return {folder / name for name in names}
-    raise ModelError(
-        f"There is neither {MODEL} nor {INDEX} in {folder}, and Tunix reads no other files. Load the model with transformers and "
-        "save_pretrained it, or leave model.backend out to train it with torch."
-    )
-
-
 def _header(file: Path) -> list[tuple[str, Stored]]:
+    """The tensors that a safetensors file describes: a size of 8 bytes, JSON of that size, then the data that its offsets count from."""
+    found: list[tuple[str, Stored]] = []
     with file.open("rb") as content:
         try:
             (size,) = struct.unpack("<Q", content.read(8))
-            told: dict[str, Any] = json.loads(content.read(size))
-            tensors = {name: each for name, each in told.items() if name != "__metadata__"}
+            header: dict[str, Any] = json.loads(content.read(size))
+            tensors = {name: each for name, each in header.items() if name != "__metadata__"}
             first = next((each["dtype"] for each in tensors.values()), "")
-            found = [
-                (name, Stored(file, each["dtype"], tuple(each["shape"]), *_span(each, 8 + size), first))
-                for name, each in tensors.items()
-            ]  # fmt: skip
+            for name, each in tensors.items():
+                begin, end = (8 + size + offset for offset in each["data_offsets"])
+                stored = Stored(file, each["dtype"], tuple(each["shape"]), begin, end, first)
+                found.append((name, stored))
         except (struct.error, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{file} is no safetensors file: {error}. Fetch it anew.") from error
     if any(stored.end > file.stat().st_size for _, stored in found):
@@ -342,12 +331,7 @@ def _header(file: Path) -> list[tuple[str, Stored]]:
     return found
 
 
-def _span(told: Mapping[str, Any], start: int) -> tuple[int, int]:
-    begin, end = told["data_offsets"]
-    return start + begin, start + end
-
-
-def _bytes(stored: Stored) -> bytes:
+def _read_bytes(stored: Stored) -> bytes:
     with stored.file.open("rb") as content:
         content.seek(stored.begin)
         return content.read(stored.end - stored.begin)

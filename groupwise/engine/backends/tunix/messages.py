@@ -39,7 +39,7 @@ class Message(BaseModel):
 
 
 class Look(Message):
-    """What is there? Gives `Found`. Nothing is loaded."""
+    """Asks for versions and devices; the answer is `Found`. Nothing is loaded."""
 
     verb: Literal["look"] = "look"
 
@@ -53,24 +53,24 @@ class Found(Message):
     """cpu, gpu or tpu."""
     devices: int
     device: str
-    """As the first of them is called."""
+    """Name of the first of them."""
 
 
 class Open(Message):
-    """Load the model, once. Gives `Opened`."""
+    """Loads the model, once; the answer is `Opened`."""
 
     verb: Literal["open"] = "open"
     model: str
     """A folder in the format of transformers."""
     text: dict[str, Any]
-    """What transformers knows of its text: `config.json` with the defaults of its kind."""
+    """The config of the model's text part: `config.json` with transformers' defaults for its kind."""
     dtype: str
     mesh: tuple[int, int]
     """Devices for (fsdp, tp)."""
     remat: bool
     """Compute the activations of a layer again in its backward pass, in place of keeping them."""
     layers: tuple[str, ...]
-    """Those of transformers' model that get an adapter."""
+    """Layers of transformers' model that get an adapter, by their names."""
     rank: int
     alpha: float
     seed: int
@@ -83,14 +83,14 @@ class Open(Message):
     slots: int
     key_length: int
     max_tokens: int
-    """Of a batch that is learnt from."""
+    """Most tokens of a batch that is learnt from."""
 
 
 class Opened(Message):
     """The model is loaded."""
 
     fingerprint: str
-    """Of what is served."""
+    """Fingerprint of the weights that are served."""
 
 
 class Save(Message):
@@ -134,10 +134,10 @@ class Order(Message):
 
 
 class Trouble(Message):
-    """What a call raised."""
+    """The error that a call raised."""
 
     kind: str
-    """Of `groupwise.core.errors`."""
+    """Name of a class in `groupwise.core.errors`."""
     message: str
 
 

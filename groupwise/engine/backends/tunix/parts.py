@@ -13,7 +13,6 @@ publications and states into the folders that the messages name.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,40 +22,26 @@ from pydantic import TypeAdapter
 
 from groupwise.api.schemas.parts import (
     Discard,
-    ForwardBackward,
     Generate,
     Load,
-    Logprobs,
-    Predictions,
     Publish,
-    TrainedLogprobs,
-    Update,
 )
 from groupwise.core.types import (
     Completion,
     GroupRequest,
-    LossSpec,
-    OptimiserParams,
     Policy,
-    PolicyRole,
-    Prediction,
-    Row,
     SamplingParams,
-    UpdateResult,
 )
 from groupwise.engine.backends.tunix import fits
 from groupwise.engine.backends.tunix.environment import start_worker
 from groupwise.engine.backends.tunix.messages import Open, Opened, Restore, Save
 from groupwise.engine.backends.tunix.process import WorkerProcess
-from groupwise.engine.sampler.stops import ends_with_stop
+from groupwise.engine.backends.verb_learner import Verb, VerbLearner
+from groupwise.engine.sampler.rules import ends_with_stop
 from groupwise.runs import publications
 
 _COMPLETIONS = TypeAdapter(tuple[Completion, ...])
-_SUMS = TypeAdapter(dict[str, float])
-_RESULT = TypeAdapter(UpdateResult)
 _POLICY = TypeAdapter(Policy)
-_LOGPROBS = TypeAdapter(list[tuple[float, ...]])
-_PREDICTIONS = TypeAdapter(list[Prediction])
 
 
 class TunixSampler:
@@ -72,9 +57,9 @@ class TunixSampler:
         found = _COMPLETIONS.validate_python(await self._worker.call(Generate(request=request)))
         if not request.params.stop:
             return found
-        return tuple(self._stopped(each, request.params) for each in found)
+        return tuple(self._cut_at_stop(each, request.params) for each in found)
 
-    def _stopped(self, drawn: Completion, params: SamplingParams) -> Completion:
+    def _cut_at_stop(self, drawn: Completion, params: SamplingParams) -> Completion:
         text_of = partial(self._tokenizer.decode, skip_special_tokens=False)
         for count in range(1, len(drawn.token_ids) + 1):
             ids = drawn.token_ids[:count]
@@ -93,7 +78,7 @@ class TunixSampler:
         return self._fingerprint
 
 
-class TunixLearner:
+class TunixLearner(VerbLearner):
     """A `groupwise.core.types.Learner` in the worker."""
 
     def __init__(self, worker: WorkerProcess, publish_folder: Path, keep_publications: int) -> None:
@@ -102,20 +87,9 @@ class TunixLearner:
         self._publish_folder = publish_folder
         self._keep = keep_publications
 
-    async def forward_backward(
-        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
-    ) -> dict[str, float]:
-        """See `groupwise.core.types.Learner.forward_backward`."""
-        do = ForwardBackward(rows=[*rows], loss=loss, denominators=dict(denominators))
-        return _SUMS.validate_python(await self._worker.call(do))
-
-    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
-        """See `groupwise.core.types.Learner.trained_logprobs`."""
-        return _LOGPROBS.validate_python(await self._worker.call(TrainedLogprobs()))
-
-    async def update(self, params: OptimiserParams) -> UpdateResult:
-        """See `groupwise.core.types.Learner.update`."""
-        return _RESULT.validate_python(await self._worker.call(Update(params=params)))
+    async def _call(self, do: Verb) -> Any:
+        """See `VerbLearner._call`."""
+        return await self._worker.call(do)
 
     def discard(self) -> None:
         """See `groupwise.core.types.Learner.discard`."""
@@ -126,16 +100,6 @@ class TunixLearner:
         policy = _POLICY.validate_python(await self._worker.call(Publish(version=version)))
         publications.remove_old(self._publish_folder, version, self._keep)
         return policy
-
-    async def logprobs(
-        self, rows: Sequence[Row], role: PolicyRole = "policy"
-    ) -> list[tuple[float, ...]]:
-        """See `groupwise.core.types.Learner.logprobs`."""
-        return _LOGPROBS.validate_python(await self._worker.call(Logprobs(rows=[*rows], role=role)))
-
-    async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
-        """See `groupwise.core.types.Learner.predictions`."""
-        return _PREDICTIONS.validate_python(await self._worker.call(Predictions(rows=[*rows])))
 
     def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`; the optimiser's state is Orbax's, in a folder of its own."""

@@ -15,18 +15,17 @@ import secrets
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from groupwise.core import errors
-from groupwise.core.errors import GroupwiseError, RunError
+from groupwise.core.errors import RunError
 from groupwise.core.processes.family import MARK, end_family, how_it_ended
 from groupwise.core.processes.output import Output
-from groupwise.engine.backends.tunix.messages import Answer, Order, Trouble, Verb
+from groupwise.engine.backends.tunix.messages import Answer, Order, Verb
 
 MAIN = Path(__file__).parent / "worker" / "main.py"
 OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
@@ -36,7 +35,7 @@ WITHHELD = re.compile(
 )
 """Variables that may be credentials: the worker only reads files of this machine, and needs none."""
 LAST_BREATH = 1.0
-"""Seconds that it gets to end by itself, so that its exit code is its own."""
+"""Seconds that the worker gets to end by itself, so that its exit code is its own."""
 
 
 def own_environment() -> dict[str, str]:
@@ -57,9 +56,12 @@ class WorkerProcess:
         self._connection, theirs = socket.socketpair()
         self._lines = self._connection.makefile("r", encoding="utf-8")
         started: Future[subprocess.Popen[bytes]] = Future()
-        start = partial(self._popen, python, environment, theirs)
-        attend = partial(self._attend, start, started)
-        self._reader = threading.Thread(target=attend, name="tunix answers", daemon=True)
+        self._reader = threading.Thread(
+            target=self._start_and_read,
+            args=(python, environment, theirs, started),
+            name="tunix answers",
+            daemon=True,
+        )
         self._reader.start()
         self._process = started.result()
         self._output = Output(self._process, "tunix")
@@ -98,21 +100,6 @@ class WorkerProcess:
         self._connection.close()
         self._output.join()
 
-    def _popen(
-        self, python: Path, environment: Mapping[str, str], theirs: socket.socket
-    ) -> subprocess.Popen[bytes]:
-        inherited = {k: v for k, v in own_environment().items() if not WITHHELD.search(k)}
-        with theirs:
-            return subprocess.Popen(
-                [str(python), "-P", "-s", str(MAIN), str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env={**inherited, **environment, MARK: self._mark},
-            )
-
     def begin(self, do: Verb) -> Future[Any]:
         """Send an order; the future receives its result."""
         self._output.begin_call()
@@ -123,35 +110,47 @@ class WorkerProcess:
                 raise RunError(self._ended)
             self._pending[number] = future
             self._send(Order(number=number, do=do))
-        future.add_done_callback(lambda done: self._withdraw(number) if done.cancelled() else None)
-        return future
 
-    def _withdraw(self, number: int) -> None:
-        with self._lock:
-            if self._pending.pop(number, None) is not None:
-                self._send(Order(cancel=number))
+        def withdraw_if_cancelled(done: Future[Any]) -> None:
+            if done.cancelled():
+                with self._lock:
+                    if self._pending.pop(number, None) is not None:
+                        self._send(Order(cancel=number))
+
+        future.add_done_callback(withdraw_if_cancelled)
+        return future
 
     def _send(self, order: Order) -> None:
         line = order.model_dump_json() + "\n"
         with suppress(OSError):  # it has ended, which the reader reports
             self._connection.sendall(line.encode())
 
-    def _attend(
+    def _start_and_read(
         self,
-        start: Callable[[], subprocess.Popen[bytes]],
+        python: Path,
+        environment: Mapping[str, str],
+        theirs: socket.socket,
         started: Future[subprocess.Popen[bytes]],
     ) -> None:
+        """The thread: starts the process, takes its answers, and fails the calls that are pending when it ends."""
+        inherited = {k: v for k, v in own_environment().items() if not WITHHELD.search(k)}
         try:
-            process = start()
+            with theirs:
+                process = subprocess.Popen(
+                    [str(python), "-P", "-s", str(MAIN), str(theirs.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    env={**inherited, **environment, MARK: self._mark},
+                )
         except Exception as error:  # noqa: BLE001 — belongs to the caller that waits for the start
             self._lines.close()
             self._connection.close()
             started.set_exception(error)
             return
         started.set_result(process)
-        self._read(process)
-
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
         with suppress(OSError, ValueError):
             for line in self._lines:
                 self._take(Answer.model_validate_json(line))
@@ -163,7 +162,8 @@ class WorkerProcess:
             self._ended = reason
             pending, self._pending = self._pending, {}
         for future in pending.values():
-            _fail(future, RunError(reason))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RunError(reason))
 
     def _take(self, answer: Answer) -> None:
         with self._lock:
@@ -173,13 +173,5 @@ class WorkerProcess:
         if answer.error is None:
             future.set_result(answer.result)
         else:
-            future.set_exception(_error(answer.error))
-
-
-def _fail(future: Future[Any], error: Exception) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)
-
-
-def _error(trouble: Trouble) -> GroupwiseError:
-    return getattr(errors, trouble.kind)(trouble.message)
+            kind = getattr(errors, answer.error.kind)
+            future.set_exception(kind(answer.error.message))

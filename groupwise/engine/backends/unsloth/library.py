@@ -68,18 +68,25 @@ def import_first(model: ModelConfig) -> None:
         ready()
 
 
-def load(config: ModelConfig, location: str, dtype: str, longest: int) -> PreTrainedModel:
-    """The model in `location` (a folder or a hub id), for texts of at most `longest` tokens, no parameter trainable.
+def load(config: ModelConfig, dtype: str, longest: int | None) -> PreTrainedModel:
+    """The model, for texts of at most `longest` tokens, or of as many as it takes; no parameter is trainable.
 
-    Raises ModelError if the weights are not in the format that was asked for.
+    Raises ModelError if it cannot be loaded, or not in the format that was asked for; UsageError if Unsloth cannot be used.
     """
+    ready()
     import torch
+    from transformers import GenerationConfig
 
-    with _contained():
+    from groupwise.engine.models.plan import prompt_room
+    from groupwise.engine.models.tokenizer import explained, quiet, resolve
+
+    resolved = resolve(config)
+    room = prompt_room(config, 0)
+    with quiet(), explained(config, resolved, "model"), _contain_output():
         model, _ = _fast().from_pretrained(
-            model_name=location,
+            model_name=resolved.location,
             revision=config.revision,
-            max_seq_length=longest,
+            max_seq_length=room if longest is None else min(longest, room),
             dtype=getattr(torch, dtype),
             load_in_4bit=config.load_in_4bit,
             load_in_8bit=config.load_in_8bit,
@@ -96,13 +103,14 @@ def load(config: ModelConfig, location: str, dtype: str, longest: int) -> PreTra
                 "messages say. Change the key, or take another model or machine."
             )
     model.requires_grad_(False)
+    model.generation_config = GenerationConfig()  # a penalty there would change what is drawn
     return model
 
 
 def adapt(model: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing: bool) -> PeftModel:
     """The model with an adapter called `FIRST`, computed by Unsloth's own kernels if it has them."""
     targets = config.target_modules
-    with _contained():
+    with _contain_output():
         return _fast().get_peft_model(
             model,
             r=config.r,
@@ -130,7 +138,7 @@ def sampling(model: PreTrainedModel) -> None:
 def _fast() -> Any:
     if "unsloth" in sys.modules:
         return sys.modules["unsloth"].FastLanguageModel
-    with _contained():
+    with _contain_output():
         try:
             from unsloth import FastLanguageModel  # pyright: ignore[reportAttributeAccessIssue]  # it is not here
         except (ImportError, NotImplementedError, RuntimeError) as error:
@@ -143,7 +151,7 @@ def _fast() -> Any:
 
 
 @contextmanager
-def _contained() -> Iterator[None]:
+def _contain_output() -> Iterator[None]:
     """Sends its output to stderr, and keeps its imports from making every logger of the process write there."""
     root = logging.getLogger()
     level, handlers = root.level, [*root.handlers]

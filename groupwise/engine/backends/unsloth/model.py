@@ -1,4 +1,4 @@
-"""Adapters over a model that Unsloth has loaded, and its hidden states.
+"""Adapters over a model that Unsloth has loaded, its hidden states, and the engine that computes rows for the learner.
 
 The layers are peft's, which Unsloth computes with kernels of its own. An adapter's product is added to the base's rounded output, so that
 in bfloat16 small changes act less than in our own layers (`groupwise.engine.models.lora`); a run reports how much of them does.
@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
-import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.core.errors import ModelError
+from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.backends.unsloth import library
+from groupwise.engine.learner.engine import Compute
+from groupwise.engine.learner.forward import Forward, ForwardOutputs, whole_rows
+from groupwise.engine.learner.layout import MicroBatch, microbatches
+from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Cache, Decoder
 from groupwise.engine.models.lora import AdaptedModel, no_target
 
@@ -111,9 +116,31 @@ class UnslothDecoder(Decoder):
         return self.body(input_ids=ids_BT, use_cache=False).last_hidden_state
 
 
-def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and mask [B, P] of prompts that end together."""
-    longest = max(map(len, prompts))
-    ids = [[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+class UnslothEngine:
+    """A `groupwise.engine.learner.engine.Engine` over a model that Unsloth has loaded: each row whole, prompt included."""
+
+    def __init__(self, weights: TrainedWeights) -> None:
+        self._weights = weights
+        self._decoder = UnslothDecoder(weights.model)
+
+    def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> list[MicroBatch]:
+        """See `Engine.cut`."""
+        return microbatches(rows, max_tokens, prompt_shared=False)
+
+    @contextmanager
+    def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
+        """See `Engine.acting`. Without a gradient the same kernels compute, so that log-probabilities are those that are trained."""
+
+        def compute(batch: MicroBatch, wanted: ForwardOutputs) -> Forward:
+            return whole_rows(self._decoder, batch, wanted)
+
+        reference = role == "reference"
+        acting = (
+            self._weights.acting_reference() if reference else self._weights.acting(dropout=False)
+        )
+        with acting:
+            library.learning(self._weights.model)
+            yield compute
+
+    def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
+        """See `Engine.keep_step`: it learns alone."""

@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from groupwise.engine.backends.unsloth import library
-from groupwise.engine.backends.unsloth.model import left_padded
 from groupwise.engine.sampler.queued import DecodeLayout, Member, QueuedSampler, Ticket, drawn
 from groupwise.engine.sampler.weights import ServedWeights
 
@@ -44,7 +43,15 @@ class UnslothSampler(QueuedSampler):
     async def _serve(self) -> None:
         """See `QueuedSampler._serve`."""
         while self._waiting:
-            self._begin_batch()
+            # Waiting members in their order, as long as `generate` has room for the longest prompt with the longest completion.
+            longest = most = 0
+            while self._waiting and len(self._batch) < self.layout.slots:
+                request = self._waiting[0].ticket.request
+                longest = max(longest, len(request.prompt_ids))
+                most = max(most, request.params.max_tokens)
+                if self._batch and longest + most > self._room:
+                    break
+                self._batch.append(self._waiting.popleft())
             try:
                 await asyncio.to_thread(self._generate)
             except asyncio.CancelledError:
@@ -55,28 +62,18 @@ class UnslothSampler(QueuedSampler):
             for ticket in tickets.values():
                 self._deliver(ticket)
 
-    def _begin_batch(self) -> None:
-        """Waiting members in their order, as long as `generate` has room for the longest prompt with the longest completion."""
-        longest = most = 0
-        while self._waiting and len(self._batch) < self.layout.slots:
-            request = self._waiting[0].ticket.request
-            longest = max(longest, len(request.prompt_ids))
-            most = max(most, request.params.max_tokens)
-            if self._batch and longest + most > self._room:
-                return
-            self._batch.append(self._waiting[0])
-            self._waiting.popleft()
-
     def _generate(self) -> None:
+        """Complete the batch in one `generate`; the prompts [B, P] are padded on the left, so that they end together."""
         model: Any = self._weights.model
-        ids_BP, mask_BP = left_padded(
-            [member.ticket.request.prompt_ids for member in self._batch], model.device
-        )
+        prompts = [member.ticket.request.prompt_ids for member in self._batch]
+        longest = max(map(len, prompts))
+        ids = [[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         with self._weights.acting(), torch.inference_mode():
             library.sampling(model)
             model.generate(
-                input_ids=ids_BP,
-                attention_mask=mask_BP,
+                input_ids=torch.tensor(ids, device=model.device),
+                attention_mask=torch.tensor(mask, device=model.device),
                 max_new_tokens=max(each.ticket.request.params.max_tokens for each in self._batch),
                 do_sample=False,
                 use_cache=True,

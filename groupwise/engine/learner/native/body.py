@@ -47,7 +47,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Activations:
     """Results of a layer that its backward pass needs."""
 
     residual_NH: Tensor
@@ -90,10 +90,10 @@ class _Body(torch.autograd.Function):
     def forward(ctx: Any, work: Work, gradient: bool, *_: Tensor) -> Tensor:
         model = work.model
         residual_NH = model.embedded(torch.tensor(work.batch.token_ids, device=model.device))
-        kept: list[Kept | Tensor] = []
+        kept: list[Activations | Tensor] = []
         for number in range(len(model.layers)):
             before_NH = residual_NH
-            residual_NH, of_layer = _forward(work, number, before_NH)
+            residual_NH, of_layer = _forward_layer(work, number, before_NH)
             if gradient:
                 kept.append(before_NH if work.recompute else of_layer)
         ctx.work, ctx.kept = work, kept
@@ -102,23 +102,23 @@ class _Body(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         work: Work = ctx.work
-        kept: list[Kept | Tensor] = ctx.kept
+        kept: list[Activations | Tensor] = ctx.kept
         d_NH = grad_outputs[0].clone()  # from here on it is changed in place
         gradients: list[Tensor] = []
         for number in reversed(range(len(work.model.layers))):
             of_layer = kept.pop()
             if isinstance(of_layer, Tensor):
-                _, of_layer = _forward(work, number, of_layer)
-            gradients = _backward_(work, number, of_layer, d_NH) + gradients
+                _, of_layer = _forward_layer(work, number, of_layer)
+            gradients = _backward_layer_(work, number, of_layer, d_NH) + gradients
         return None, None, *gradients
 
 
-def _forward(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor, Kept]:
+def _forward_layer(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor, Activations]:
     """The residual stream after a layer, and what its backward pass needs."""
     model, layer = work.model, work.model.layers[number]
     qkv, output, gate_up, down = work.products[4 * number : 4 * number + 4]
     qkv_NO, qkv_low = qkv.forward(model.normed(residual_NH, layer.attention_norm_H))
-    queries, keys, values = _turned(work, layer, qkv_NO)
+    queries, keys, values = _rotated(work, layer, qkv_NO)
     found_NO = qkv_NO.new_empty(len(qkv_NO), output.linear.weight_OI.shape[1])
     for each in work.attention:
         each.forward(queries, keys, values, found_NO)
@@ -127,10 +127,11 @@ def _forward(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor, Kept
     gate_up_N2F, gate_up_low = gate_up.forward(model.normed(middle_NH, layer.mlp_norm_H))
     y_NH, down_low = down.forward(swiglu(gate_up_N2F))
     lows = qkv_low, output_low, gate_up_low, down_low
-    return middle_NH + y_NH, Kept(residual_NH, qkv_NO, found_NO, middle_NH, gate_up_N2F, lows)
+    kept = Activations(residual_NH, qkv_NO, found_NO, middle_NH, gate_up_N2F, lows)
+    return middle_NH + y_NH, kept
 
 
-def _turned(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _rotated(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys at their positions, queries as attention wants them, and values."""
     model = work.model
     queries, keys, values = model.split(qkv_NO)
@@ -141,7 +142,7 @@ def _turned(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Tensor, T
     )
 
 
-def _backward_(work: Work, number: int, kept: Kept, d_NH: Tensor) -> list[Tensor]:
+def _backward_layer_(work: Work, number: int, kept: Activations, d_NH: Tensor) -> list[Tensor]:
     """Turn the gradient of the residual stream after a layer into that before it; return those of the layer's factors."""
     layer = work.model.layers[number]
     qkv, output, gate_up, down = work.products[4 * number : 4 * number + 4]
@@ -185,7 +186,7 @@ def _through_norm_(
 def _attention_backward(work: Work, layer: Layer, qkv_NO: Tensor, d_found: Tensor) -> Tensor:
     """The gradient [N, O] of the layer's first product."""
     model, shape = work.model, work.model.shape
-    queries, keys, values = _turned(work, layer, qkv_NO)
+    queries, keys, values = _rotated(work, layer, qkv_NO)
     turned = shape.heads + shape.kv_heads
     d_NJD = torch.empty(len(qkv_NO), turned + shape.kv_heads, shape.head_size, device=qkv_NO.device)
     for each in work.attention:

@@ -34,7 +34,7 @@ class FusedAttention(PaddedAttention):
         """See `Attention.forward`."""
         out_NHD = out.view(len(out), self.shape.heads, self.shape.head_size)
         found_MLHD = self.room(out_NHD)
-        found_MHLD = _found(*self._inputs(queries, keys, values))
+        found_MHLD = _attention_output(*self._inputs(queries, keys, values))
         found_MLHD.copy_(found_MHLD.transpose(1, 2))
         self.put(found_MLHD, out_NHD)
 
@@ -50,7 +50,7 @@ class FusedAttention(PaddedAttention):
         inputs = self._inputs(queries, keys, values)
         d_found_MLHD = self.beside(d_out.view(len(d_out), self.shape.heads, self.shape.head_size))
         with torch.enable_grad():
-            found_MHLD = _found(*(each.requires_grad_() for each in inputs))
+            found_MHLD = _attention_output(*(each.requires_grad_() for each in inputs))
         d_queries_MHLD, d_keys_MJCD, d_values_MJCD = torch.autograd.grad(
             found_MHLD, inputs, d_found_MLHD.transpose(1, 2)
         )
@@ -74,7 +74,7 @@ def fused_attention(
     return [FusedAttention(shape, each, real_places(each, device)) for each in texts]
 
 
-def _found(queries_MHLD: Tensor, keys_MJCD: Tensor, values_MJCD: Tensor) -> Tensor:
+def _attention_output(queries_MHLD: Tensor, keys_MJCD: Tensor, values_MJCD: Tensor) -> Tensor:
     """The output of attention, [M, heads, L, D]."""
     return F.scaled_dot_product_attention(
         queries_MHLD,

@@ -104,7 +104,11 @@ def _tokens(rows: Sequence[Row], members: Sequence[int]) -> int:
 def flat(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
     """The micro-batch of these rows, which are grouped by their prompt and longest first within it."""
     axis = _Axis()
-    trunks = [_trunk([rows[index] for index in members]) for members in groups]
+    trunks: list[tuple[int, ...]] = []  # tokens that see no prompt
+    for members in groups:
+        row = rows[members[0]]
+        alone = row.completion_ids[:-1] if len(members) == 1 else ()
+        trunks.append((*row.prompt_ids, *alone))
     order = sorted(range(len(groups)), key=lambda number: -len(trunks[number]))
     starts = dict(zip(order, axis.add([trunks[number] for number in order]), strict=True))
     before: list[int] = []
@@ -147,23 +151,10 @@ class _Axis:
             begins.append(len(self.token_ids))
             self.token_ids += ids
             self.positions += range(first, first + len(ids))
-        self.texts += _similar(begins[0], [len(ids) for ids in texts], prompt)
+        # In sets of similar length; empty texts are left out.
+        start, left = begins[0], [len(ids) for ids in texts if ids]
+        while left:
+            taken = [length for length in left if SPREAD * length >= left[0]]
+            self.texts.append(Texts(start, tuple(taken), prompt))
+            start, left = self.texts[-1].end, left[len(taken) :]
         return begins
-
-
-def _trunk(rows: Sequence[Row]) -> tuple[int, ...]:
-    """The tokens of a group that see no prompt: the prompt itself, and a single completion with it."""
-    prompt_ids = rows[0].prompt_ids
-    return prompt_ids if len(rows) > 1 else (*prompt_ids, *rows[0].completion_ids[:-1])
-
-
-def _similar(start: int, lengths: Sequence[int], prompt: tuple[int, int] | None) -> list[Texts]:
-    """Texts of these lengths, longest first, in sets of similar length; empty ones are left out."""
-    found: list[Texts] = []
-    left = [length for length in lengths if length]
-    while left:
-        taken = [length for length in left if SPREAD * length >= left[0]]
-        found.append(Texts(start, tuple(taken), prompt))
-        start = found[-1].end
-        left = left[len(taken) :]
-    return found

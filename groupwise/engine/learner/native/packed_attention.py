@@ -46,7 +46,7 @@ class PackedAttention:
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """See `Attention.forward`."""
-        out.copy_(self._found(*self._inputs(queries, keys, values)).flatten(1))
+        out.copy_(self._attention_output(*self._inputs(queries, keys, values)).flatten(1))
 
     def backward(
         self, d_out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, d_qkv: Tensor
@@ -55,13 +55,20 @@ class PackedAttention:
         heads = self._shape.heads
         inputs = [each.requires_grad_() for each in self._inputs(queries, keys, values)]
         with torch.enable_grad():
-            found_NHD = self._found(*inputs)
+            found_NHD = self._attention_output(*inputs)
         d_queries, d_keys_KJD, d_values_KJD = torch.autograd.grad(
             found_NHD, inputs, d_out.view(found_NHD.shape)
         )
         d_qkv[:, :heads] = d_queries
         d_both = torch.cat((d_keys_KJD, d_values_KJD), dim=1)
-        d_qkv[:, heads:] = d_both if self._keys_K is None else self._summed(d_both, len(d_qkv))
+        if self._keys_K is not None:
+            # The sum, for each token, over all texts that saw it. A plain index adds in the order in which threads come; the gradient of
+            # an embedding in that of the indices.
+            tokens, each = len(d_qkv), d_both.shape[1:]
+            d_KX = d_both.to(torch.promote_types(d_both.dtype, torch.float32)).flatten(1)
+            d_NX = torch.ops.aten.embedding_dense_backward(d_KX, self._keys_K, tokens, -1, False)
+            d_both = d_NX.view(tokens, *each)
+        d_qkv[:, heads:] = d_both
 
     def _inputs(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """Queries and the keys and values that each text sees, in one number format; none shares memory with the inputs."""
@@ -72,15 +79,8 @@ class PackedAttention:
             keys, values = (each.index_select(0, self._keys_K) for each in both)
         return queries.to(values.dtype, copy=True), keys, values
 
-    def _found(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attention_output(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return varlen.attention(queries, keys, values, self._ends, self._longest)
-
-    def _summed(self, d_KJD: Tensor, tokens: int) -> Tensor:
-        """The sum, for each token, over all texts that saw it, [tokens, J, D]."""
-        # A plain index adds in the order in which threads come; the gradient of an embedding in that of the indices.
-        d_KX = d_KJD.to(torch.promote_types(d_KJD.dtype, torch.float32)).flatten(1)
-        d_NX = torch.ops.aten.embedding_dense_backward(d_KX, self._keys_K, tokens, -1, False)
-        return d_NX.view(tokens, *d_KJD.shape[1:])
 
 
 def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:

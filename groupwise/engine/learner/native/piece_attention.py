@@ -63,7 +63,7 @@ class PieceAttention(PaddedAttention):
         found_MLJRD = self.room(out_NJRD)
         for piece in self._pieces():
             probabilities_BQC = self._probabilities(heads, piece).to(values.dtype)
-            found_BQD = torch.bmm(probabilities_BQC, self._seen(heads.values_MJCD, piece))
+            found_BQD = torch.bmm(probabilities_BQC, self._visible(heads.values_MJCD, piece))
             found_MLJRD[piece].copy_(self._apart(found_BQD, piece))
         self.put(found_MLJRD, out_NJRD)
 
@@ -98,11 +98,11 @@ class PieceAttention(PaddedAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the queries, keys and values of a piece, in the number format of the values."""
         dtype = heads.values_MJCD.dtype
-        d_out_BQD = self._asked(d_out_MJRLD, piece)
+        d_out_BQD = self._queries_of(d_out_MJRLD, piece)
         q_BQD, k_BCD, v_BCD = (
-            self._asked(heads.queries_MJRLD, piece).to(dtype),
-            self._seen(heads.keys_MJCD, piece).to(dtype),
-            self._seen(heads.values_MJCD, piece),
+            self._queries_of(heads.queries_MJRLD, piece).to(dtype),
+            self._visible(heads.keys_MJCD, piece).to(dtype),
+            self._visible(heads.values_MJCD, piece),
         )
         p_BQC = self._probabilities(heads, piece)
         d_p_BQC = torch.bmm(d_out_BQD, v_BCD.transpose(1, 2)).to(p_BQC.dtype)
@@ -144,7 +144,10 @@ class PieceAttention(PaddedAttention):
 
     def _probabilities(self, heads: Heads, piece: Piece) -> Tensor:
         """[B, Q, C], float32 or wider: texts and heads of keys, queries, and the keys up to the last of them."""
-        q_BQD, k_BCD = self._asked(heads.queries_MJRLD, piece), self._seen(heads.keys_MJCD, piece)
+        q_BQD, k_BCD = (
+            self._queries_of(heads.queries_MJRLD, piece),
+            self._visible(heads.keys_MJCD, piece),
+        )
         with quick_float32(heads.values_MJCD.dtype == torch.bfloat16):
             scores_BQC = torch.bmm(q_BQD, k_BCD.transpose(1, 2))
         count = piece.queries.stop - piece.queries.start
@@ -153,17 +156,17 @@ class PieceAttention(PaddedAttention):
         own_BRQX += self.later_QX[:count, : own_BRQX.shape[-1]]
         return torch.softmax(scores_BQC, -1)
 
-    def _asked(self, x_MJRLD: Tensor, piece: Piece) -> Tensor:
+    def _queries_of(self, x_MJRLD: Tensor, piece: Piece) -> Tensor:
         """The queries of a piece, those of one head of keys together, [B, Q, D]."""
         return x_MJRLD[piece.texts, :, :, piece.queries].flatten(2, 3).flatten(0, 1)
 
     def _apart(self, x_BQD: Tensor, piece: Piece) -> Tensor:
-        """The inverse of `_asked`, [M, L, J, R, D]."""
+        """The inverse of `_queries_of`, [M, L, J, R, D]."""
         queries = piece.queries.stop - piece.queries.start
         heads, repeat, size = self._per_token
         return x_BQD.view(-1, heads, repeat, queries, size).permute(0, 3, 1, 2, 4)
 
-    def _seen(self, x_MJCD: Tensor, piece: Piece) -> Tensor:
+    def _visible(self, x_MJCD: Tensor, piece: Piece) -> Tensor:
         """The keys or values that a piece sees, [B, C, D]."""
         seen = multiple(self.texts.prompt_length + piece.queries.stop, ALIGNED)
         return x_MJCD[piece.texts, :, :seen].flatten(0, 1)

@@ -25,11 +25,11 @@ def kernels_for(tensor: Tensor) -> ModuleType | None:
     """The kernels that compute a tensor like this one; None if torch does."""
     if tensor.device.type != "cuda" or tensor.dtype not in FORMATS:
         return None
-    return _tried(tensor.device)
+    return _try_kernels(tensor.device)
 
 
 @cache
-def _tried(device: torch.device) -> ModuleType | None:
+def _try_kernels(device: torch.device) -> ModuleType | None:
     """The kernels, if one that was compiled and tried on this device gave the same as torch."""
     try:
         from groupwise.engine.models.native import triton_kernels

@@ -1,4 +1,5 @@
-"""Keeps compiled kernels on the disk for later runs: beside their source, or in the user's cache if that cannot be written.
+"""Compiles the kernels in this folder (`kernel`), and keeps them on the disk for later runs: beside their source, or in the user's cache
+if that cannot be written.
 
 numba has a cache, whose folders and contents are used here, but not its files. Those depend only on the one source file that holds a
 kernel, though code of other files goes into it; they begin with a list that two simultaneous first runs can spoil for each other; and a
@@ -11,13 +12,13 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import llvmlite
 import numba
@@ -81,7 +82,11 @@ class KernelFiles:
 
     def save(self, key: Any, value: Any) -> None:
         """Save a value; OSError if the disk refuses."""
-        self._remove_others()
+        for other in self._folder.glob(
+            "*.nb[ci]*"
+        ):  # made of other sources, also by numba's own cache
+            if self._sources not in other.name:
+                other.unlink(missing_ok=True)
         content = dumps(value)
         path = self._path(key)
         building = building_path(path)
@@ -95,12 +100,6 @@ class KernelFiles:
         versions = numba.__version__, llvmlite.__version__
         kind = sha256(repr((versions, key)).encode()).hexdigest()[:16]
         return self._folder / f"{self._name}.{self._sources}-{kind}.nbc"
-
-    def _remove_others(self) -> None:
-        """Delete files made of other sources, also those of numba's own cache."""
-        for path in self._folder.glob("*.nb[ci]*"):
-            if self._sources not in path.name:
-                path.unlink(missing_ok=True)
 
 
 @cache
@@ -133,3 +132,23 @@ def _tell_not_kept(reason: str) -> None:
         "set NUMBA_CACHE_DIR to a folder with room that can be written to",
         reason,
     )
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def kernel(order: Set[str] = frozenset(), *, kept: bool = False) -> Callable[[Function], Function]:
+    """Compile a function when it is first called with arguments of some kind.
+
+    `order` are LLVM's names for what it may do to the order of sums and to special numbers. If `kept`, the result is cached for later runs;
+    use it for functions called from outside, which contain the others.
+    """
+    options: dict[str, Any] = {"fastmath": set(order), "error_model": "numpy", "nogil": True}
+
+    def decorate(function: Function) -> Function:
+        compiled: Any = numba.njit(**options)(function)
+        if kept:
+            compiled._cache = cache_of(function)  # as numba itself does for cache=True
+        return cast("Function", compiled)
+
+    return decorate

@@ -20,7 +20,7 @@ from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
 from groupwise.engine.models.native.facts import LANES, STRETCH
-from groupwise.engine.models.native.jit import kernel
+from groupwise.engine.models.native.kernel_cache import kernel
 from groupwise.engine.models.native.vector_code import FLOATS, VectorCode
 
 Array = NDArray[Any]

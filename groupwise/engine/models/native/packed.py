@@ -1,9 +1,15 @@
-"""A matrix kept in the order in which products with few rows read it fastest, and the factors of an adapter beside it."""
+"""A matrix kept in the order in which products with few rows read it fastest, and the factors of an adapter beside it.
+
+A kernel has one thread; `in_parts` runs it on as many as torch uses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +20,6 @@ from torch import Tensor
 
 from groupwise.engine.models.native.compiled import array
 from groupwise.engine.models.native.facts import LANES, ROWS, multiple
-from groupwise.engine.models.native.threads import in_parts
 
 Array = NDArray[Any]
 
@@ -48,7 +53,10 @@ class Packed:
         self._outputs, inputs = weight_OI.shape
         self._pairs = weight_OI.dtype == torch.bfloat16 and products.USE_PAIRS
         self._shape = multiple(self._outputs, LANES), inputs + (inputs % 2 if self._pairs else 0)
-        self._weights = self._in_tiles(_halved(weight_OI))
+        # Published weights are often bfloat16, whatever they are computed in; one row rules most others out.
+        if weight_OI.dtype != torch.bfloat16 and _are_halves(weight_OI[0]):
+            weight_OI = weight_OI.bfloat16() if _are_halves(weight_OI) else weight_OI
+        self._weights = self._in_tiles(weight_OI)
         bias_O = torch.zeros(self._outputs) if bias_O is None else bias_O.float()
         self._bias_O = array(F.pad(bias_O, (0, self._shape[0] - self._outputs)))
         self._no_adapter = self.low_rank([])
@@ -78,7 +86,7 @@ class Packed:
         from groupwise.engine.models.native import products
 
         low = self._no_adapter if low is None else low
-        x = array(self._padded(x_NI))
+        x = array(self._pad(x_NI))
         into_NO = torch.empty(len(x), self._shape[0])
         into, blocks = array(into_NO), len(low.ranks_B2)
         several = torch.get_num_threads() > 1
@@ -97,7 +105,7 @@ class Packed:
         whole = self._outputs == self._shape[0]
         return found_NO if whole else found_NO[:, : self._outputs].contiguous()
 
-    def _padded(self, x_NI: Tensor) -> Tensor:
+    def _pad(self, x_NI: Tensor) -> Tensor:
         rows, inputs = x_NI.shape
         if not self._pairs:
             x_NI = x_NI.float()
@@ -116,14 +124,24 @@ class Packed:
         return array(tiles.contiguous())
 
 
-def _halved(weight_OI: Tensor) -> Tensor:
-    """The weight in bfloat16 if that changes no number: published weights are often bfloat16, whatever they are computed in."""
-    if weight_OI.dtype == torch.bfloat16 or not _are_halves(
-        weight_OI[0]
-    ):  # one row rules most weights out
-        return weight_OI
-    return weight_OI.bfloat16() if _are_halves(weight_OI) else weight_OI
-
-
 def _are_halves(numbers: Tensor) -> bool:
+    """True if bfloat16 holds them without a change."""
     return torch.equal(numbers.bfloat16().float(), numbers)
+
+
+_pools: dict[int, ThreadPoolExecutor] = {}
+"""One pool for each number of threads; a forked process begins with none."""
+
+os.register_at_fork(after_in_child=_pools.clear)
+
+
+def in_parts(work: Callable[[int, int], object], count: int, *, least: int) -> None:
+    """Do `work(first, last)` for parts of 0 … `count` in parallel, each at least of the given size."""
+    threads = max(1, min(torch.get_num_threads(), count // least))
+    if threads not in _pools:
+        _pools[threads] = ThreadPoolExecutor(threads, "groupwise-kernels")
+    borders = [count * number // threads for number in range(threads + 1)]
+    others = [_pools[threads].submit(work, first, last) for first, last in pairwise(borders[1:])]
+    work(borders[0], borders[1])
+    for each in others:
+        each.result()

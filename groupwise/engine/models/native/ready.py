@@ -22,8 +22,25 @@ def ready_to_decode(model: NativeModel) -> None:
     compiled.normed(torch.ones(1, 1), torch.ones(1), EPSILON, model.dtype)
     for products in (model.dtype, torch.float32):
         compiled.gated(torch.ones(1, 2, dtype=products), model.dtype)
-    _multiply(model)
-    _attend(model.dtype)
+    # Multiply by the model's own numbers, which may be stored in another format than the model's.
+    weight_OI = model.head.weight_OI[:LANES]
+    Packed(weight_OI, None).product(torch.ones_like(weight_OI[:1]), None)
+    from groupwise.engine.models.native import kernels
+
+    no_norm, size = np.empty(0, np.float32), LANES
+    kernels.attend(
+        array(torch.ones(1, 3 * size)),
+        array(torch.ones(1, size // 2, 2)),
+        no_norm,
+        no_norm,
+        np.float32(EPSILON),
+        1,
+        array(torch.zeros(1, 1, size, STRETCH)),
+        array(torch.zeros(1, STRETCH, size, dtype=model.dtype)),
+        np.zeros(1, np.int64),
+        np.zeros((1, 4), np.int64),
+        array(torch.empty(1, size, dtype=model.dtype)),
+    )
 
 
 def ready_to_learn(model: NativeModel) -> None:
@@ -38,28 +55,3 @@ def ready_to_learn(model: NativeModel) -> None:
     compiled.norm_with_gradient(x_NH, weight_H, EPSILON, dtype, y_NF, torch.zeros(1, 1))
     compiled.gated(gate_up_N2F, dtype)
     compiled.gated_with_gradient(gate_up_N2F, y_NF)
-
-
-def _multiply(model: NativeModel) -> None:
-    """Multiply by the model's own numbers, which may be stored in another format than the model's."""
-    weight_OI = model.head.weight_OI[:LANES]
-    Packed(weight_OI, None).product(torch.ones_like(weight_OI[:1]), None)
-
-
-def _attend(dtype: torch.dtype) -> None:
-    from groupwise.engine.models.native import kernels
-
-    no_norm, size = np.empty(0, np.float32), LANES
-    kernels.attend(
-        array(torch.ones(1, 3 * size)),
-        array(torch.ones(1, size // 2, 2)),
-        no_norm,
-        no_norm,
-        np.float32(EPSILON),
-        1,
-        array(torch.zeros(1, 1, size, STRETCH)),
-        array(torch.zeros(1, STRETCH, size, dtype=dtype)),
-        np.zeros(1, np.int64),
-        np.zeros((1, 4), np.int64),
-        array(torch.empty(1, size, dtype=dtype)),
-    )

@@ -40,7 +40,7 @@ PRODUCTS = {
 }
 """Names under which transformers keeps the matrices of each product of a layer; the product stacks them in this order."""
 
-_made: WeakKeyDictionary[PreTrainedModel, NativeModel | None] = WeakKeyDictionary()
+_native_models: WeakKeyDictionary[PreTrainedModel, NativeModel | None] = WeakKeyDictionary()
 
 PROBE = 32
 """Tokens of the text on which native and transformers' logits are compared."""
@@ -114,12 +114,12 @@ class NativeModel:
         self.compiled = self.device.type == "cpu"
         """True if kernels of our own may compute the steps between products."""
         self.embedding_VH = cast("Tensor", model.get_input_embeddings().weight)
+        path = next(path for path, module in model.named_modules() if module is body)
         self.layers = [
-            self._layer(f"{_body_path(model)}.layers.{index}", layer)
-            for index, layer in enumerate(body.layers)
+            self._layer(f"{path}.layers.{index}", layer) for index, layer in enumerate(body.layers)
         ]
         self.norm_H = body.norm.weight.detach().float()
-        head = _plain(cast("nn.Module", model.get_output_embeddings()))
+        head = _base_layer(cast("nn.Module", model.get_output_embeddings()))
         self.head = Linear(
             (), head.weight.detach(), None if head.bias is None else head.bias.detach()
         )
@@ -234,13 +234,14 @@ class NativeModel:
     def _fused(self, path: str, layer: Any, product: str, turned: int = 0) -> Linear:
         """One of `PRODUCTS`; the first `turned` of its matrices have their rows interleaved within each head."""
         name, children = PRODUCTS[product]
-        modules = [_plain(getattr(getattr(layer, name), child)) for child in children]
-        orders = [
-            self._row_order(module.out_features) if number < turned else None
-            for number, module in enumerate(modules)
-        ]
+        modules = [_base_layer(getattr(getattr(layer, name), child)) for child in children]
+        size = self.shape.head_size
+        orders: list[Tensor | None] = [None] * len(modules)
+        for number, module in enumerate(modules[:turned]):
+            starts = torch.arange(0, module.out_features, size, device=self.device)
+            orders[number] = (starts[:, None] + _interleaved(size, self.device)).flatten()
         weights = [
-            _permuted(module.weight.detach(), order)
+            _permute(module.weight.detach(), order)
             for module, order in zip(modules, orders, strict=True)
         ]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
@@ -252,12 +253,15 @@ class NativeModel:
             if order is None:
                 module.weight.data = weight[start:end]
             start = end
-        return Linear(parts, weight, _fused_bias(modules, orders))
-
-    def _row_order(self, rows: int) -> Tensor:
-        size = self.shape.head_size
-        starts = torch.arange(0, rows, size, device=self.device)
-        return (starts[:, None] + _interleaved(size, self.device)).flatten()
+        if all(module.bias is None for module in modules):
+            return Linear(parts, weight, None)
+        biases = [
+            module.weight.new_zeros(module.out_features)
+            if module.bias is None
+            else _permute(module.bias.detach(), order)
+            for module, order in zip(modules, orders, strict=True)
+        ]
+        return Linear(parts, weight, torch.cat(biases))
 
     @torch.no_grad()
     def _probe_logits(self, model: PreTrainedModel | None) -> Tensor:
@@ -299,18 +303,18 @@ def native_model(model: PreTrainedModel, *, anew: bool = False) -> NativeModel |
 
     It is built once for each model, and again with `anew` after weights have changed.
     """
-    if model not in _made:
+    if model not in _native_models:
         try:
-            _made[model] = NativeModel(model)
+            _native_models[model] = NativeModel(model)
         except ValueError as error:
             logger.warning(
                 "this model is sampled and trained by transformers' modules, which is slower: %s",
                 str(error),
             )
-            _made[model] = None
-    elif anew and _made[model] is not None:
-        _made[model] = NativeModel(model, check=False)
-    return _made[model]
+            _native_models[model] = None
+    elif anew and _native_models[model] is not None:
+        _native_models[model] = NativeModel(model, check=False)
+    return _native_models[model]
 
 
 def refusal(model: PreTrainedModel) -> str | None:
@@ -354,17 +358,15 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     for number, layer in enumerate(body.layers):
         for owner, children in PRODUCTS.values():
             for child in children:
-                yield f"{child} of layer {number}", _plain(getattr(getattr(layer, owner), child))
-    yield "its head", _plain(cast("nn.Module", model.get_output_embeddings()))
+                yield (
+                    f"{child} of layer {number}",
+                    _base_layer(getattr(getattr(layer, owner), child)),
+                )
+    yield "its head", _base_layer(cast("nn.Module", model.get_output_embeddings()))
     yield "its table of embeddings", model.get_input_embeddings()
 
 
-def _body_path(model: PreTrainedModel) -> str:
-    body = model.get_decoder()
-    return next(path for path, module in model.named_modules() if module is body)
-
-
-def _plain(module: nn.Module) -> nn.Linear:
+def _base_layer(module: nn.Module) -> nn.Linear:
     """The linear layer below an adapter, if there is one."""
     return cast(
         "nn.Linear", module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
@@ -376,23 +378,10 @@ def _interleaved(size: int, device: torch.device) -> Tensor:
     return torch.arange(size, device=device).view(2, -1).t().flatten()
 
 
-def _permuted(tensor: Tensor, order: Tensor | None) -> Tensor:
+def _permute(tensor: Tensor, order: Tensor | None) -> Tensor:
     return tensor if order is None else tensor[order]
 
 
 def _head_norm(attention: Any, name: str, order_D: Tensor) -> Tensor | None:
     norm = getattr(attention, name, None)
     return None if norm is None else norm.weight.detach().float()[order_D]
-
-
-def _fused_bias(modules: list[nn.Linear], orders: list[Tensor | None]) -> Tensor | None:
-    if all(module.bias is None for module in modules):
-        return None
-    return torch.cat(
-        [
-            _permuted(module.bias.detach(), order)
-            if module.bias is not None
-            else module.weight.new_zeros(module.out_features)
-            for module, order in zip(modules, orders, strict=True)
-        ]
-    )

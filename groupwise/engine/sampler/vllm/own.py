@@ -133,14 +133,17 @@ class OwnServer:
         until = timing.clock() + patience
         while not self._answered.is_set():
             with suppress(EndpointError):
-                await server.client.ask("GET", "/models", None, _anything, 0)
+                await server.client.ask("GET", "/models", None, bytes, 0)
                 self._answered.set()
                 return
             if self._gave_up or timing.clock() >= until:
                 why = "ended" if self._gave_up else f"has not answered for {patience:g} s"
                 self.close()
+                words = ""
+                with suppress(OSError):
+                    words = self.log.read_text(errors="replace")[-LAST_WORDS:].strip()
                 raise UsageError(
-                    f"The vLLM of sampler.vllm_python ({self._wanted.python}) {why}. Its last words, in {self.log}:\n{self._last_words()}"
+                    f"The vLLM of sampler.vllm_python ({self._wanted.python}) {why}. Its last words, in {self.log}:\n{words or 'none'}"
                 )
             await timing.sleep(LOOKS_EVERY)
 
@@ -189,19 +192,16 @@ class OwnServer:
         given = {"VLLM_API_KEY": self._secret, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
         if self._wanted.gpus is not None:
             given["CUDA_VISIBLE_DEVICES"] = ",".join(self._wanted.gpus)
+        of_this_python = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+        inherited = {key: value for key, value in os.environ.items() if key not in of_this_python}
         return subprocess.Popen(
             [*words, python, *self._wanted.arguments(self._port)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**_plain_environment(), **given},
+            env={**inherited, **given},
             start_new_session=True,
         )
-
-    def _last_words(self) -> str:
-        with suppress(OSError):
-            return self.log.read_text(errors="replace")[-LAST_WORDS:].strip() or "none"
-        return "none"
 
 
 def gpus_beside(
@@ -238,13 +238,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(patience)
-
-
-def _plain_environment() -> dict[str, str]:
-    """The environment without variables that are meant for this Python alone."""
-    own = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-    return {name: value for name, value in os.environ.items() if name not in own}
-
-
-def _anything(answer: bytes) -> bytes:
-    return answer

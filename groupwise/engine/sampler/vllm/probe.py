@@ -48,7 +48,7 @@ def judge(
     if distance > NEGLIGIBLE:
         for lacking, values in others.items():
             if CLEARLY * _distance(answered, values) < distance:
-                raise PolicyMismatchError(_explained(server, name, lacking))
+                raise PolicyMismatchError(_explanation(server, name, lacking))
     gap = fmean(abs(a - b) for a, b in zip(answered, expected, strict=True))
     if not gap <= tolerance:
         raise PolicyMismatchError(
@@ -62,7 +62,7 @@ def _distance(some: Sequence[float], others: Sequence[float]) -> float:
     return math.sqrt(fmean((a - b) ** 2 for a, b in zip(some, others, strict=True)))
 
 
-def _explained(server: str, name: str, lacking: str) -> str:
+def _explanation(server: str, name: str, lacking: str) -> str:
     if lacking == NOT_APPLIED:
         return (
             f"{server} answers for {name} as the base does without any adapter, so nothing that is learnt would be sampled. Start it with "

@@ -19,11 +19,10 @@ from typing import Any, Protocol
 from groupwise.core.errors import EndpointError, RunError, UsageError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Completion, GroupRequest, Policy, SamplingParams
-from groupwise.engine.sampler.refusals import refuse_misfit, refuse_other_weights
+from groupwise.engine.sampler.rules import refuse_misfit, refuse_other_weights
 from groupwise.engine.sampler.vllm import probe
 from groupwise.engine.sampler.vllm.adapters import (
     UNLOAD,
-    Listed,
     Shared,
     adapter_name,
     listed,
@@ -172,10 +171,11 @@ class VllmSampler:
         if self._begin is not None:
             await self._begin()
         self._served = served
-        await gather_all(self._made_ready(server, served) for server in self._servers.all)
+        await gather_all(self._try_to_ready(server, served) for server in self._servers.all)
         await self._servers.ask(partial(self._ready, served=served))
 
-    async def _made_ready(self, server: Server, served: Served) -> None:
+    async def _try_to_ready(self, server: Server, served: Served) -> None:
+        """Make a server ready; one that does not answer is left alone for a while."""
         try:
             await self._ready(server, served)
         except EndpointError as error:
@@ -197,14 +197,8 @@ class VllmSampler:
                         raise
 
     async def _prepare(self, server: Server, served: Served) -> None:
+        """Load the adapter into a server, and compare its answers with those of the weights here."""
         there = await listed(server)
-        self._check_base(server, there)
-        if served.folder is not None:
-            await make_served(server, served.name, served.folder, there)
-        await self._probe(server, served)
-        server.ready = served.name
-
-    def _check_base(self, server: Server, there: dict[str, Listed]) -> None:
         base = there.get(self._base)
         if base is None:
             raise UsageError(
@@ -216,21 +210,21 @@ class VllmSampler:
                 f"{server.url} takes {base.longest} tokens of prompt and completion, but this run has up to {self._key_length}. Start vLLM "
                 f"with --max-model-len {self._key_length}, or lower data.max_prompt_length or sampler.max_completion_length."
             )
-
-    async def _probe(self, server: Server, served: Served) -> None:
-        """Compare the server's answers with the weights here."""
+        if served.folder is not None:
+            await make_served(server, served.name, served.folder, there)
         prompts = [tuple(self._tokenizer(text)["input_ids"]) for text in probe.TEXTS]
         drawn = await gather_all(
-            self._asked(server, served, prompt, probe.SEED, probe.PARAMS) for prompt in prompts
+            self._request_completion(server, served, prompt, probe.SEED, probe.PARAMS)
+            for prompt in prompts
         )
         answers = list(zip(prompts, (each.token_ids for each in drawn), strict=True))
         found = [value for each in drawn for value in each.logprobs]
-        here = self._here(
-            answers, adapter=served.folder is not None
-        )  # the learner has the same base
+        # The learner has the same base.
+        here = self._logprobs_here(answers, adapter=served.folder is not None)
         probe.judge(server.url, served.name, found, here.pop(""), here, self._tolerance)
+        server.ready = served.name
 
-    def _here(
+    def _logprobs_here(
         self, answers: Sequence[tuple[Sequence[int], Sequence[int]]], *, adapter: bool
     ) -> dict[str, list[float]]:
         """Log-probabilities of the tokens by the weights here; under each other key, without the thing that it names."""
@@ -251,7 +245,7 @@ class VllmSampler:
 
     async def _member(self, served: Served, request: GroupRequest, seed: int) -> Completion:
         drawn = await self._servers.ask(
-            lambda server: self._drawn(server, served, request.prompt_ids, seed, request.params)
+            lambda server: self._draw(server, served, request.prompt_ids, seed, request.params)
         )
         return Completion(
             token_ids=drawn.token_ids,
@@ -262,7 +256,7 @@ class VllmSampler:
             fingerprint=served.fingerprint,
         )
 
-    async def _drawn(
+    async def _draw(
         self,
         server: Server,
         served: Served,
@@ -274,14 +268,14 @@ class VllmSampler:
         for attempt in range(ATTEMPTS):
             await self._ready(server, served)
             try:
-                return await self._asked(server, served, prompt_ids, seed, params)
+                return await self._request_completion(server, served, prompt_ids, seed, params)
             except EndpointError as error:
                 if error.status != 404 or attempt == ATTEMPTS - 1:
                     raise
                 server.ready = None
         raise AssertionError("a completion is drawn or given up")
 
-    async def _asked(
+    async def _request_completion(
         self,
         server: Server,
         served: Served,

@@ -118,7 +118,7 @@ class Servers:
         """Result of `work` on one of the servers, tried again as long as it raises an EndpointError that may pass."""
         until, last = math.inf, None
         while True:
-            server = await self._chosen(until, last)
+            server = await self._least_loaded(until, last)
             server.load += 1
             try:
                 found = await work(server)
@@ -135,7 +135,7 @@ class Servers:
             finally:
                 server.load -= 1
 
-    async def _chosen(self, until: float, last: EndpointError | None) -> Server:
+    async def _least_loaded(self, until: float, last: EndpointError | None) -> Server:
         """The least loaded of those that are not left alone; if all are, wait for the first one, at most `until`."""
         until = min(until, self._timing.clock() + self._patience)
         while True:

@@ -16,7 +16,7 @@ from typing import Any, cast
 from groupwise.api.openai_client.answers import read_json, shown
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError
 from groupwise.core.types import FinishReason, SamplingParams
-from groupwise.engine.sampler.stops import ends_with_stop
+from groupwise.engine.sampler.rules import ends_with_stop
 
 SEEDS = (1 << 63) - 1
 """Seeds of vLLM are signed, and -1 means none, so only the 63 lower bits of ours are sent."""
@@ -104,7 +104,14 @@ def read_completion(
         raise PolicyMismatchError(
             f"{name} was asked, but {value.get('model')!r} has answered: what it drew is not the policy's."
         )
-    choice = _only_choice(value, answer)
+    choices: object = value.get("choices")
+    count = len(cast("list[Any]", choices)) if isinstance(choices, list) else 0
+    if count != 1:
+        raise EndpointError(f"answered {count} choices, where one was asked for: {shown(answer)}")
+    (choice,) = cast("list[Any]", choices)
+    if not isinstance(choice, Mapping):
+        raise EndpointError(f"answered a choice that is none: {shown(answer)}")
+    choice = cast("Mapping[str, Any]", choice)
     seen = choice.get("prompt_token_ids") or value.get("prompt_token_ids")
     if seen is not None and seen != [*prompt_ids]:
         raise EndpointError(
@@ -115,25 +122,14 @@ def read_completion(
         raise EndpointError(
             f"drew {len(ids)} tokens, where 1 to {params.max_tokens} were asked for"
         )
-    return _ended(choice, ids, logprobs, params, text_of)
-
-
-def _only_choice(value: Mapping[str, Any], answer: bytes) -> Mapping[str, Any]:
-    choices: object = value.get("choices")
-    count = len(cast("list[Any]", choices)) if isinstance(choices, list) else 0
-    if count != 1:
-        raise EndpointError(f"answered {count} choices, where one was asked for: {shown(answer)}")
-    (choice,) = cast("list[Any]", choices)
-    if not isinstance(choice, Mapping):
-        raise EndpointError(f"answered a choice that is none: {shown(answer)}")
-    return cast("Mapping[str, Any]", choice)
+    return _find_end(choice, ids, logprobs, params, text_of)
 
 
 def _tokens(
     choice: Mapping[str, Any], answer: bytes, vocabulary: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    told: object = choice.get("logprobs")
-    logprobs = cast("Mapping[str, Any]", told) if isinstance(told, Mapping) else {}
+    given: object = choice.get("logprobs")
+    logprobs = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {}
     ids: object = choice.get("token_ids")
     if ids is None:
         ids = [_id_in(token) for token in _list(logprobs.get("tokens"))] or None
@@ -151,7 +147,7 @@ def _tokens(
             raise EndpointError(
                 f"drew the token {token!r}, but those of the model are 0 to {vocabulary - 1}: it serves another model"
             )
-    return tuple(found), tuple(_checked(number) for number in numbers)
+    return tuple(found), tuple(_check_logprob(number) for number in numbers)
 
 
 def _id_in(token: object) -> int | None:
@@ -163,7 +159,7 @@ def _list(value: object) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
-def _checked(value: object) -> float:
+def _check_logprob(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise EndpointError(f"answered the log-probability {value!r}, which is no number")
     if not math.isfinite(value) or not LEAST_LOGPROB < value <= ROUNDING:
@@ -174,7 +170,7 @@ def _checked(value: object) -> float:
     return float(value)
 
 
-def _ended(
+def _find_end(
     choice: Mapping[str, Any],
     ids: tuple[int, ...],
     logprobs: tuple[float, ...],
@@ -188,9 +184,9 @@ def _ended(
         raise EndpointError(
             f"went on after the stop token {ids[early]}, the {early + 1}. of {len(ids)} tokens"
         )
-    stopped = _first_stop(ids, params, text_of)
-    if stopped is not None:
-        return Drawn(ids[:stopped], logprobs[:stopped], "stop")
+    for count in range(1, len(ids) + 1) if params.stop else ():
+        if ends_with_stop(ids[:count], params, text_of):
+            return Drawn(ids[:count], logprobs[:count], "stop")
     reason = choice.get("finish_reason")
     if ids[-1] in params.stop_token_ids and reason in ("stop", "length"):
         return Drawn(ids, logprobs, "stop")
@@ -203,13 +199,3 @@ def _ended(
         f"{choice.get('stop_reason')!r}), at none of the stops that were asked for. Has the server a limit of its own "
         "(--max-model-len, max_new_tokens in generation_config.json)?"
     )
-
-
-def _first_stop(
-    ids: tuple[int, ...], params: SamplingParams, text_of: Callable[[Sequence[int]], str]
-) -> int | None:
-    """Number of tokens after which a stop text is complete."""
-    if not params.stop:
-        return None
-    counts = range(1, len(ids) + 1)
-    return next((count for count in counts if ends_with_stop(ids[:count], params, text_of)), None)

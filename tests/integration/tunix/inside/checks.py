@@ -25,7 +25,7 @@ from groupwise.core.types import GroupRequest, Row, SamplingParams  # noqa: E402
 from groupwise.engine.backends.tunix.messages import Open  # noqa: E402 — there once the package is
 from groupwise.engine.backends.tunix.worker import families, forward, head, sampler  # noqa: E402
 from groupwise.engine.backends.tunix.worker.adapter import Adapted  # noqa: E402
-from groupwise.engine.backends.tunix.worker.learner import _given  # noqa: E402
+from groupwise.engine.backends.tunix.worker.learner import _arrays  # noqa: E402
 from groupwise.engine.backends.tunix.worker.service import Service, _mesh  # noqa: E402
 
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
@@ -212,7 +212,7 @@ def _gradient(order: Open) -> tuple[dict[str, Any], int]:
     ids, length = tuple(range(2, 40)), 29
     rows = [Row(ids[:9], ids[9:], (1,) * length, (-3.0,) * length, each / 4, 1.0, 1.0, (each, 0)) for each in range(4)]  # fmt: skip
     (batch,) = learner._cut(rows)
-    given = (learner._factors, learner.adapted.base, batch.sequences(learner._vocabulary), _given(batch), {"policy": 0.25})  # fmt: skip
+    given = (learner._factors, learner.adapted.base, batch.sequences(learner._vocabulary), _arrays(batch), {"policy": 0.25})  # fmt: skip
     compiled = learner._gradient_of(loss).lower(*given).compile()
     _, gradient = compiled(*given)
     opened._scope.close()

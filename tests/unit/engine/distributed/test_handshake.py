@@ -181,7 +181,7 @@ def test_the_secret_is_in_a_file_that_is_named(tmp_path: Any, monkeypatch: Any) 
     assert secret_of_attempt({KEY_FILE: str(path)}) == b"secret"
     monkeypatch.delenv(KEY_FILE, raising=False)
     with pytest.raises(UsageError, match="the same file"):
-        peer._called(["127.0.0.1", "1"], 1)
+        peer._call_first_rank(["127.0.0.1", "1"], 1)
 
 
 def test_a_stranger_who_says_little_by_little_is_not_heard_for_long(
@@ -213,5 +213,7 @@ def test_a_rank_calls_again_while_the_first_one_is_busy_with_others(monkeypatch:
                 return admit(connection, SECRET)[0]
 
         with beside(first) as found:
-            peer._called(["127.0.0.1", str(door.getsockname()[1]), SECRET.decode()], 2).close()
+            peer._call_first_rank(
+                ["127.0.0.1", str(door.getsockname()[1]), SECRET.decode()], 2
+            ).close()
     assert found == [2]

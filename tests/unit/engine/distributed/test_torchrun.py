@@ -128,7 +128,7 @@ def test_whoever_does_not_know_the_secret_is_not_let_in(peers, greeting):
     with socket.create_connection(peers._door.getsockname()) as stranger:
         stranger.sendall(greeting)
         stranger.shutdown(socket.SHUT_WR)
-        peers._called_in()
+        peers._accept_caller()
         assert len(stranger.recv(100)) == 32
         assert stranger.recv(1) == b""
     assert peers._by_rank == {}
@@ -138,9 +138,11 @@ def test_each_rank_is_let_in_once_and_nobody_after_the_last(peers):
     peers._by_rank[0] = None
     lines, calls = [], ["127.0.0.1", str(peers._door.getsockname()[1]), peers._word]
     for rank, expected in ((1, {0, 1}), (1, {0, 1}), (3, {0, 1}), (2, {0, 1, 2})):
-        calling = threading.Thread(target=lambda rank=rank: lines.append(peer._called(calls, rank)))
+        calling = threading.Thread(
+            target=lambda rank=rank: lines.append(peer._call_first_rank(calls, rank))
+        )
         calling.start()
-        peers._called_in()
+        peers._accept_caller()
         calling.join()
         assert {*peers._by_rank} == expected
     assert peers._door.fileno() == -1

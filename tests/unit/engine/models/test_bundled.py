@@ -95,10 +95,10 @@ def test_of_two_makers_at_once_the_first_wins(cache):
         (folder / "config.json").write_text("first")
 
     def second(folder: Path) -> None:
-        bundled._made(cache / "it", first)  # finishes while the second is still at it
+        bundled._make_cached(cache / "it", first)  # finishes while the second is still at it
         (folder / "config.json").write_text("second")
 
-    assert bundled._made(cache / "it", second) == cache / "it"
+    assert bundled._make_cached(cache / "it", second) == cache / "it"
     assert (cache / "it" / "config.json").read_text() == "first"
     assert [path.name for path in cache.iterdir()] == ["it"]
 
@@ -189,5 +189,5 @@ def test_a_maker_that_fails_leaves_nothing(cache):
         raise RuntimeError("disk full")
 
     with pytest.raises(RuntimeError, match="disk full"):
-        bundled._made(cache / "it", fail)
+        bundled._make_cached(cache / "it", fail)
     assert list(cache.iterdir()) == []

@@ -27,7 +27,7 @@ from safetensors.numpy import load_file, save_file
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.backends.tunix.worker.families import Family
-from groupwise.engine.backends.tunix.worker.products import Product, in_float32
+from groupwise.engine.backends.tunix.worker.head import Product, in_float32
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -44,13 +44,32 @@ class Adapted:
         self, model: nnx.Module, family: Family, layers: Sequence[str], rank: int, alpha: float
     ) -> None:
         """`layers`: those of transformers' model that get an adapter."""
-        there = [_named(path) for path, _ in nnx.to_flat_state(nnx.state(model))]
-        self.layers = _by_weight(layers, family, there)
+        there = [_weight_name(path) for path, _ in nnx.to_flat_state(nnx.state(model))]
+        by_place = {
+            f"{found[1]}.{found[2]}": each for each in layers if (found := _LAYER.fullmatch(each))
+        }
+        self.layers: dict[str, tuple[str, ...]] = {}
         """Layers of transformers that each adapted weight (layer, Tunix's name) consists of, in its order."""
+        for weight in there:
+            number, _, name = weight.partition(".")
+            parts = [f"{number}.{part}" for part in family.weights.get(name, ())]
+            if parts and parts[0] in by_place:  # `fits.check_layers` has verified: then all are
+                self.layers[weight] = tuple(by_place[part] for part in parts)
+        taken = {layer for found in self.layers.values() for layer in found}
+        assert {*layers} == taken, "they are checked"
         self.number: Any = jax.tree.leaves(nnx.state(model))[0].dtype
-        adapted = _with_places(model, [*self.layers], rank, alpha)
+        paths = [f"layers.{weight.rpartition('.')[0]}" for weight in self.layers]
+        rule = "|".join(re.escape(path.replace(".", "/")) for path in paths)
+        provider = ExactLora(module_path=rule, rank=rank, alpha=alpha)
+        # Outside of the mesh, layers do not divide their rows: qwix runs the model once, with too few rows for many devices.
+        with jax.sharding.Mesh(np.empty((), object), ()):
+            adapted = qwix.apply_lora_to_model(
+                model, provider, **model.get_model_input(), rngs=nnx.Rngs(params=0)
+            )
         self.graph, places, self.base = nnx.split(adapted, nnx.LoRAParam, ...)
-        self._places = {_named(path): (path, place) for path, place in nnx.to_flat_state(places)}
+        self._places = {
+            _weight_name(path): (path, place) for path, place in nnx.to_flat_state(places)
+        }
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -67,7 +86,7 @@ class Adapted:
                 bound = 1 / np.sqrt(np.prod(shape[:-1]))
                 generator = np.random.default_rng(int.from_bytes(digest[:8], "big"))
                 value = generator.uniform(-bound, bound, shape).astype(np.float32)
-            made[name] = self._placed(name, value)
+            made[name] = self._on_devices(name, value)
         return made
 
     def merged(self, factors: Factors, base: Any) -> nnx.Module:
@@ -104,8 +123,9 @@ class Adapted:
     def from_peft(self, tensors: Mapping[str, np.ndarray], origin: str) -> Factors:
         """The inverse of `to_peft`."""
         shapes, made = self.shapes, Factors()
-        missing = set(self.to_peft_names()) ^ set(tensors)
-        if missing:
+        layers = [layer for found in self.layers.values() for layer in found]
+        names = {f"{PREFIX}{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"}
+        if missing := names ^ set(tensors):
             raise ModelError(
                 f"The adapter in {origin} has other layers than the one that is trained: {', '.join(sorted(missing)[:4])}."
             )
@@ -122,38 +142,13 @@ class Adapted:
                 name = f"{weight}.{factor}"
                 if value.size != np.prod(shapes[name]):
                     raise ModelError(f"The adapter in {origin} has another rank than lora.r says.")
-                made[name] = self._placed(name, value.reshape(shapes[name]).astype(np.float32))
+                made[name] = self._on_devices(name, value.reshape(shapes[name]).astype(np.float32))
         return made
 
-    def to_peft_names(self) -> list[str]:
-        """Names of the tensors in files."""
-        layers = [layer for found in self.layers.values() for layer in found]
-        return [f"{PREFIX}{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"]
-
-    def _placed(self, name: str, value: np.ndarray) -> jax.Array:
+    def _on_devices(self, name: str, value: np.ndarray) -> jax.Array:
         """Put it on the devices that hold its place in the model."""
         _, place = self._places[name]
         return jax.device_put(jnp.asarray(value), place.get_value().sharding)
-
-
-def _by_weight(
-    layers: Sequence[str], family: Family, there: Sequence[str]
-) -> dict[str, tuple[str, ...]]:
-    """The adapted ones among the model's weights, each with its layers.
-
-    `groupwise.engine.backends.tunix.fits.check_layers` has verified that no weight is adapted in part.
-    """
-    by_place = {
-        f"{found[1]}.{found[2]}": each for each in layers if (found := _LAYER.fullmatch(each))
-    }
-    made: dict[str, tuple[str, ...]] = {}
-    for weight in there:
-        number, _, name = weight.partition(".")
-        parts = [f"{number}.{part}" for part in family.weights.get(name, ())]
-        if parts and parts[0] in by_place:
-            made[weight] = tuple(by_place[part] for part in parts)
-    assert {*layers} == {layer for found in made.values() for layer in found}, "they are checked"
-    return made
 
 
 class ExactLora(qwix.LoraProvider):
@@ -167,7 +162,7 @@ class ExactLora(qwix.LoraProvider):
         if found is None:
             return super().dot_general(lhs, rhs, dimension_numbers, *formats, **named)
         product = functools.partial(jax.lax.dot_general, dimension_numbers=dimension_numbers)
-        return self._together(product, lhs, rhs, "...i,ir,ro->...o", found)
+        return self._add_adapter(product, lhs, rhs, "...i,ir,ro->...o", found)
 
     def einsum(self, einsum_str: str, *operands: Any, **named: Any) -> Any:
         """See `jax.numpy.einsum`; of an adapted weight with its adapter."""
@@ -176,7 +171,9 @@ class ExactLora(qwix.LoraProvider):
             return super().einsum(einsum_str, *operands, **named)
         product = functools.partial(jnp.einsum, einsum_str)
         module, name, _ = found
-        return self._together(product, *operands, getattr(module, f"{name}_lora_einsum_str"), found)
+        return self._add_adapter(
+            product, *operands, getattr(module, f"{name}_lora_einsum_str"), found
+        )
 
     def _adapter(self, kind: str, weight: Any) -> tuple[Any, str, Any] | None:
         """The layer being computed, the name of its weight and its rule; None if it has no places for factors (yet)."""
@@ -185,7 +182,7 @@ class ExactLora(qwix.LoraProvider):
         module = flax_util.get_current_module()
         return (module, name, rule) if name and hasattr(module, f"{name}_lora_b") else None
 
-    def _together(
+    def _add_adapter(
         self, product: Product, inputs: Any, weight: Any, words: str, found: tuple[Any, str, Any]
     ) -> Any:
         """`words`: the adapter as an einsum of inputs, A and B. In full precision: devices would round the factors."""
@@ -197,18 +194,7 @@ class ExactLora(qwix.LoraProvider):
         return total.astype(inputs.dtype)
 
 
-def _with_places(model: Any, weights: Sequence[str], rank: int, alpha: float) -> nnx.Module:
-    """Outside of the mesh, layers do not divide their rows: qwix runs the model once, with too few rows for many devices."""
-    paths = [f"layers.{weight.rpartition('.')[0]}" for weight in weights]
-    rule = "|".join(re.escape(path.replace(".", "/")) for path in paths)
-    provider = ExactLora(module_path=rule, rank=rank, alpha=alpha)
-    with jax.sharding.Mesh(np.empty((), object), ()):
-        return qwix.apply_lora_to_model(
-            model, provider, **model.get_model_input(), rngs=nnx.Rngs(params=0)
-        )
-
-
-def _named(path: tuple[Any, ...]) -> str:
+def _weight_name(path: tuple[Any, ...]) -> str:
     """`layers, 3, attn, q_einsum, w_lora_a` as `3.attn.q_einsum.w.a`."""
     name = ".".join(map(str, path)).removeprefix("layers.")
     return re.sub(r"_lora_([ab])$", r".\1", name)

@@ -82,14 +82,6 @@ def _separate(
     )
 
 
-def _llama(code: Any, described: Described, dtype: Any) -> Any:
-    return _separate(code, described, dtype, "weight_tying", with_dtype=False)
-
-
-def _qwen(code: Any, described: Described, dtype: Any) -> Any:
-    return _separate(code, described, dtype, "use_tied_embedding")
-
-
 def _gemma3(code: Any, described: Described, dtype: Any) -> Any:
     rope = described["rope_parameters"]
     everywhere, nearby = rope["full_attention"], rope["sliding_attention"]
@@ -113,6 +105,9 @@ def _gemma3(code: Any, described: Described, dtype: Any) -> Any:
         param_dtype=dtype,
     )
 
+
+_llama = functools.partial(_separate, tied="weight_tying", with_dtype=False)
+_qwen = functools.partial(_separate, tied="use_tied_embedding")
 
 FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family("tunix.models.gemma3", "params_safetensors", FUSED, _gemma3),

@@ -79,14 +79,14 @@ class Batch:
             for each in row.withheld:
                 withheld_V[[token for token in each.token_ids if token < vocabulary]] = True
         spans = [
-            [_withheld(row, place) for place in range(len(row.completion_ids))] for row in self.rows
+            [
+                any(each.start <= place < each.end for each in row.withheld)
+                for place in range(len(row.completion_ids))
+            ]
+            for row in self.rows
         ]
         withheld = self.spread(spans) != 0
         return Sequences(tokens, Targets(targets, read, withheld), temperatures_B, withheld_V)
-
-
-def _withheld(row: Row, place: int) -> bool:
-    return any(each.start <= place < each.end for each in row.withheld)
 
 
 def cut(rows: Sequence[Row], longest: int, tokens: int, multiple: int) -> Iterator[Batch]:
@@ -125,14 +125,14 @@ def recomputed(model: Any) -> Any:
     Tunix's own way (`remat_config`) does not work with an adapter: qwix then places factors on no mesh, and flax refuses Llama's layers
     (TraceContextError).
     """
-    model.layers = tuple(map(_recomputed, model.layers))
+
+    def wrapped(layer: Any) -> Any:
+        graph, weights = nnx.split(layer)
+
+        def compute(weights: Any, *given: Any, **named: Any) -> Any:
+            return nnx.merge(graph, weights)(*given, **named)
+
+        return functools.partial(jax.checkpoint(compute), weights)
+
+    model.layers = tuple(map(wrapped, model.layers))
     return model
-
-
-def _recomputed(layer: Any) -> Any:
-    graph, weights = nnx.split(layer)
-
-    def compute(weights: Any, *given: Any, **named: Any) -> Any:
-        return nnx.merge(graph, weights)(*given, **named)
-
-    return functools.partial(jax.checkpoint(compute), weights)

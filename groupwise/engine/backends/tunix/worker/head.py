@@ -2,6 +2,11 @@
 
 Tunix's models give the logits of all tokens. For 4,096 tokens and a vocabulary of 262,144 they are four gigabytes in float32, and several
 times that in a backward pass; here it is the hidden states, and the logits of one piece. They are in float32, whatever the model's format.
+
+`in_float32` makes products with frozen weights that are not rounded to the weights' format before something is added to them. bfloat16
+has eight bits: a logit of 30 is known to an eighth, and a small step of an adapter vanishes beside its layer's output. Devices sum in
+float32 anyway, so this costs no more than passing the sum on as it is. The gradient of the inputs is computed in the weights' format, as
+without it: JAX alone would multiply float32 with bfloat16, which no matrix unit does.
 """
 
 from __future__ import annotations
@@ -13,14 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from groupwise.engine.backends.tunix.worker.products import in_float32
-
 Head = Callable[[Any], Any]
 """Hidden states [B, L, D] to logits [B, L, V] in float32."""
 PIECE_BYTES = 256 << 20
 """Bytes of the logits of one piece, in float32."""
 NEVER = -1e30
 """Replaces the logit of a token that cannot be drawn."""
+Product = Callable[..., Any]
+"""Product of inputs and a weight of one format; takes `preferred_element_type`, as JAX's products do."""
 
 
 class Targets(NamedTuple):
@@ -81,7 +86,7 @@ def numbers(
     size = min(length, max(1, PIECE_BYTES // (4 * vocabulary * rows)))
     pieces = jax.tree.map(lambda values: _cut(values, size), (hidden_BLD, targets))
     _, found = jax.lax.scan(jax.checkpoint(next_piece, prevent_cse=False), None, pieces)
-    return jax.tree.map(lambda values: _joined(values)[:, :length], found)
+    return jax.tree.map(lambda values: _join(values)[:, :length], found)
 
 
 def _numbers(scaled_BSV: Any, targets_BS: Any) -> Numbers:
@@ -100,7 +105,7 @@ def _cut(values_BL: Any, size: int) -> Any:
     return jnp.moveaxis(jnp.pad(values_BL, padding).reshape(rows, count, size, *rest), 1, 0)
 
 
-def _joined(values_PBS: Any) -> Any:
+def _join(values_PBS: Any) -> Any:
     """The inverse of the cut into pieces; the padding stays."""
     pieces, rows, size = values_PBS.shape
     return jnp.moveaxis(values_PBS, 0, 1).reshape(rows, pieces * size)
@@ -108,3 +113,22 @@ def _joined(values_PBS: Any) -> Any:
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def in_float32(product: Product, inputs: Any, weight: Any) -> Any:
+    """Their product; only the inputs get a gradient."""
+    return product(inputs, weight, preferred_element_type=jnp.float32)
+
+
+def _forward(product: Product, inputs: Any, weight: Any) -> tuple[Any, Any]:
+    return in_float32(product, inputs, weight), (inputs, weight)
+
+
+def _backward(product: Product, kept: Any, cotangent: Any) -> tuple[Any, None]:
+    inputs, weight = kept
+    _, back = jax.vjp(lambda given: product(given, weight), inputs)
+    return (*back(cotangent.astype(inputs.dtype)), None)
+
+
+in_float32.defvjp(_forward, _backward)

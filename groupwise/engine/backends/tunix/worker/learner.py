@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from groupwise.algorithms.base import LossResult, Others, TokenBatch
+from groupwise.algorithms.base import Others, TokenBatch
 from groupwise.algorithms.registry import from_spec
 from groupwise.core.errors import CheckpointError
 from groupwise.core.types import (
@@ -42,7 +42,7 @@ from groupwise.engine.backends.tunix.worker.forward import (
 )
 from groupwise.engine.backends.tunix.worker.head import Numbers
 from groupwise.engine.backends.tunix.worker.tensors import Tensor
-from groupwise.engine.learner.refusals import too_fast
+from groupwise.engine.learner.schedule import too_fast
 from groupwise.runs import publications
 
 STATE = "orbax"
@@ -83,7 +83,7 @@ class Learner:
         self._remat = remat
         self._gradients: dict[str, Any] = {}
         self._compiled_numbers = jax.jit(self._numbers)
-        self._stepped = jax.jit(_stepped, static_argnums=(5, 6, 7), out_shardings=places)
+        self._adamw_step = jax.jit(_adamw_step, static_argnums=(5, 6, 7), out_shardings=places)
 
     def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -94,11 +94,11 @@ class Learner:
         shares = {name: 1 / value if value else 0.0 for name, value in denominators.items()}
         self._trained = []
         for batch in self._cut(rows):
-            (_, (told, logprobs_BL)), gradient = compute(
+            (_, (stats, logprobs_BL)), gradient = compute(
                 self._factors,
                 self.adapted.base,
                 batch.sequences(self._vocabulary),
-                _given(batch),
+                _arrays(batch),
                 shares,
             )
             self._gradient = (
@@ -107,7 +107,7 @@ class Learner:
                 else jax.tree.map(jnp.add, self._gradient, gradient)
             )
             self._trained.append((batch, logprobs_BL))
-            for name, value in told.items():
+            for name, value in stats.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         return sums
 
@@ -125,7 +125,7 @@ class Learner:
             return UpdateResult(norm, applied)
         longest = params.max_grad_norm
         scale = longest / norm if longest is not None and norm > longest else 1.0
-        factors, moments = self._stepped(
+        factors, moments = self._adamw_step(
             self._factors,
             self._moments,
             jax.tree.map(lambda each: each * scale, gradient),
@@ -153,13 +153,13 @@ class Learner:
 
     def logprobs(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[float, ...]]:
         """See `groupwise.core.types.Learner.logprobs`."""
-        return _by_row([(batch, told.logprobs_BL) for batch, told in self._computed(rows, role)])
+        return _by_row([(batch, each.logprobs_BL) for batch, each in self._compute_all(rows, role)])
 
     def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         """See `groupwise.core.types.Learner.predictions`."""
         found: list[Prediction] = [Prediction((), ())] * len(rows)
-        for batch, told in self._computed(rows, "policy"):
-            logprobs, right = batch.gathered(told.logprobs_BL), batch.gathered(told.right_BL)
+        for batch, each in self._compute_all(rows, "policy"):
+            logprobs, right = batch.gathered(each.logprobs_BL), batch.gathered(each.right_BL)
             for index, values, hits in zip(batch.indices, logprobs, right, strict=True):
                 found[index] = Prediction(values, tuple(map(bool, hits)))
         return found
@@ -182,7 +182,7 @@ class Learner:
             self._moments = checkpointer.restore((folder / STATE).resolve(), wanted)
         self.discard()
 
-    def _computed(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[Batch, Numbers]]:
+    def _compute_all(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[Batch, Numbers]]:
         factors = self._factors if role == "policy" else self._reference
         return [
             (
@@ -211,10 +211,13 @@ class Learner:
                 about: dict[str, Any],
                 shares: dict[str, Any],
             ) -> tuple[Any, tuple[dict[str, Any], Any]]:
-                told = self._numbers(factors, base, given)
-                found = loss.loss(_token_batch(told, about, loss))
+                computed = self._numbers(factors, base, given)
+                found = loss.loss(_token_batch(computed, about, loss))
                 whole = sum(value.value * shares[name] for name, value in found.components.items())
-                return whole, (_sums(found), told.logprobs_BL)
+                losses = {f"loss/{name}": value for name, value in found.components.items()}
+                stats = {**losses, **found.stats}
+                sums = {name: value.detach().value for name, value in stats.items()}
+                return whole, (sums, computed.logprobs_BL)
 
             self._gradients[key] = jax.jit(jax.value_and_grad(total, has_aux=True))
         return self._gradients[key]
@@ -222,10 +225,10 @@ class Learner:
 
 def _by_row(found: Sequence[tuple[Batch, Any]]) -> list[tuple[float, ...]]:
     """Values [B, L] of all batches of some rows, for each row."""
-    told: dict[int, tuple[float, ...]] = {}
+    by_index: dict[int, tuple[float, ...]] = {}
     for batch, values_BL in found:
-        told.update(zip(batch.indices, batch.gathered(values_BL), strict=True))
-    return [told[index] for index in range(len(told))]
+        by_index.update(zip(batch.indices, batch.gathered(values_BL), strict=True))
+    return [by_index[index] for index in range(len(by_index))]
 
 
 def _places(factors: Factors, moments: Any) -> tuple[Any, Any]:
@@ -236,7 +239,7 @@ def _places(factors: Factors, moments: Any) -> tuple[Any, Any]:
     return own, moments._replace(count=everywhere, mu=own, nu=own)
 
 
-def _stepped(
+def _adamw_step(
     factors: Factors,
     moments: Any,
     gradient: Factors,
@@ -258,7 +261,7 @@ def _stepped(
     return moved, moments
 
 
-def _given(batch: Batch) -> dict[str, Any]:
+def _arrays(batch: Batch) -> dict[str, Any]:
     """Facts about the rows that a loss receives, as arrays."""
     rows = batch.rows
     about: dict[str, Any] = {
@@ -286,7 +289,7 @@ def _given(batch: Batch) -> dict[str, Any]:
     return about
 
 
-def _token_batch(told: Numbers, about: Mapping[str, Any], loss: Any) -> TokenBatch:
+def _token_batch(computed: Numbers, about: Mapping[str, Any], loss: Any) -> TokenBatch:
     optional = {
         f"{name}_BT": Tensor(about[key])
         for name, key in (
@@ -296,20 +299,15 @@ def _token_batch(told: Numbers, about: Mapping[str, Any], loss: Any) -> TokenBat
         )
         if key in about
     }
-    entropies = Tensor(told.entropies_BL)
+    entropies = Tensor(computed.entropies_BL)
     return TokenBatch(
-        policy_logprobs_BT=Tensor(told.logprobs_BL),
+        policy_logprobs_BT=Tensor(computed.logprobs_BL),
         sampling_logprobs_BT=Tensor(about["sampling"]),
         mask_BT=Tensor(about["mask"]),
         advantages_B=Tensor(about["advantages"]),
         scales_B=Tensor(about["scales"]),
         entropies_BT=entropies if loss.needs_entropy_gradient else entropies.detach(),
-        right_BT=Tensor(told.right_BL) if loss.needs_accuracy else None,
+        right_BT=Tensor(computed.right_BL) if loss.needs_accuracy else None,
         others=Others(*map(Tensor, about["others"])) if "others" in about else None,
         **optional,
     )
-
-
-def _sums(found: LossResult) -> dict[str, Any]:
-    losses = {f"loss/{name}": value for name, value in found.components.items()}
-    return {name: value.detach().value for name, value in {**losses, **found.stats}.items()}

@@ -1,7 +1,7 @@
 """Completions: prompts once for each group, then a token of every row at a time, in one compiled loop.
 
 Shapes are few and fixed: prompts are padded on the left, and each loop has a fixed number of groups and members, even if some are
-missing. A member's draw depends on its seed and its prompt alone: the deciding number (`groupwise.engine.sampler.chance`) is
+missing. A member's draw depends on its seed and its prompt alone: the deciding number (`groupwise.engine.sampler.rules`) is
 inverted through the cumulative distribution like in `groupwise.engine.sampler.draw`, so that torch and JAX draw the same if they
 see the same logits.
 """
@@ -22,8 +22,7 @@ from groupwise.core.types import Completion, GroupRequest, Policy, SamplingParam
 from groupwise.engine.backends.tunix.worker.adapter import Adapted, Factors, fingerprint
 from groupwise.engine.backends.tunix.worker.forward import HALVINGS
 from groupwise.engine.backends.tunix.worker.head import NEVER, taken_off
-from groupwise.engine.sampler.chance import uniform
-from groupwise.engine.sampler.refusals import not_finite, refuse_misfit, refuse_other_weights
+from groupwise.engine.sampler.rules import not_finite, refuse_misfit, refuse_other_weights, uniform
 
 BLOCK = 128
 """Tokens in a block of the vocabulary; the sums of whole blocks are searched first."""
@@ -35,7 +34,7 @@ FINENESS = 3
 """Loops are compiled for eighths of the next power of two, so that turns with ever less room for tokens need few of them."""
 
 
-class Asked(NamedTuple):
+class LoopInputs(NamedTuple):
     """Arguments of a compiled loop: G members of each of U prompts, S = U · G rows."""
 
     prompts_UP: Any
@@ -56,7 +55,7 @@ class Drawn(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GroupPart:
     """Members of a group that are computed together."""
 
     request: GroupRequest
@@ -75,7 +74,9 @@ class Sampler:
         self._slots, self._key_length = slots, key_length
         self.fingerprint = fingerprint(adapted.to_peft(factors))
         self._version = 0
-        self._loop = jax.jit(self._drawn, static_argnames=("members", "longest", "truncation"))
+        self._loop = jax.jit(
+            self._decode_loop, static_argnames=("members", "longest", "truncation")
+        )
 
     def load(self, policy: Policy) -> str:
         """See `groupwise.core.types.Sampler.load`; returns the fingerprint of the weights that it serves then."""
@@ -89,20 +90,20 @@ class Sampler:
         """The completions of several groups. Raises `RunError` for requests that do not fit."""
         found: list[list[Completion | None]] = [[None] * len(each.seeds) for each in requests]
         for parts in self._batches(requests):
-            for part, completions in zip(parts, self._completed(parts), strict=True):
+            for part, completions in zip(parts, self._complete(parts), strict=True):
                 index, start = part.place
                 found[index][start : start + len(completions)] = completions
         return [tuple(each for each in group if each is not None) for group in found]
 
-    def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[list[Part]]:
+    def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[list[GroupPart]]:
         """Groups of one shape and with the same parameters, as many as fit into the slots."""
-        alike: dict[Any, list[Part]] = {}
+        alike: dict[Any, list[GroupPart]] = {}
         for index, request in enumerate(requests):
             refuse_misfit(request, self._key_length)
             for start in range(0, len(request.seeds), self._slots):
                 seeds = request.seeds[start : start + self._slots]
                 key = (request.params, self._width(request), len(seeds))
-                alike.setdefault(key, []).append(Part(request, seeds, (index, start)))
+                alike.setdefault(key, []).append(GroupPart(request, seeds, (index, start)))
         for (_, _, members), parts in alike.items():
             prompts = max(1, self._slots // members)
             for start in range(0, len(parts), prompts):
@@ -115,13 +116,13 @@ class Sampler:
         shapes = sorted({min(widest, max(NARROWEST, widest >> each)) for each in range(HALVINGS)})
         return next(each for each in shapes if each >= len(request.prompt_ids))
 
-    def _completed(self, parts: Sequence[Part]) -> list[list[Completion]]:
+    def _complete(self, parts: Sequence[GroupPart]) -> list[list[Completion]]:
         params, members = parts[0].request.params, len(parts[0].seeds)
-        asked = self._asked(parts, params, members)
+        inputs = self._loop_inputs(parts, params, members)
         drawn = self._loop(
             self._factors,
             self.adapted.base,
-            asked,
+            inputs,
             members=members,
             longest=_rounded_up(params.max_tokens)[0],
             truncation=(params.top_k, params.top_p, params.min_p),
@@ -154,7 +155,9 @@ class Sampler:
             fingerprint=self.fingerprint,
         )
 
-    def _asked(self, parts: Sequence[Part], params: SamplingParams, members: int) -> Asked:
+    def _loop_inputs(
+        self, parts: Sequence[GroupPart], params: SamplingParams, members: int
+    ) -> LoopInputs:
         prompts, width = max(1, self._slots // members), self._width(parts[0].request)
         prompts_UP = np.zeros((prompts, width), np.int32)
         lengths_U = np.ones(prompts, np.int32)
@@ -168,22 +171,24 @@ class Sampler:
                 uniforms_ST[number * members + member, : params.max_tokens] = [
                     uniform(seed, position) for position in range(params.max_tokens)
                 ]
-        return Asked(
+        stops = params.stop_token_ids
+        padding = max(1, -(-len(stops) // STOPS)) * STOPS - len(stops)
+        return LoopInputs(
             prompts_UP,
             lengths_U,
             uniforms_ST,
-            _filled_up(params.stop_token_ids),
+            np.array([*stops, *[-1] * padding], np.int32),
             np.float32(params.temperature),
             np.int32(params.min_tokens),
             np.int32(params.max_tokens),
             np.arange(prompts * members) < len(parts) * members,
         )
 
-    def _drawn(
+    def _decode_loop(
         self,
         factors: Factors,
         base: Any,
-        asked: Asked,
+        inputs: LoopInputs,
         *,
         members: int,
         longest: int,
@@ -191,25 +196,25 @@ class Sampler:
     ) -> Drawn:
         merged = functools.partial(self.adapted.merged, factors, base)
         model = merged()
-        prompts, width = asked.prompts_UP.shape
+        prompts, width = inputs.prompts_UP.shape
         size = width + longest
         column = jnp.arange(size)
-        padding_U = width - asked.lengths_U
+        padding_U = width - inputs.lengths_U
         seen_UC = (column >= padding_U[:, None]) & (column < width)
         before_PC = column <= jnp.arange(width)[:, None]
         head = taken_off(model)
         hidden_UPD, cache = model(
-            asked.prompts_UP,
+            inputs.prompts_UP,
             jnp.maximum(jnp.arange(width) - padding_U[:, None], 0),
             _empty_cache(model.config, prompts, size, self.adapted.number),
             seen_UC[:, None, :] & before_PC,
         )
         repeated = functools.partial(jnp.repeat, repeats=members, axis=0)
         rows = prompts * members
-        seen_SC, lengths_S = repeated(seen_UC), repeated(asked.lengths_U)
+        seen_SC, lengths_S = repeated(seen_UC), repeated(inputs.lengths_U)
         start = (
             jnp.int32(0),
-            ~asked.there_S,
+            ~inputs.there_S,
             repeated(head(hidden_UPD[:, -1:])[:, 0]),
             jax.tree.map(repeated, cache),
             jnp.full((rows, longest), -1, jnp.int32),
@@ -217,17 +222,17 @@ class Sampler:
         )
 
         def goes_on(state: Any) -> Any:
-            return (state[0] < asked.max_tokens) & ~state[1].all()
+            return (state[0] < inputs.max_tokens) & ~state[1].all()
 
         def next_token(state: Any) -> Any:
             step, done_S, logits_SV, cache, tokens_ST, logprobs_ST = state
-            allowed_SV = _without_early_stops(logits_SV, asked, step)
+            allowed_SV = _without_early_stops(logits_SV, inputs, step)
             chosen_S, logprobs_S = _draw(
-                allowed_SV, asked.temperature, asked.uniforms_ST[:, step], truncation
+                allowed_SV, inputs.temperature, inputs.uniforms_ST[:, step], truncation
             )
             tokens_ST = tokens_ST.at[:, step].set(jnp.where(done_S, -1, chosen_S))
             logprobs_ST = logprobs_ST.at[:, step].set(jnp.where(done_S, 0.0, logprobs_S))
-            done_S = done_S | (chosen_S[:, None] == asked.stops_K).any(-1)
+            done_S = done_S | (chosen_S[:, None] == inputs.stops_K).any(-1)
             mask_SC = seen_SC | ((column >= width) & (column <= width + step))
             inside = merged()  # layers note things about themselves, which must be within the loop
             head = taken_off(inside)
@@ -246,11 +251,6 @@ def _rounded_up(max_tokens: int) -> tuple[int, int]:
     return -(-max_tokens // step) * step, step
 
 
-def _filled_up(stop_token_ids: Sequence[int]) -> np.ndarray:
-    count = max(1, -(-len(stop_token_ids) // STOPS)) * STOPS
-    return np.array([*stop_token_ids, *[-1] * (count - len(stop_token_ids))], np.int32)
-
-
 def _empty_cache(config: Any, rows: int, size: int, number: Any) -> dict[str, Any]:
     shape = (rows, size, config.num_kv_heads, config.head_dim)
     return {
@@ -263,10 +263,10 @@ def _empty_cache(config: Any, rows: int, size: int, number: Any) -> dict[str, An
     }
 
 
-def _without_early_stops(logits_SV: Any, asked: Asked, step: Any) -> Any:
+def _without_early_stops(logits_SV: Any, inputs: LoopInputs, step: Any) -> Any:
     vocabulary = jnp.arange(logits_SV.shape[1])
-    stops_V = (vocabulary[:, None] == asked.stops_K).any(-1)
-    return jnp.where(stops_V & (step < asked.min_tokens), NEVER, logits_SV)
+    stops_V = (vocabulary[:, None] == inputs.stops_K).any(-1)
+    return jnp.where(stops_V & (step < inputs.min_tokens), NEVER, logits_SV)
 
 
 def _draw(
@@ -277,7 +277,7 @@ def _draw(
 ) -> tuple[Any, Any]:
     """Tokens and their log-probabilities at the temperature; 0 takes the likeliest, with that at temperature 1."""
     scaled_SV = logits_SV / jnp.where(temperature == 0, 1.0, temperature)
-    kept_SV = _truncated(scaled_SV, *truncation)
+    kept_SV = _truncate(scaled_SV, *truncation)
     weights_SV = jnp.exp(kept_SV - kept_SV.max(-1, keepdims=True))
     drawn_S = _search(weights_SV, uniforms_S)
     chosen_S = jnp.where(temperature == 0, kept_SV.argmax(-1), drawn_S).astype(jnp.int32)
@@ -293,11 +293,11 @@ def _search(weights_SV: Any, uniforms_S: Any) -> Any:
     sums_SK = blocks_SKB.sum(-1)
     ends_SK = _ends(sums_SK)
     targets_S1 = (uniforms_S * ends_SK[:, -1] * (1 - 1e-7))[:, None]
-    block_S1 = _reached(sums_SK, ends_SK, targets_S1)
+    block_S1 = _first_beyond(sums_SK, ends_SK, targets_S1)
     begins_SK = jnp.pad(ends_SK, ((0, 0), (1, 0)))
     rest_S1 = targets_S1 - jnp.take_along_axis(begins_SK, block_S1, -1)
     inside_SB = jnp.take_along_axis(blocks_SKB, block_S1[..., None], 1)[:, 0]
-    offset_S1 = _reached(inside_SB, _ends(inside_SB), rest_S1)
+    offset_S1 = _first_beyond(inside_SB, _ends(inside_SB), rest_S1)
     # Only logits that are not numbers reach beyond the end; their log-probability shows it.
     return jnp.minimum(block_S1 * BLOCK + offset_S1, vocabulary - 1)[:, 0]
 
@@ -307,7 +307,7 @@ def _ends(weights_SN: Any) -> Any:
     return jax.lax.cummax(weights_SN.cumsum(-1), axis=1)
 
 
-def _reached(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
+def _first_beyond(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
     """The first place with weight whose end lies beyond the target; the last place with weight if rounding leaves none."""
     there_SN = weights_SN > 0
     beyond_SN = there_SN & (ends_SN > targets_S1)
@@ -315,8 +315,8 @@ def _reached(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
     return jnp.where(beyond_SN.any(-1), beyond_SN.argmax(-1), last_S)[:, None]
 
 
-def _truncated(scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None) -> Any:
-    """Like `groupwise.engine.sampler.restrict.truncated`: each rule acts on what the one before it left."""
+def _truncate(scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None) -> Any:
+    """Like `groupwise.engine.sampler.draw.truncated`: each rule acts on what the one before it left."""
     if top_k is not None:
         least = jax.lax.top_k(scaled_SV, min(top_k, scaled_SV.shape[1]))[0][:, -1:]
         scaled_SV = jnp.where(scaled_SV < least, NEVER, scaled_SV)

@@ -14,8 +14,9 @@ import traceback
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from functools import singledispatchmethod
+from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 
@@ -66,7 +67,9 @@ def serve(connection: socket.socket) -> None:
     answers = connection.makefile("w", encoding="utf-8")
     orders: queue.Queue[Order] = queue.Queue()
     cancelled: set[int] = set()
-    reader = threading.Thread(target=_read, args=(connection, orders, cancelled), daemon=True)
+    reader = threading.Thread(
+        target=_read_orders, args=(connection, orders, cancelled), daemon=True
+    )
     reader.start()
     service, waiting = Service(), list[Order]()
     while True:
@@ -74,10 +77,14 @@ def serve(connection: socket.socket) -> None:
         taken, waiting = _next(waiting, orders)
         taken = [order for order in taken if order.number not in cancelled]
         if taken:
-            _answer(answers, service, taken)
+            for each in _answer(service, taken):
+                answers.write(each.model_dump_json() + "\n")
+            answers.flush()
 
 
-def _read(connection: socket.socket, orders: queue.Queue[Order], cancelled: set[int]) -> None:
+def _read_orders(
+    connection: socket.socket, orders: queue.Queue[Order], cancelled: set[int]
+) -> None:
     """Read orders until the connection ends, then end the process; a thread that ended alone would go unnoticed."""
     try:
         for line in connection.makefile("r", encoding="utf-8"):
@@ -108,13 +115,7 @@ def _next(waiting: list[Order], orders: queue.Queue[Order]) -> tuple[list[Order]
         together.append(following)
 
 
-def _answer(answers: IO[str], service: Service, taken: list[Order]) -> None:
-    for each in _done(service, taken):
-        answers.write(each.model_dump_json() + "\n")
-    answers.flush()
-
-
-def _done(service: Service, taken: list[Order]) -> list[Answer]:
+def _answer(service: Service, taken: list[Order]) -> list[Answer]:
     """The answers. If orders fail together, each is done by itself, so that an error of one does not reach the others."""
     try:
         results = service.do_all([order.do for order in taken])
@@ -124,7 +125,7 @@ def _done(service: Service, taken: list[Order]) -> list[Answer]:
         ]
     except Exception as error:  # noqa: BLE001 — belongs to the caller
         if len(taken) > 1:
-            return [answer for order in taken for answer in _done(service, [order])]
+            return [answer for order in taken for answer in _answer(service, [order])]
         return [Answer(number=taken[0].number or 0, error=_trouble(error, taken[0].do))]
 
 
@@ -132,21 +133,18 @@ def _trouble(error: Exception, order: Any) -> Trouble:
     if isinstance(error, GroupwiseError):
         return Trouble(kind=type(error).__name__, message=str(error))
     if "RESOURCE_EXHAUSTED" in str(error):
+        if isinstance(order, Open):
+            work = "loading the model. Take a smaller one, another model.dtype, or more devices in model.mesh."
+        elif isinstance(order, Generate):
+            work = "generating. Lower sampler.max_num_seqs or sampler.max_completion_length."
+        else:
+            work = "learning. Lower training.max_tokens_per_microbatch, or set training.gradient_checkpointing."
         return Trouble(
             kind=OutOfMemoryError.__name__,
-            message=f"JAX has no memory left while {_needs_less(order)} It said: {_first_line(error)}",
+            message=f"JAX has no memory left while {work} It said: {_first_line(error)}",
         )
-    told = "".join(traceback.format_exception(error))
-    return Trouble(kind=errors.RunError.__name__, message=f"The Tunix worker failed:\n{told}")
-
-
-def _needs_less(order: Any) -> str:
-    """Names an order's work, and what to change so that it takes less memory."""
-    if isinstance(order, Open):
-        return "loading the model. Take a smaller one, another model.dtype, or more devices in model.mesh."
-    if isinstance(order, Generate):
-        return "generating. Lower sampler.max_num_seqs or sampler.max_completion_length."
-    return "learning. Lower training.max_tokens_per_microbatch, or set training.gradient_checkpointing."
+    trace = "".join(traceback.format_exception(error))
+    return Trouble(kind=errors.RunError.__name__, message=f"The Tunix worker failed:\n{trace}")
 
 
 @contextmanager
@@ -187,11 +185,11 @@ class Service:
 
     @property
     def sampler(self) -> Sampler:
-        return _there(self._sampler)
+        return _require_open(self._sampler)
 
     @property
     def learner(self) -> Learner:
-        return _there(self._learner)
+        return _require_open(self._learner)
 
     def do_all(self, orders: list[Any]) -> list[Any]:
         """Do several orders at once; more than one only of `Generate`."""
@@ -207,10 +205,19 @@ class Service:
 
     @do.register
     def _(self, order: Look) -> Found:
-        devices = _devices()
+        try:
+            devices = jax.devices()
+        except RuntimeError as error:
+            raise UsageError(
+                f"JAX cannot open its devices: {error}. {OPENED_BY_ANOTHER}"
+            ) from error
+        if (hosts := jax.process_count()) > 1:
+            raise UsageError(
+                f"JAX sees the devices of {hosts} hosts; the backend tunix computes on those of one."
+            )
         return Found(
-            tunix=_version("google-tunix"),
-            jax=_version("jax"),
+            tunix=version("google-tunix"),
+            jax=version("jax"),
             platform=devices[0].platform,
             devices=len(devices),
             device=devices[0].device_kind,
@@ -235,7 +242,7 @@ class Service:
             run=order.run,
             publish_folder=self._publish_folder,
             described=order.described,
-            vocabulary=_vocabulary(model),
+            vocabulary=model.embedder.input_embedding.get_value().shape[0],
             longest=order.key_length,
             max_tokens=order.max_tokens,
             multiple=order.mesh[0],
@@ -266,7 +273,7 @@ class Service:
 
     @do.register
     def _(self, order: Publish) -> Any:
-        with _writing(_there(self._publish_folder)):
+        with _writing(_require_open(self._publish_folder)):
             return self.learner.publish(order.version)
 
     @do.register
@@ -288,21 +295,9 @@ class Service:
             self.learner.load(Path(order.folder))
 
 
-def _there(part: Any) -> Any:
+def _require_open(part: Any) -> Any:
     assert part is not None, "open comes first"
     return part
-
-
-def _devices() -> list[Any]:
-    try:
-        devices = jax.devices()
-    except RuntimeError as error:
-        raise UsageError(f"JAX cannot open its devices: {error}. {OPENED_BY_ANOTHER}") from error
-    if (hosts := jax.process_count()) > 1:
-        raise UsageError(
-            f"JAX sees the devices of {hosts} hosts; the backend tunix computes on those of one."
-        )
-    return devices
 
 
 def _mesh(shape: tuple[int, int]) -> Any:
@@ -314,13 +309,3 @@ def _mesh(shape: tuple[int, int]) -> Any:
         )
     kinds = (jax.sharding.AxisType.Auto,) * 2
     return jax.make_mesh(shape, ("fsdp", "tp"), kinds, devices=jax.devices()[:wanted])
-
-
-def _vocabulary(model: Any) -> int:
-    return model.embedder.input_embedding.get_value().shape[0]
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)

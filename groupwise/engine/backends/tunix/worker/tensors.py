@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+
+def _of_one(operation: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
+    """The method that does this with a tensor's array."""
+
+    def method(self: Tensor) -> Tensor:
+        return Tensor(operation(self.value))
+
+    return method
+
+
+def _of_two(operation: Callable[[Any, Any], Any]) -> Callable[[Tensor, Any], Tensor]:
+    """The method that does this with a tensor's array and another one, or a number."""
+
+    def method(self: Tensor, other: Any) -> Tensor:
+        return Tensor(operation(self.value, plain(other)))
+
+    return method
 
 
 class Tensor:
@@ -30,17 +50,10 @@ class Tensor:
     def to(self, dtype: Any) -> Tensor:
         return Tensor(self.value.astype(dtype))
 
-    def exp(self) -> Tensor:
-        return Tensor(jnp.exp(self.value))
-
-    def expm1(self) -> Tensor:
-        return Tensor(jnp.expm1(self.value))
-
-    def abs(self) -> Tensor:
-        return Tensor(jnp.abs(self.value))
-
-    def square(self) -> Tensor:
-        return Tensor(jnp.square(self.value))
+    exp = _of_one(jnp.exp)
+    expm1 = _of_one(jnp.expm1)
+    abs = _of_one(jnp.abs)
+    square = _of_one(jnp.square)
 
     def minimum(self, other: Tensor) -> Tensor:
         return Tensor(jnp.minimum(self.value, other.value))
@@ -69,50 +82,24 @@ class Tensor:
     def expand_as(self, other: Tensor) -> Tensor:
         return Tensor(jnp.broadcast_to(self.value, other.shape))
 
-    def __neg__(self) -> Tensor:
-        return Tensor(-self.value)
-
-    def __invert__(self) -> Tensor:
-        return Tensor(~self.value)
-
-    def __add__(self, other: Any) -> Tensor:
-        return Tensor(self.value + plain(other))
-
-    def __sub__(self, other: Any) -> Tensor:
-        return Tensor(self.value - plain(other))
-
-    def __mul__(self, other: Any) -> Tensor:
-        return Tensor(self.value * plain(other))
-
-    def __truediv__(self, other: Any) -> Tensor:
-        return Tensor(self.value / plain(other))
+    __neg__ = _of_one(operator.neg)
+    __invert__ = _of_one(operator.invert)
+    __add__ = __radd__ = _of_two(operator.add)
+    __sub__ = _of_two(operator.sub)
+    __mul__ = __rmul__ = _of_two(operator.mul)
+    __truediv__ = _of_two(operator.truediv)
+    __and__ = _of_two(operator.and_)
+    __or__ = _of_two(operator.or_)
+    __lt__ = _of_two(operator.lt)
+    __gt__ = _of_two(operator.gt)
+    __eq__ = _of_two(operator.eq)
+    __ne__ = _of_two(operator.ne)
 
     def __rsub__(self, other: Any) -> Tensor:
         return Tensor(plain(other) - self.value)
 
     def __rtruediv__(self, other: Any) -> Tensor:
         return Tensor(plain(other) / self.value)
-
-    __radd__ = __add__
-    __rmul__ = __mul__
-
-    def __and__(self, other: Any) -> Tensor:
-        return Tensor(self.value & plain(other))
-
-    def __or__(self, other: Any) -> Tensor:
-        return Tensor(self.value | plain(other))
-
-    def __lt__(self, other: Any) -> Tensor:
-        return Tensor(self.value < plain(other))
-
-    def __gt__(self, other: Any) -> Tensor:
-        return Tensor(self.value > plain(other))
-
-    def __eq__(self, other: object) -> Any:
-        return Tensor(self.value == plain(other))
-
-    def __ne__(self, other: object) -> Any:
-        return Tensor(self.value != plain(other))
 
     __hash__ = None  # type: ignore[assignment]
 

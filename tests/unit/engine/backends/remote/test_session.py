@@ -24,9 +24,15 @@ from groupwise.api.schemas.parts import Discard, FileFacts, FolderAnswer, Update
 from groupwise.core.errors import PolicyMismatchError, RunError, UsageError
 from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
 from groupwise.engine.backends.remote import session as module
-from groupwise.engine.backends.remote.learner import RemoteLearner
-from groupwise.engine.backends.remote.parts import RemotePartsSpec, model_files, owner_of, sections
-from groupwise.engine.backends.remote.sampler import RemoteSampler, weight_files
+from groupwise.engine.backends.remote.parts import (
+    RemoteLearner,
+    RemotePartsSpec,
+    RemoteSampler,
+    model_files,
+    owner_of,
+    sections,
+    weight_files,
+)
 from groupwise.engine.backends.remote.session import Session
 from groupwise.server.parts.files import Files
 from tests.fake_parts import SUMS, TRAINED, FakeCore, FakeParts

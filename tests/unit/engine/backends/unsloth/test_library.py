@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from groupwise.core.errors import ModelError
-from groupwise.engine.backends.unsloth.parts import load
+from groupwise.engine.backends.unsloth.library import load
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.plan import MIB, plan_model
 from tests import unsloth

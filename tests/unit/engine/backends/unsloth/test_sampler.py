@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from groupwise.core.types import GroupRequest, SamplingParams
-from groupwise.engine.backends.unsloth.parts import load
+from groupwise.engine.backends.unsloth.library import load
 from groupwise.engine.backends.unsloth.sampler import UnslothSampler
 from groupwise.engine.models.load import load_model
 from groupwise.engine.models.tiny import tiny_tokenizer

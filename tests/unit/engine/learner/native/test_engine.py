@@ -23,9 +23,9 @@ from transformers import (
 
 from groupwise.algorithms.registry import make
 from groupwise.core.types import MaskedTokens, Row
+from groupwise.engine.learner.engine import TransformersEngine
 from groupwise.engine.learner.native.engine import NativeEngine
 from groupwise.engine.learner.torch_learner import TorchLearner
-from groupwise.engine.learner.transformers_engine import TransformersEngine
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.lora import AdaptedModel, new_lora_config

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from groupwise.engine.models.native import kernel_cache
-from groupwise.engine.models.native.jit import kernel
+from groupwise.engine.models.native.kernel_cache import kernel
 from tests.disks import fill, small_disk
 
 SOURCES = Path(kernel_cache.__file__).parent

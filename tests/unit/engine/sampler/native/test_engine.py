@@ -26,12 +26,11 @@ from groupwise.core.errors import NonFiniteError
 from groupwise.core.types import Completion, GroupRequest, SamplingParams
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.models.tiny import tiny_tokenizer
-from groupwise.engine.sampler.engine import Engine, Prompt, Row
+from groupwise.engine.sampler.engine import Engine, Prompt, Row, SlotEngine
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import plainly
 from groupwise.engine.sampler.queued import DecodeLayout
-from groupwise.engine.sampler.slot_engine import SlotEngine
 from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from tests.device_checks import changed, generated, published

@@ -1,0 +1,66 @@
+"""A learner whose work another process does, asked by verbs (`groupwise.api.schemas.parts`): a training server, or Tunix's worker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from groupwise.api.schemas.parts import (
+    ForwardBackward,
+    Logprobs,
+    Predictions,
+    TrainedLogprobs,
+    Update,
+)
+from groupwise.core.types import (
+    LossSpec,
+    OptimiserParams,
+    PolicyRole,
+    Prediction,
+    Row,
+    UpdateResult,
+)
+
+Verb = ForwardBackward | TrainedLogprobs | Update | Logprobs | Predictions
+
+_SUMS = TypeAdapter(dict[str, float])
+_RESULT = TypeAdapter(UpdateResult)
+_LOGPROBS = TypeAdapter(list[tuple[float, ...]])
+_PREDICTIONS = TypeAdapter(list[Prediction])
+
+
+class VerbLearner(ABC):
+    """The computing part of a `groupwise.core.types.Learner`."""
+
+    @abstractmethod
+    async def _call(self, do: Verb) -> Any:
+        """Have the other process do it, after all earlier calls; returns its answer as JSON holds it."""
+
+    async def forward_backward(
+        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `groupwise.core.types.Learner.forward_backward`."""
+        do = ForwardBackward(rows=[*rows], loss=loss, denominators=dict(denominators))
+        return _SUMS.validate_python(await self._call(do))
+
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        """See `groupwise.core.types.Learner.trained_logprobs`."""
+        found = await self._call(TrainedLogprobs())
+        return None if found is None else _LOGPROBS.validate_python(found)
+
+    async def update(self, params: OptimiserParams) -> UpdateResult:
+        """See `groupwise.core.types.Learner.update`."""
+        return _RESULT.validate_python(await self._call(Update(params=params)))
+
+    async def logprobs(
+        self, rows: Sequence[Row], role: PolicyRole = "policy"
+    ) -> list[tuple[float, ...]]:
+        """See `groupwise.core.types.Learner.logprobs`."""
+        return _LOGPROBS.validate_python(await self._call(Logprobs(rows=[*rows], role=role)))
+
+    async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
+        """See `groupwise.core.types.Learner.predictions`."""
+        return _PREDICTIONS.validate_python(await self._call(Predictions(rows=[*rows])))

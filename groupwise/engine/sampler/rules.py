@@ -1,0 +1,77 @@
+"""Rules that all samplers share, free of torch: the number that decides which token a member draws, the texts that end a completion, and
+errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from groupwise.core.errors import NonFiniteError, PolicyMismatchError, RunError
+from groupwise.core.types import GroupRequest, Policy, SamplingParams
+
+MASK = (1 << 64) - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits: the splitmix64 finaliser over the seed and the counter (Steele et al. 2014)."""
+    z = (seed + (position + 1) * 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
+
+
+TOKENS_BEYOND_STOP = 8
+"""Tokens without text (half characters, special tokens) that a stop string may be spread over, beside its own."""
+
+INCOMPLETE = "\ufffd"
+"""The tokenizer's text for a character of which only some bytes are there yet."""
+
+
+def ends_with_stop(
+    token_ids: Sequence[int], params: SamplingParams, text_of: Callable[[Sequence[int]], str]
+) -> bool:
+    """True if a stop text ends with the last token; after one that came before `min_tokens` only another occurrence counts.
+
+    A stop text may be spread over several tokens, including tokens without text.
+    """
+    if not params.stop or len(token_ids) < params.min_tokens:
+        return False
+    reach = max(len(text.encode()) for text in params.stop) + TOKENS_BEYOND_STOP
+    tail = text_of(token_ids[-reach:])
+    found = [text for text in params.stop if text in tail]
+    if not found or not params.min_tokens:
+        return bool(found)
+    before = text_of(token_ids[-reach:-1]).rstrip(INCOMPLETE)
+    return any(tail.rfind(text) + len(text) > len(before) for text in found)
+
+
+def refuse_misfit(request: GroupRequest, key_length: int) -> None:
+    """Raise `RunError` for an empty prompt or completion, or if both together are longer than the sampler has room for."""
+    if not request.prompt_ids or request.params.max_tokens < 1:
+        raise RunError(
+            f"A prompt of {len(request.prompt_ids)} tokens and a completion of at most "
+            f"{request.params.max_tokens}; both need at least one."
+        )
+    needed = len(request.prompt_ids) + request.params.max_tokens
+    if needed > key_length:
+        raise RunError(
+            f"A prompt of {len(request.prompt_ids)} tokens with {request.params.max_tokens} new ones needs "
+            f"{needed} positions, but the sampler was laid out for {key_length}."
+        )
+
+
+def refuse_other_weights(policy: Policy, found: str) -> None:
+    """Raise `PolicyMismatchError` if the loaded weights have another fingerprint than the published ones."""
+    if found != policy.fingerprint:
+        raise PolicyMismatchError(
+            f"{policy.run}@{policy.version} was published with the fingerprint {policy.fingerprint}, but the files in "
+            f"{policy.path} have {found}. Someone else wrote there, or the disk is damaged."
+        )
+
+
+def not_finite(version: int) -> NonFiniteError:
+    """The error for logits that are not finite."""
+    return NonFiniteError(
+        f"The model's logits are not finite (policy version {version}), so nothing can be drawn from them. "
+        "Lower training.learning_rate, or try model.dtype=float32."
+    )
