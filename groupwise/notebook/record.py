@@ -42,7 +42,14 @@ class Record:
         """
         with self._store() as store:
             if names:
-                _refuse_unknown(names, store.metric_names())
+                known = store.metric_names()
+                for name in names if known else ():
+                    if name not in known:
+                        near = nearest(str(name), known)
+                        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+                        raise UsageError(
+                            f"The run has no metric {name!r}.{hint} It has: {', '.join(known)}."
+                        )
             return store.metrics(names or None)
 
     def metric_names(self) -> list[str]:
@@ -54,7 +61,14 @@ class Record:
         """Completions with their rewards: of one step (counted from 0), or the newest ones. Raises UsageError for a step not done yet."""
         step = plain_number(step)
         with self._store() as store:
-            _refuse_later(step, store.last_step())
+            last = store.last_step()
+            done = type(step) is int and 0 <= step <= (last or 0)
+            if step is not None and not done:
+                there = "no step is done yet" if last is None else f"there are 0 to {last}"
+                raise UsageError(
+                    f"step is {step!r}, but {there}. Give one of the steps that are done, counted from 0, or None for the newest "
+                    "completions."
+                )
             return store.rollouts(
                 RolloutFilter(
                     step=step, order="draw" if step is not None else "newest", limit=limit
@@ -92,23 +106,6 @@ class Record:
 
     def _store(self) -> Store:
         return Store.open(self.folder / RECORD, readonly=True)
-
-
-def _refuse_unknown(names: Sequence[str], known: Sequence[str]) -> None:
-    for name in names if known else ():
-        if name not in known:
-            near = nearest(str(name), known)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise UsageError(f"The run has no metric {name!r}.{hint} It has: {', '.join(known)}.")
-
-
-def _refuse_later(step: object, last: int | None) -> None:
-    if step is None or (type(step) is int and 0 <= step <= (last or 0)):
-        return
-    there = "no step is done yet" if last is None else f"there are 0 to {last}"
-    raise UsageError(
-        f"step is {step!r}, but {there}. Give one of the steps that are done, counted from 0, or None for the newest completions."
-    )
 
 
 @dataclass(frozen=True, slots=True)

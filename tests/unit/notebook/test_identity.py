@@ -18,8 +18,17 @@ import pytest
 
 from groupwise.notebook import Criterion, Rubric, Session, TrainingConfig
 from groupwise.notebook.fingerprint import Look, digest
-from groupwise.notebook.identity import UNSEEN, USED, differences, reward_facts
-from groupwise.notebook.reward_state import FILE, Collected, collected, comparable, noticed
+from groupwise.notebook.identity import (
+    COLLECTED_FILE,
+    UNSEEN,
+    USED,
+    Collected,
+    collected,
+    comparable,
+    differences,
+    noticed,
+    reward_facts,
+)
 from groupwise.notebook.rewards import create_reward_functions
 
 # Cells with a reward in each: what it uses has to count, whatever it is and wherever it stands.
@@ -335,7 +344,7 @@ def test_what_rewards_collect_is_found_by_what_a_run_has_changed(tmp_path: Path)
     before = reward_facts(rubric)
     assert comparable(before, before, collected(tmp_path)) == (before, before)
     note(rubric, before, tmp_path)
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / COLLECTED_FILE).exists()
     names["reward"](["a text"])
     known = {"seen of the reward reward", "calls of the reward reward"}
     assert note(rubric, before, tmp_path) == known
