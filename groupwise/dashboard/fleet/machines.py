@@ -103,29 +103,28 @@ def words_of(actions: Mapping[str, Action], status: str) -> dict[str, str]:
 
 
 def described(machine: Document) -> Document:
-    """A machine with, for each GPU, the word for what matters most of it; and its places for jobs without GPUs, free ones as a count."""
-    gpus = [{**gpu, "shown": _of_gpu(gpu)} for gpu in machine.get("gpus", [])]
+    """A machine with its slots, and for each GPU the word for its state: held, free, quarantined, or its use by others.
+
+    Slots are places for jobs without GPUs: those of its engine if it has one, else the configured number; by default one if the machine
+    has no GPUs, otherwise none.
+    """
+    gpus: list[Document] = []
+    for gpu in machine.get("gpus", []):
+        if gpu["quarantined"]:
+            shown = "quarantined"
+        elif gpu["held_by"]:
+            shown = "held"
+        else:
+            free = gpu["observed"] == Observed.OK
+            shown = "free" if free else gpu["observed"].replace("_", " ")
+        gpus.append({**gpu, "shown": shown})
+    slots = machine.get("total_slots")
+    if slots is None:
+        slots = machine.get("cpu_slots")
+    if slots is None:
+        slots = int(not machine.get("gpus"))
     held = machine.get("cpu_slots_held_by", [])
-    free = max(0, _slots(machine) - len(held))
-    return {**machine, "gpus": gpus, "slots_held": held, "slots_free": free}
-
-
-def _slots(machine: Document) -> int:
-    """Slots for placing jobs: all of them behind an engine; else the configured number, by default one if there are no GPUs, otherwise
-    none."""
-    if machine.get("total_slots") is not None:
-        return machine["total_slots"]
-    given = machine.get("cpu_slots")
-    return int(not machine.get("gpus")) if given is None else given
-
-
-def _of_gpu(gpu: Document) -> str:
-    """State of a GPU: held, free, quarantined, or its use by others."""
-    if gpu["quarantined"]:
-        return "quarantined"
-    if gpu["held_by"]:
-        return "held"
-    return "free" if gpu["observed"] == Observed.OK else gpu["observed"].replace("_", " ")
+    return {**machine, "gpus": gpus, "slots_held": held, "slots_free": max(0, slots - len(held))}
 
 
 ROUTES = (

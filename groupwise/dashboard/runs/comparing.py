@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from pydantic import Field
@@ -50,13 +51,20 @@ def compare(visit: Visit) -> Page:
             f"{len(names)} runs are chosen; {MOST} of them can be told apart in a plot."
         )
     there = {name: visit.place.runs.one(visit.place.run(name)) for name in names}
-    metrics = sorted({metric for name in names for metric in _metrics(visit, name)})
+    configs: dict[str, Mapping[str, Any]] = {name: {} for name in names}
+    metrics: list[str] = []
+    for name in names:
+        path = visit.place.run(name)
+        with Store.open(path / RECORD, readonly=True) as store:
+            metrics += names_of(store)
+        with suppress(StoreError):  # a run that ended before it had one
+            configs[name] = read_config(path)
+    metrics = sorted({*metrics})
     if asked.metric and asked.metric not in metrics:
         raise UsageError(
             f"None of these runs has a metric {asked.metric[:100]!r}. There are: {', '.join(metrics[:100]) or 'none'}."
         )
     usual = [each for each in USUAL if each in metrics] or metrics[:1]
-    configs = {name: _config(visit, name) for name in names}
     data: dict[str, Any] = {
         "names": names,
         "runs": {
@@ -85,18 +93,6 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]
     keys = sorted({key for each in flat.values() for key in each} - PLACES)
     rows = {key: [each.get(key, "") for each in flat.values()] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
-
-
-def _metrics(visit: Visit, name: str) -> list[str]:
-    with Store.open(visit.place.run(name) / RECORD, readonly=True) as store:
-        return names_of(store)
-
-
-def _config(visit: Visit, name: str) -> dict[str, Any]:
-    try:
-        return read_config(visit.place.run(name))
-    except StoreError:  # of a run that ended before it had one
-        return {}
 
 
 ROUTES = (shown("/compare", compare),)

@@ -34,8 +34,19 @@ class RunsQuery(Query):
 def runs(visit: Visit) -> Page:
     """The list."""
     asked, known = visit.query(RunsQuery), visit.place.runs.known()
-    matching = [each for each in known.runs if _matches(each, asked)]
-    matching = _in_order(matching, asked.sort)
+    matching = [
+        each
+        for each in known.runs
+        if asked.state in ("", each.info.state or "broken") and has_words(each, asked.q)
+    ]
+    if asked.sort == "changed":
+        matching.sort(key=lambda each: -each.written)
+    elif asked.sort == "name":
+        matching.sort(key=lambda each: each.info.name.casefold())
+    elif asked.sort == "reward":
+        matching.sort(
+            key=lambda each: (each.info.reward_last is None, -(each.info.reward_last or 0.0))
+        )
     here = cut(matching, asked.page, PER_PAGE)
     data: dict[str, Any] = {
         "folder": str(visit.place.runs.folder),
@@ -52,10 +63,6 @@ def runs(visit: Visit) -> Page:
     return Page("runs.html", data, live="/live")
 
 
-def _matches(listed: Listed, asked: RunsQuery) -> bool:
-    return asked.state in ("", listed.info.state or "broken") and has_words(listed, asked.q)
-
-
 def has_words(listed: Listed, words: str) -> bool:
     """True if a run's name, model and task have all of these words."""
     return are_in(words, (listed.info.name, listed.info.model, listed.info.task))
@@ -65,22 +72,6 @@ def are_in(words: str, texts: Iterable[str | None]) -> bool:
     """True if all words stand in these texts; case is ignored."""
     there = " ".join(filter(None, texts)).casefold()
     return all(word in there for word in words.casefold().split())
-
-
-def _in_order(runs: Iterable[Listed], sort: Sort) -> list[Listed]:
-    found = list(runs)  # the newest first
-    if sort == "changed":
-        return sorted(found, key=lambda each: -each.written)
-    if sort == "name":
-        return sorted(found, key=lambda each: each.info.name.casefold())
-    if sort == "reward":
-        return sorted(found, key=_by_reward)
-    return found
-
-
-def _by_reward(listed: Listed) -> tuple[bool, float]:
-    reward = listed.info.reward_last
-    return reward is None, -(reward or 0.0)
 
 
 def _document(listed: Listed) -> dict[str, Any]:

@@ -87,7 +87,12 @@ class RunsIndex:
             for gone in self._known.keys() - {path.name for path in stamps}:
                 del self._known[gone]
             found = [each for _, each in self._known.values()]
-        return Known(tuple(_sorted(map(_as_now, found))), len(stamps) - len(found))
+
+        def newest_first(listed: Listed) -> tuple[bool, float, str]:
+            return listed.info.broken is not None, -(listed.info.started or 0.0), listed.info.name
+
+        runs = tuple(sorted(map(_as_now, found), key=newest_first))
+        return Known(runs, len(stamps) - len(found))
 
     def stamp(self, moment: float = MOMENT) -> Any:
         """A value that differs once the list has changed, or a new result exists in a run or beside them. Found once a second for all."""
@@ -176,10 +181,3 @@ def _as_now(listed: Listed) -> Listed:
         return listed
     state = shown_state(listed.info.path, "running")
     return replace(listed, info=replace(listed.info, state=state))
-
-
-def _sorted(runs: Iterable[Listed]) -> list[Listed]:
-    def place(listed: Listed) -> tuple[bool, float, str]:
-        return listed.info.broken is not None, -(listed.info.started or 0.0), listed.info.name
-
-    return sorted(runs, key=place)
