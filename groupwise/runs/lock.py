@@ -59,7 +59,9 @@ class RunLock:
                 f"{folder} is in use by {_read(folder) or 'another process'}. "
                 "Wait for it or stop it, or start another run with run.name=<another name>."
             )
-        _introduce(descriptor)
+        me = Holder(pid=os.getpid(), started_at=time.time(), host=socket.gethostname())
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
         return cls(descriptor)
 
     def release(self) -> None:
@@ -97,12 +99,6 @@ def _take(descriptor: int, kind: int) -> bool:
         else:
             return True
     return False
-
-
-def _introduce(descriptor: int) -> None:
-    me = Holder(pid=os.getpid(), started_at=time.time(), host=socket.gethostname())
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
 
 
 def _read(folder: Path) -> Holder | None:

@@ -116,27 +116,23 @@ def _conditions(wanted: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
     if wanted.order in ("best", "worst"):
         yield _Condition("order", f"§{measured} <= 9e999", ())
     if wanted.part is not None and plan.several:
-        yield _once(wanted)
+        # A rollout of several turns may have a part several times: it is found by that which comes first in the order of the page.
+        nearer = {"best": "another.value > part.value", "worst": "another.value < part.value"}
+        before = "another.position < part.position"
+        if wanted.order in nearer:
+            before = f"({nearer[wanted.order]} OR (another.value = part.value AND {before}))"
+        within, values = "", ()
+        if (wanted.min_reward, wanted.max_reward) != (None, None) or wanted.order in nearer:
+            within, values = " AND +another.value BETWEEN ? AND ?", _range(wanted)
+        # Those of the rollout are few: the pluses keep SQLite from going through all of the name.
+        clause = (
+            "NOT EXISTS (SELECT 1 FROM parts AS another WHERE another.rollout = part.rollout AND +another.name = part.name"
+            f"{within} AND {before})"
+        )
+        yield _Condition("order", clause, values)
     if wanted.text is not None:
         having = "§{id} IN (SELECT rowid FROM {index} WHERE {index} MATCH ?)"
         yield _Condition("text", *_text(wanted, plan, having))
-
-
-def _once(wanted: RolloutFilter) -> _Condition:
-    """A rollout of several turns may have a part several times: it is found by that which comes first in the order of the page."""
-    nearer = {"best": "another.value > part.value", "worst": "another.value < part.value"}
-    before = "another.position < part.position"
-    if wanted.order in nearer:
-        before = f"({nearer[wanted.order]} OR (another.value = part.value AND {before}))"
-    within, values = "", ()
-    if (wanted.min_reward, wanted.max_reward) != (None, None) or wanted.order in nearer:
-        within, values = " AND +another.value BETWEEN ? AND ?", _range(wanted)
-    # Those of the rollout are few: the pluses keep SQLite from going through all of the name.
-    clause = (
-        "NOT EXISTS (SELECT 1 FROM parts AS another WHERE another.rollout = part.rollout AND +another.name = part.name"
-        f"{within} AND {before})"
-    )
-    return _Condition("order", clause, values)
 
 
 def _range(wanted: RolloutFilter) -> tuple[float, float]:
@@ -184,16 +180,11 @@ def _source(wanted: RolloutFilter, plan: Plan) -> str:
     reads = wanted_of(wanted.text or "", indexed=plan.indexed, signs=plan.signs).plain
     groups = " CROSS JOIN groups ON groups.draw = rollouts.draw" if reads else ""
     if _by_value(wanted, plan):
-        if _only_of_parts(wanted):
-            return "parts AS part"
+        rest = replace(wanted, part=None, min_reward=None, max_reward=None, limit=0, offset=0)
+        if rest in (RolloutFilter(order="best", limit=0), RolloutFilter(order="worst", limit=0)):
+            return "parts AS part"  # all conditions are about the part itself
         return f"parts AS part CROSS JOIN rollouts ON rollouts.id = part.rollout{groups}"
     return f"rollouts{parts}{groups}"
-
-
-def _only_of_parts(wanted: RolloutFilter) -> bool:
-    """True if all conditions are about the part itself."""
-    rest = replace(wanted, part=None, min_reward=None, max_reward=None, limit=0, offset=0)
-    return rest in (RolloutFilter(order="best", limit=0), RolloutFilter(order="worst", limit=0))
 
 
 def _by_task(wanted: RolloutFilter, plan: Plan) -> bool:
@@ -258,11 +249,11 @@ def _text(wanted: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:
 
 def _has(words: RequiredTerms, having: str, text: str) -> str:
     matched = [having] if words.matched else []  # first: a text is read only where the index has it
-    plain = [f"instr({_small(each, text)}, ?)" for each in words.plain]
+    plain = [f"instr({_in_small_letters(each, text)}, ?)" for each in words.plain]
     return f"({' AND '.join([*matched, *plain]) or 'TRUE'})"
 
 
-def _small(word: str, text: str) -> str:
+def _in_small_letters(word: str, text: str) -> str:
     """A text in small letters, as far as the word has any: SQLite knows those of ASCII alone."""
     if word.isascii():
         return f"lower({text})"

@@ -48,7 +48,10 @@ def write_record(store: Store, to: RecordFormat, folder: Path, steps: int) -> No
 
     Rows are read as they are written, a step or an evaluation at a time.
     """
-    names = _metric_columns(store)
+    # The column of each metric of the run: its name, but never that of the step's own column.
+    names = store.metric_names()
+    free = next(name for n in count() if (name := f"metric{'s' * n}/step") not in names)
+    names = {name: free if name == "step" else name for name in names}
     columns = {**_COLUMNS, "metrics": {"step": "whole", **dict.fromkeys(names.values(), "number")}}
     kinds: dict[str, Iterator[Row]] = {
         "rollouts": _rollouts(store, steps),
@@ -118,13 +121,6 @@ def _rollout(view: RolloutView, detail: RolloutDetail) -> Row:
         "messages": _plain_json(detail.messages),
         "notes": _plain_json(detail.notes),
     }
-
-
-def _metric_columns(store: Store) -> dict[str, str]:
-    """The column of each metric of the run: its name, but never that of the step's own column."""
-    names = store.metric_names()
-    free = next(name for n in count() if (name := f"metric{'s' * n}/step") not in names)
-    return {name: free if name == "step" else name for name in names}
 
 
 def _metrics(store: Store, steps: int, columns: Mapping[str, str]) -> Iterator[Row]:

@@ -40,11 +40,11 @@ from groupwise.core.terminal.plot import Point, sparkline, svg_curve, terminal_c
 from groupwise.core.terminal.text import one_line, shorten
 from groupwise.runs import checkpoints
 from groupwise.runs.advice import advice_on
+from groupwise.runs.curves import warm_up_curve
 from groupwise.runs.find import RunInfo, final_step, list_runs, resolve, run_info
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
-from groupwise.runs.warm_up import warm_up_curve
 
 LIMITS = {"turns": "max_turns", "tokens": "max_rollout_length"}
 """The keys of the `rollout` section by what they ended."""

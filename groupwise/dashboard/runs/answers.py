@@ -22,8 +22,8 @@ from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, cut, shown
 from groupwise.dashboard.runs.comparing import differences
 from groupwise.dashboard.runs.reading import LISTED, MOST_TASKS
 from groupwise.runs.folder import RECORD, read_config
-from groupwise.runs.prompt_queries import AskedFilter
 from groupwise.runs.records import GroupAsked, GroupScore, RolloutFilter
+from groupwise.runs.search import AskedFilter
 from groupwise.runs.store import Store
 
 PER_PAGE = 10

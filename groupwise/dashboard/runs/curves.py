@@ -15,7 +15,7 @@ from groupwise.core.errors import UsageError
 from groupwise.dashboard.pages import Query, Visit, shown
 from groupwise.dashboard.sources.evaluations import by_k
 from groupwise.dashboard.templates import line as harmless
-from groupwise.runs.evaluated_metrics import EVAL, Curve, curves_of
+from groupwise.runs.curves import EVAL, Curve, curves_of
 from groupwise.runs.folder import RECORD
 from groupwise.runs.records import CurvePoint
 from groupwise.runs.store import Store

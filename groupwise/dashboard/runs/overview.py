@@ -15,11 +15,11 @@ from groupwise.dashboard.sources.evaluations import evaluations_of
 from groupwise.dashboard.sources.runs import Listed
 from groupwise.runs import checkpoints
 from groupwise.runs.advice import advice_on
+from groupwise.runs.curves import WARM_UP
 from groupwise.runs.find import ENDS, RunInfo, final_step, mean_of
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
 from groupwise.runs.lock import holder
 from groupwise.runs.store import Store
-from groupwise.runs.warm_up import WARM_UP
 
 MOST_WARNINGS = 20
 """The newest, that are listed."""

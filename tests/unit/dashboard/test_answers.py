@@ -15,8 +15,8 @@ import httpx2
 import pytest
 
 from groupwise.core.types import Example, Group, Rollout
-from groupwise.runs.prompt_queries import AskedFilter
 from groupwise.runs.records import StepRecord
+from groupwise.runs.search import AskedFilter
 from groupwise.runs.store import Store
 from tests.unit.dashboard.dashboard_client import asking
 from tests.web_runs import write_run

@@ -31,7 +31,6 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import StoreError
 from groupwise.core.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
 from groupwise.runs import database, schema, text_index
-from groupwise.runs.prompt_queries import AskedFilter
 from groupwise.runs.query import Plan, rollout_query
 from groupwise.runs.records import (
     CurvePoint,
@@ -41,6 +40,7 @@ from groupwise.runs.records import (
     StepRecord,
     WarningRecord,
 )
+from groupwise.runs.search import AskedFilter
 from groupwise.runs.store import Store
 from groupwise.runs.tables import task_of
 
