@@ -194,32 +194,26 @@ def _taken(
     found: Any = module
     for name in attribute.split(".") if attribute else ():
         if not hasattr(found, name):
-            raise TaskError(_no_attribute(source, found, name, kind))
+            public = [known for known in dir(found) if not known.startswith("_")]
+            close = nearest(name, public)
+            hint = f" Did you mean {' or '.join(f'`{n}`' for n in close)}?" if close else ""
+            raise TaskError(
+                f"{source} has no `{name}` to load as a {kind}.{hint} It has: {_listed(public)}."
+            )
         found = getattr(found, name)
     if inspect.isclass(found) and instantiate:
-        found = _instance(found, source)
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise TaskError(
+                f"{source}: class `{found.__name__}` is instantiated without arguments, but its constructor "
+                f"does not allow that ({error}). Give its parameters defaults, or name an instance of it instead."
+            ) from error
+        found = run_user_code(
+            found, what=f"{source}: class `{found.__name__}` failed while it was instantiated"
+        )
     spec = f"{source}:{attribute}" if attribute else source
     return LoadedPlugin(found, module, spec, getattr(module, "__file__", None))
-
-
-def _no_attribute(source: str, owner: Any, name: str, kind: str) -> str:
-    public = [known for known in dir(owner) if not known.startswith("_")]
-    close = nearest(name, public)
-    hint = f" Did you mean {' or '.join(f'`{n}`' for n in close)}?" if close else ""
-    return f"{source} has no `{name}` to load as a {kind}.{hint} It has: {_listed(public)}."
-
-
-def _instance(kind: Callable[[], Any], source: str) -> Any:
-    try:
-        inspect.signature(kind).bind()
-    except TypeError as error:
-        raise TaskError(
-            f"{source}: class `{kind.__name__}` is instantiated without arguments, but its constructor "
-            f"does not allow that ({error}). Give its parameters defaults, or name an instance of it instead."
-        ) from error
-    return run_user_code(
-        kind, what=f"{source}: class `{kind.__name__}` failed while it was instantiated"
-    )
 
 
 def run_user_code(call: Callable[[], Any], *, what: str) -> Any:
@@ -248,40 +242,32 @@ def _load_file(file: Path, spec: str, kind: str) -> ModuleType:
     previous = sys.modules.get(name)
     sys.modules[name] = module
     try:
-        _run_file(module, path, kind)
+        # Run it with its folder in front, as Python does for a script; afterwards the folder stays at the end.
+        folder = str(path.parent)
+        _forget_namesakes(folder)
+        _user_folders.add(folder)
+        sys.path.insert(0, folder)
+
+        def run() -> None:
+            # Compiled here and not by the loader: its cache takes an edit within the same second for none.
+            source = path.read_bytes()
+            _warn_of_training(source, path, kind)
+            exec(compile(source, str(path), "exec"), module.__dict__)
+
+        try:
+            run_user_code(run, what=f"The {kind} file {path} cannot be loaded")
+        finally:
+            with suppress(ValueError):  # the file may have changed the path itself
+                sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
     except BaseException:
-        _restore(name, previous)
+        if previous is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = previous
         raise
     return module
-
-
-def _run_file(module: ModuleType, path: Path, kind: str) -> None:
-    """Run it with its folder in front, as Python does for a script; afterwards the folder stays at the end."""
-    folder = str(path.parent)
-    _forget_namesakes(folder)
-    _user_folders.add(folder)
-    sys.path.insert(0, folder)
-
-    def run() -> None:
-        # Compiled here and not by the loader: its cache takes an edit within the same second for none.
-        source = path.read_bytes()
-        _warn_of_training(source, path, kind)
-        exec(compile(source, str(path), "exec"), module.__dict__)
-
-    try:
-        run_user_code(run, what=f"The {kind} file {path} cannot be loaded")
-    finally:
-        with suppress(ValueError):  # the file may have changed the path itself
-            sys.path.remove(folder)
-    if folder not in sys.path:
-        sys.path.append(folder)
-
-
-def _restore(name: str, module: ModuleType | None) -> None:
-    if module is None:
-        del sys.modules[name]
-    else:
-        sys.modules[name] = module
 
 
 def _forget_namesakes(folder: str) -> None:
@@ -300,7 +286,10 @@ def _forget_namesakes(folder: str) -> None:
 def _exists(target: str) -> bool:
     if not all(part.isidentifier() for part in target.split(".")):
         return False
-    _make_working_directory_importable()
+    # The console script, unlike `python -m`, starts without it. At the end, so that it hides nothing.
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
     parent = target.rpartition(".")[0]
     if parent and not _exists(parent):
         return False
@@ -317,13 +306,6 @@ def _find_spec(target: str) -> importlib.machinery.ModuleSpec | None:
         raise
     except ValueError:  # `__main__` and hand-made modules have no spec
         return None
-
-
-def _make_working_directory_importable() -> None:
-    """The console script, unlike `python -m`, starts without it. At the end, so that it hides nothing."""
-    folder = str(Path.cwd())
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.append(folder)
 
 
 def _import(name: str, kind: str) -> ModuleType:

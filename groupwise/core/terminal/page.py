@@ -77,7 +77,17 @@ class Page:
 
     def html(self) -> str:
         """The content that is shown now."""
-        parts = [self._head(), self._told(), self._numbers(), self._pictures(), self._completions()]
+        pictures = [
+            picture(svg_curve(series, title=title, width=WIDTH, height=HEIGHT), title)
+            for title, series in self._plots()
+        ]
+        parts = [
+            self._head(),
+            *(f'<div style="white-space: pre-wrap">{as_html(note)}</div>' for note in self._notes),
+            self._numbers(),
+            f'<div style="display: flex; flex-wrap: wrap; gap: 8px; margin: .5em 0">{"".join(pictures)}</div>',
+            self._completions(),
+        ]
         return f'<div style="font: {FONT}">{"".join(parts)}</div>'
 
     def _head(self) -> str:
@@ -92,24 +102,12 @@ class Page:
             + (f"<div>{name} <b>{as_html(value)}</b></div>" if value else "")
         )
 
-    def _told(self) -> str:
-        return "".join(
-            f'<div style="white-space: pre-wrap">{as_html(note)}</div>' for note in self._notes
-        )
-
     def _numbers(self) -> str:
         facts = " ".join(
             f'<span style="margin-right: 1.4em; white-space: nowrap"><span style="opacity: .6">{name}</span> {as_html(value)}</span>'
             for name, value in self._board.facts()
         )
         return f'<div style="max-width: 900px; line-height: 1.6">{facts}</div>'
-
-    def _pictures(self) -> str:
-        shown = [
-            picture(svg_curve(series, title=title, width=WIDTH, height=HEIGHT), title)
-            for title, series in self._plots()
-        ]
-        return f'<div style="display: flex; flex-wrap: wrap; gap: 8px; margin: .5em 0">{"".join(shown)}</div>'
 
     def _plots(self) -> list[tuple[str, list[Series]]]:
         found: list[tuple[str, list[Series]]] = []

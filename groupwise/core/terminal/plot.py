@@ -110,7 +110,11 @@ def terminal_curve(
     canvas = _Canvas(max(8, width - margin - 2), max(3, height), frame)
     for index, each in enumerate(drawn):
         canvas.draw(each, index)
-    lines = _axis_of_y(canvas, dict(zip(frame.y_ticks, labels, strict=True)), margin, colour)
+    rows = {canvas.row_of(tick): label for tick, label in zip(frame.y_ticks, labels, strict=True)}
+    lines = [
+        f"{rows.get(row, ''):>{margin}} {'┤' if row in rows else '│'}{canvas.text(row, colour)}".rstrip()
+        for row in range(canvas.rows)
+    ]
     lines += _axis_of_x(canvas, margin, x_label)
     return "\n".join([*_heading(title, drawn, width, colour), *lines])
 
@@ -219,7 +223,10 @@ class _Canvas:
             return
         dots = [self._dot(x, y) for x, y in series.points]
         for start, end in zip(dots, dots[1:] or dots, strict=False):
-            for column, row in _straight(start, end):
+            (x0, y0), (x1, y1) = start, end
+            length = max(abs(x1 - x0), abs(y1 - y0), 1)
+            for i in range(length + 1):  # the dots on the way from one to the other
+                column, row = round(x0 + (x1 - x0) * i / length), round(y0 + (y1 - y0) * i / length)
                 self._dots[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
                 self._owner[row // 4][column // 2] = index
 
@@ -251,16 +258,6 @@ class _Canvas:
         return round(across * (2 * self.columns - 1)), round((1 - up) * (4 * self.rows - 1))
 
 
-def _straight(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots on the way from one dot to another."""
-    (x0, y0), (x1, y1) = start, end
-    length = max(abs(x1 - x0), abs(y1 - y0), 1)
-    return [
-        (round(x0 + (x1 - x0) * i / length), round(y0 + (y1 - y0) * i / length))
-        for i in range(length + 1)
-    ]
-
-
 def _heading(title: str, series: Sequence[Series], width: int, colour: bool) -> list[str]:
     if not title:
         return []
@@ -271,14 +268,6 @@ def _heading(title: str, series: Sequence[Series], width: int, colour: bool) -> 
     shown = f"{_BOLD}{line}{_PLAIN}" if colour else line
     fits = len(line) + 3 + len(signs) <= width
     return [shown + " " * (width - len(line) - len(signs)) + signs] if fits else [shown]
-
-
-def _axis_of_y(canvas: _Canvas, labels: dict[float, str], margin: int, colour: bool) -> list[str]:
-    rows = {canvas.row_of(tick): label for tick, label in labels.items()}
-    return [
-        f"{rows.get(row, ''):>{margin}} {'┤' if row in rows else '│'}{canvas.text(row, colour)}".rstrip()
-        for row in range(canvas.rows)
-    ]
 
 
 def _axis_of_x(canvas: _Canvas, margin: int, label: str) -> list[str]:
@@ -334,12 +323,23 @@ def svg_curve(
     height: int = 360,
 ) -> str:
     """A picture that stands alone: no scripts, no fonts to load, light and dark. Many points are thinned."""
-    drawn = [each for each in map(_drawn_as_svg, series) if each.points]
+    drawn: list[Series] = []
+    for each in series:
+        finite = _finite(each.points)
+        points = finite if each.style == "band" else thinned(finite)
+        if points:
+            drawn.append(Series(each.name, points, each.style))
     body: list[str] = []
     legend, below = _legend(drawn, width, title)
     if drawn:
         frame = _Frame.around(drawn, y_ticks=5, x_ticks=8)
-        body += _svg_axes(frame, width, height)
+        for tick in frame.y_ticks:
+            _, y = _pixel(frame, frame.left, tick, width, height)
+            body.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
+            body.append(_label(_LEFT - 8, y + 4, _number(tick, frame.y_step), "faint", "end"))
+        for tick in frame.x_ticks:
+            x, y = _pixel(frame, tick, frame.bottom, width, height)
+            body.append(_label(x, y + 20, _number(tick, frame.x_step), "faint", "middle"))
         body += [_svg_series(each, i, drawn, frame, width, height) for i, each in enumerate(drawn)]
     else:
         body.append(_label(width / 2, height / 2, "no values yet", "faint", "middle"))
@@ -360,24 +360,6 @@ def svg_curve(
     )
 
 
-def _drawn_as_svg(series: Series) -> Series:
-    finite = _finite(series.points)
-    points = finite if series.style == "band" else thinned(finite)
-    return Series(series.name, points, series.style)
-
-
-def _svg_axes(frame: _Frame, width: int, height: int) -> list[str]:
-    shapes: list[str] = []
-    for tick in frame.y_ticks:
-        _, y = _pixel(frame, frame.left, tick, width, height)
-        shapes.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
-        shapes.append(_label(_LEFT - 8, y + 4, _number(tick, frame.y_step), "faint", "end"))
-    for tick in frame.x_ticks:
-        x, y = _pixel(frame, tick, frame.bottom, width, height)
-        shapes.append(_label(x, y + 20, _number(tick, frame.x_step), "faint", "middle"))
-    return shapes
-
-
 def _svg_series(
     series: Series, index: int, drawn: Sequence[Series], frame: _Frame, width: int, height: int
 ) -> str:
@@ -387,22 +369,18 @@ def _svg_series(
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places)
         return f'<g class="dots {colour}">{dots}</g>'
     if series.style == "band":
-        return f'<path class="band {colour}" d="{_path(_outline(places))}Z"/>'
+        # Along the highest place of each x, and back along the lowest.
+        heights: dict[float, list[float]] = {}
+        for x, y in places:
+            heights.setdefault(x, []).append(y)
+        there = [(x, min(ys)) for x, ys in heights.items()]
+        back = [(x, max(ys)) for x, ys in heights.items()]
+        return f'<path class="band {colour}" d="{_path([*there, *reversed(back)])}Z"/>'
     return f'<path class="{_line(index, drawn)}" d="{_path(places)}"/>'
 
 
 def _path(places: Sequence[Point]) -> str:
     return "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-
-
-def _outline(places: Sequence[Point]) -> list[Point]:
-    """Along the highest place of each x, and back along the lowest."""
-    heights: dict[float, list[float]] = {}
-    for x, y in places:
-        heights.setdefault(x, []).append(y)
-    there = [(x, min(ys)) for x, ys in heights.items()]
-    back = [(x, max(ys)) for x, ys in heights.items()]
-    return [*there, *reversed(back)]
 
 
 def _colour(index: int, drawn: Sequence[Series]) -> int:
