@@ -51,7 +51,7 @@ def show_title(text: str) -> None:
 
 
 def show_text(text: str) -> None:
-    """Text of a stranger, cleaned and indented."""
+    """Untrusted text, cleaned and indented."""
     for line in clean(text).split("\n"):
         _echo(f"  {line}".rstrip())
 

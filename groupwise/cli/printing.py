@@ -68,7 +68,7 @@ def print_pairs(pairs: Sequence[tuple[str, Any]]) -> None:
 
 
 def indented(text: str, margin: str) -> str:
-    """Text of a stranger, cleaned, with a margin before each line."""
+    """Untrusted text, cleaned, with a margin before each line."""
     return "\n".join(margin + line for line in clean(text).split("\n"))
 
 
