@@ -62,9 +62,9 @@ def _lines(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, st
         inner = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
         if inner is None:
             yield name, _text(value)
-        elif inner.keys() == {"value", "low", "high"}:
+        elif set(inner) == {"value", "low", "high"}:
             yield name, "{value:.3f} [{low:.3f}, {high:.3f}]".format_map(inner)
-        elif inner.keys() == {"value"}:
+        elif set(inner) == {"value"}:
             yield name, _text(inner["value"])
         else:
             yield from _lines(inner, f"{name}.")
