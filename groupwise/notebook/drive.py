@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import logging
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,25 +93,21 @@ def bring_back(place: Path, run: Path) -> list[str]:
         own = sibling(run, number)
         if (own / RECORD).is_file():
             continue
-        step = _bring_newest(sibling(place, number) / CHECKPOINTS, own / CHECKPOINTS)
-        if step is not None:
+        # The newest checkpoint that is whole. Only what is copied is read, since Drive is slow.
+        for each in reversed(checkpoints.complete(sibling(place, number) / CHECKPOINTS)):
+            copy = own / CHECKPOINTS / each.path.name
+            _copy(each.path, copy)
+            try:
+                checkpoints.read(copy).verify()
+            except CheckpointError:
+                atomic_files.remove_folder(copy)
+                continue
             checkpoint_bundle.unpack(own)
             recovery.recover(own)
             _copy_file(sibling(place, number) / COLLECTED_FILE, own / COLLECTED_FILE)
-            brought.append(f"{own.name}@{step}")
+            brought.append(f"{own.name}@{each.step}")
+            break
     return brought
-
-
-def _bring_newest(mirrored: Path, own: Path) -> int | None:
-    """Copy the newest checkpoint that is whole; returns its step. Only what is copied is read, since Drive is slow."""
-    for each in reversed(checkpoints.complete(mirrored)):
-        copy = own / each.path.name
-        _copy(each.path, copy)
-        with suppress(CheckpointError):
-            checkpoints.read(copy).verify()
-            return each.step
-        atomic_files.remove_folder(copy)
-    return None
 
 
 def _numbers(place: Path) -> list[int]:

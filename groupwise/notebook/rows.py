@@ -69,23 +69,19 @@ def listed(given: Any, source: str, also: str = "") -> list[Any]:
     """The given rows as a list; cells of a pandas table become Python values. `source` and `also` are for the message."""
     kind = type(given).__name__
     if kind == "DataFrame":
-        records = cast("list[Row]", given.to_dict("records"))
-        return [{name: _cell(value) for name, value in row.items()} for row in records]
+        rows = [{**row} for row in cast("list[Row]", given.to_dict("records"))]
+        for row in rows:  # arrays become lists, and gaps None
+            for name, cell in row.items():
+                plain = cell.tolist() if hasattr(cell, "tolist") else cell
+                gap = type(plain).__name__ in ("NAType", "NaTType")
+                row[name] = None if gap or (isinstance(plain, float) and plain != plain) else plain
+        return rows
     if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__iter__"):
         kind = "a coroutine" if inspect.iscoroutine(cast("object", given)) else kind
         raise TaskError(
             f"{source} {kind}. Expected a list of rows such as {{'question': …, 'answer': …}}{also}."
         )
     return list(cast("Iterable[Any]", given))
-
-
-def _cell(value: Any) -> Any:
-    """Arrays as lists, and gaps as None."""
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    gap = type(plain).__name__ in ("NAType", "NaTType") or (
-        isinstance(plain, float) and plain != plain
-    )
-    return None if gap else plain
 
 
 def key_of(row: Row) -> str:

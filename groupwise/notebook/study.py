@@ -183,17 +183,31 @@ class Search:
 
     def table(self) -> Table:
         """A line for each trial, the best first."""
-        trials = sorted(self.study.trials, key=_rank)
+
+        def rank(trial: FrozenTrial) -> tuple[bool, float, int]:
+            complete = trial.state.name == "COMPLETE" and trial.value is not None
+            return not complete, -(trial.value or 0.0) if complete else 0.0, trial.number
+
+        trials = sorted(self.study.trials, key=rank)
         names = list(dict.fromkeys(name for trial in trials for name in trial.params))
-        rows = [
-            (
-                str(trial.number),
-                *(_shown(trial.params.get(name, "")) for name in names),
-                "" if trial.value is None or trial.state.name == "PRUNED" else f"{trial.value:.4g}",
-                _became(trial),
+        rows: list[tuple[str, ...]] = []
+        for trial in trials:
+            values = [trial.params.get(name, "") for name in names]
+            outcome = _STATES[trial.state.name]
+            earlier, reason = (trial.user_attrs.get(key) for key in (REPEATED, REASON))
+            if earlier is not None:
+                outcome = f"{outcome}, as trial {earlier}" if outcome else f"as trial {earlier}"
+            elif trial.state.name == "FAIL" and reason:
+                outcome = f"{outcome}: {reason.splitlines()[0]}"
+            value = trial.value if trial.state.name != "PRUNED" else None
+            rows.append(
+                (
+                    str(trial.number),
+                    *(f"{each:.3g}" if isinstance(each, float) else str(each) for each in values),
+                    "" if value is None else f"{value:.4g}",
+                    outcome,
+                )
             )
-            for trial in trials
-        ]
         return Table("Trials", rows, ("trial", *names, self.metric, ""))
 
     def plot_svg(self) -> str:
@@ -227,23 +241,3 @@ _STATES = {
     "RUNNING": "cut off",
     "WAITING": "waits",
 }
-
-
-def _rank(trial: FrozenTrial) -> tuple[bool, float, int]:
-    complete = trial.state.name == "COMPLETE" and trial.value is not None
-    return not complete, -(trial.value or 0.0) if complete else 0.0, trial.number
-
-
-def _became(trial: FrozenTrial) -> str:
-    """The outcome of a trial, shown in the table beside its value."""
-    told = _STATES[trial.state.name]
-    if (earlier := trial.user_attrs.get(REPEATED)) is not None:
-        return f"{told}, as trial {earlier}" if told else f"as trial {earlier}"
-    reason = trial.user_attrs.get(REASON)
-    if trial.state.name == "FAIL" and reason:
-        return f"{told}: {reason.splitlines()[0]}"
-    return told
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -144,15 +144,15 @@ class Database:
                 self._connection.execute("BEGIN")
                 cursor = self._connection.execute(query, values)
             try:
-                while rows := self._next(cursor, at_once):
+                while True:
+                    with self._lock:
+                        rows = cursor.fetchmany(at_once)
+                    if not rows:
+                        return
                     yield rows
             finally:
                 with self._lock:
                     self._connection.execute("ROLLBACK")
-
-    def _next(self, cursor: sqlite3.Cursor, at_once: int) -> list[Row]:
-        with self._lock:
-            return cursor.fetchmany(at_once)
 
     def one(self, query: str, values: Row = ()) -> Row:
         """The first row that a query yields."""

@@ -203,7 +203,12 @@ class RunFolder:
         error: BaseException | None = None,
     ) -> None:
         """Record how the run ended, in summary.json and in the record."""
-        trouble = None if error is None else _trouble(error)
+        trouble = None
+        if isinstance(error, GroupwiseError):
+            trouble = {"code": error.code, "message": str(error)}
+        elif error is not None:
+            code = "error" if isinstance(error, Exception) else "interrupted"
+            trouble = {"code": code, "message": f"{type(error).__name__}: {error}"}
         self.summarise(state, summary, trouble)
         self.store.set_meta({"state": state, "error": trouble, "finished_at": time.time()})
 
@@ -382,13 +387,6 @@ def _build(
         shutil.rmtree(building, ignore_errors=True)
         raise
     return lock
-
-
-def _trouble(error: BaseException) -> dict[str, str]:
-    if isinstance(error, GroupwiseError):
-        return {"code": error.code, "message": str(error)}
-    code = "error" if isinstance(error, Exception) else "interrupted"
-    return {"code": code, "message": f"{type(error).__name__}: {error}"}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

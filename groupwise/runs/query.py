@@ -50,21 +50,17 @@ class Plan:
 def plan_of(db: Database, wanted: RolloutFilter, few: int) -> Plan:
     """Choose the condition to begin with: the one that fewest rollouts meet, if they are less than `few`."""
     signs = db.indexed and db.lengths_indexed
-    plan = Plan(None, db.indexed, signs, db.tasks_indexed, _is_of_turns(db, wanted))
+    several = wanted.part is not None
+    if several and db.lengths_indexed:  # else it is not quickly known
+        query = "SELECT EXISTS (SELECT 1 FROM parts WHERE name = ? AND turn IS NOT NULL)"
+        several = bool(db.one(query, (label(wanted.part or ""),))[0])
+    plan = Plan(None, db.indexed, signs, db.tasks_indexed, several)
     counts: Counter[Lead] = Counter()
     for lead, query, values, each in _counted(wanted, plan, db.lengths_indexed):
         most = -(-few // each)
         counts[lead] += each * db.one(f"SELECT count(*) FROM ({query} LIMIT {most})", values)[0]
     lead = min(counts, key=counts.__getitem__, default=None)
     return replace(plan, lead=lead if lead is not None and counts[lead] < few else None)
-
-
-def _is_of_turns(db: Database, wanted: RolloutFilter) -> bool:
-    """True if the requested part is one of turns, as far as that is quickly known."""
-    if wanted.part is None or not db.lengths_indexed:
-        return wanted.part is not None
-    query = "SELECT EXISTS (SELECT 1 FROM parts WHERE name = ? AND turn IS NOT NULL)"
-    return bool(db.one(query, (label(wanted.part),))[0])
 
 
 def rollout_query(wanted: RolloutFilter, plan: Plan) -> tuple[str, Row]:
@@ -142,7 +138,7 @@ def _range(wanted: RolloutFilter) -> tuple[float, float]:
 
 
 def _measured(wanted: RolloutFilter) -> tuple[str, Lead]:
-    """The column that least and most, best and worst are about, and whose condition a range of it belongs to."""
+    """The column that the range and the order are about, and the condition that it belongs to."""
     return ("reward", "reward") if wanted.part is None else ("part.value", "part")
 
 
@@ -248,16 +244,14 @@ def _text(wanted: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:
 
 
 def _has(words: RequiredTerms, having: str, text: str) -> str:
+    """The condition that a text has all of these words."""
     matched = [having] if words.matched else []  # first: a text is read only where the index has it
-    plain = [f"instr({_in_small_letters(each, text)}, ?)" for each in words.plain]
+    plain: list[str] = []
+    for word in words.plain:
+        # The text in small letters, as far as the word has any: SQLite knows those of ASCII alone.
+        small = f"lowered({text})" if word.upper() != word else text
+        plain.append(f"instr({f'lower({text})' if word.isascii() else small}, ?)")
     return f"({' AND '.join([*matched, *plain]) or 'TRUE'})"
-
-
-def _in_small_letters(word: str, text: str) -> str:
-    """A text in small letters, as far as the word has any: SQLite knows those of ASCII alone."""
-    if word.isascii():
-        return f"lower({text})"
-    return f"lowered({text})" if word.upper() != word else text
 
 
 # --- how many meet a condition --------------------------------------------------------------------

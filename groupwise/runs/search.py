@@ -81,8 +81,12 @@ def _page(db: Database, wanted: RolloutFilter) -> list[int]:
     known = wanted.text is None and (plan.lead is not None or by_groups)
     if deep or known or plan.lead == "text":
         return _ids(db, rollout_query(wanted, plan))
-    look = _soon if wanted.text is None else _near
-    page, many = look(db, wanted, plan)
+    if wanted.text is not None:
+        page, many = _near(db, wanted, plan)
+    else:
+        # Go through rollouts in order for a moment. If many meet each condition the page is full then, unless few meet all.
+        rows = db.soon(*rollout_query(wanted, plan), INSTRUCTIONS)
+        page, many = None if rows is None else [id for (id,) in rows], False
     if page is not None:
         return page
     if plan.lead is None and not many:
@@ -90,18 +94,10 @@ def _page(db: Database, wanted: RolloutFilter) -> list[int]:
     return _ids(db, rollout_query(wanted, plan))
 
 
-Looked = tuple[list[int] | None, bool]
-"""The page, where it is full already, or there is no more; and whether many of those that were looked at belong to it."""
-
-
-def _soon(db: Database, wanted: RolloutFilter, plan: Plan) -> Looked:
-    """Go through rollouts in order for a moment. Where many meet each condition the page is full then, unless few meet all."""
-    rows = db.soon(*rollout_query(wanted, plan), INSTRUCTIONS)
-    return (None if rows is None else [id for (id,) in rows]), False
-
-
-def _near(db: Database, wanted: RolloutFilter, plan: Plan) -> Looked:
+def _near(db: Database, wanted: RolloutFilter, plan: Plan) -> tuple[list[int] | None, bool]:
     """Look through the first rollouts that meet all other conditions for those that have the text.
+
+    Returns the page, if it is full already or there is no more, and whether many of those that were looked at belong to it.
 
     So the index need not collect a million texts for a page of thirty, which takes it a tenth of a second and more.
     """

@@ -50,7 +50,24 @@ def runs(visit: Visit) -> Page:
     here = cut(matching, asked.page, PER_PAGE)
     data: dict[str, Any] = {
         "folder": str(visit.place.runs.folder),
-        "runs": [_document(each) for each in here.rows],
+        "runs": [
+            {
+                "name": each.info.name,
+                "state": each.info.state or "broken",
+                "broken": each.info.broken,
+                "steps": each.info.steps,
+                "max_steps": each.info.max_steps,
+                "metric": each.metric,
+                "first": each.ends[0],
+                "last": each.ends[1],
+                "curve": each.curve,
+                "started": each.info.started,
+                "written": each.written,
+                "model": each.info.model,
+                "task": each.info.task,
+            }
+            for each in here.rows
+        ],
         "all": len(known.runs),
         "matching": len(matching),
         "unread": known.unread,
@@ -72,25 +89,6 @@ def are_in(words: str, texts: Iterable[str | None]) -> bool:
     """True if all words stand in these texts; case is ignored."""
     there = " ".join(filter(None, texts)).casefold()
     return all(word in there for word in words.casefold().split())
-
-
-def _document(listed: Listed) -> dict[str, Any]:
-    info = listed.info
-    return {
-        "name": info.name,
-        "state": info.state or "broken",
-        "broken": info.broken,
-        "steps": info.steps,
-        "max_steps": info.max_steps,
-        "metric": listed.metric,
-        "first": listed.ends[0],
-        "last": listed.ends[1],
-        "curve": listed.curve,
-        "started": info.started,
-        "written": listed.written,
-        "model": info.model,
-        "task": info.task,
-    }
 
 
 ROUTES = (shown("/runs", runs),)

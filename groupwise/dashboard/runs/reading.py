@@ -15,7 +15,7 @@ from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, live_of, show
 from groupwise.dashboard.runs.overview import head_of
 from groupwise.dashboard.runs.tokens import segments_of, tokenizer_of, without_ratios
 from groupwise.runs.folder import RECORD
-from groupwise.runs.records import GroupScore, RolloutFilter, RolloutView
+from groupwise.runs.records import RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 from groupwise.runs.tables import prompt_text
 
@@ -170,6 +170,18 @@ def example(visit: Visit) -> Page:
                 f"{path.name} has asked example {index} {groups} times: there is no page {page} of that."
             )
         raise RunNotFoundError(f"{path.name} has asked nothing of example {index} yet.")
+    shown_groups = [
+        {
+            "draw": draw,
+            "step": members[0].step,
+            "mean": scores[draw].mean if draw in scores else None,
+            "best": scores[draw].best if draw in scores else None,
+            "members": [asdict(each) for each in members[:MOST_MEMBERS]],
+            "more": len(members) > MOST_MEMBERS,
+        }
+        for draw, members in found.items()
+        if members
+    ]
     if len(steps) > MOST_STEPS:  # an even selection, with the first and the last
         last = len(steps) - 1
         steps = [steps[round(each * last / (MOST_STEPS - 1))] for each in range(MOST_STEPS)]
@@ -179,9 +191,7 @@ def example(visit: Visit) -> Page:
         **head_of(visit, path),
         "example": index,
         "prompt": next(members[0].prompt for members in found.values() if members),
-        "groups": [
-            _group_document(members, scores.get(draw)) for draw, members in found.items() if members
-        ],
+        "groups": shown_groups,
         "all": groups,
         "page": page,
         "pages": -(-groups // GROUPS_OF_EXAMPLE),
@@ -248,17 +258,6 @@ def _meant(store: Store, name: str) -> tuple[int | None, Callable[[RolloutView],
         return draw, lambda view: (view.member, view.attempt) == (member, attempt)
     number = _numbered(name, "rollout")
     return store.draw_of(number), lambda view: view.id == number
-
-
-def _group_document(members: list[RolloutView], score: GroupScore | None) -> dict[str, Any]:
-    return {
-        "draw": members[0].draw,
-        "step": members[0].step,
-        "mean": score.mean if score else None,
-        "best": score.best if score else None,
-        "members": [asdict(each) for each in members[:MOST_MEMBERS]],
-        "more": len(members) > MOST_MEMBERS,
-    }
 
 
 def _number(visit: Visit, name: str) -> int:
