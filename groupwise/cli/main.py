@@ -41,7 +41,7 @@ class LazyGroup(TyperGroup):
     """The commands of a group, imported when one of them is asked for."""
 
     module = ""
-    """Whose `app` has them."""
+    """The module whose `app` has the commands."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         self._load()

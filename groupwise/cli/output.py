@@ -1,4 +1,4 @@
-"""What the commands write: data on stdout, talk on stderr, and one place that turns errors into exit codes.
+"""Output of the commands: data on stdout, messages on stderr, and one place that turns errors into exit codes.
 
 With `--json` a command writes exactly one JSON object on stdout, on failure with `error: {code, message}`.
 Exit codes: 0 done; 1 the run failed; 2 what was given cannot work; 130 and 143 interrupted by Ctrl-C or SIGTERM.
@@ -26,11 +26,11 @@ from groupwise.engine.models.memory import lacks_memory, out_of_memory
 PROGRAM = "groupwise"
 
 _COMMANDS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
-"""What JSON need not escape, and a terminal obeys; and halves of surrogates, which cannot be written otherwise."""
+"""Characters that a terminal obeys and JSON need not escape, and halves of surrogates, which cannot be written otherwise."""
 
 
 def collect_seldom() -> None:
-    """For commands that train nothing: of what they import hardly anything is garbage, and looking for it takes a tenth of their time."""
+    """Collect garbage seldom, in commands that train nothing: their imports leave hardly any, and looking for it is a tenth of their time."""
     gc.set_threshold(10_000, 10, 10)
 
 
@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 
 def write_result(summary: Mapping[str, Any], *, as_json: bool) -> None:
-    """What a command found: as JSON, or a line `key  value` for each number and text in it."""
+    """Write the result of a command: as JSON, or a line `key  value` for each number and text in it."""
     if as_json:
         write_json(summary)
         return
@@ -139,7 +139,7 @@ def _tell(message: str, code: str, exit_code: int, as_json: bool) -> int:
 
 
 def _as_word(error: Any) -> str:
-    """For a flag that is a key of the config, `--num_generations 8`: how it is given here. Only commands that take keys say so."""
+    """How to give a flag that is a key of the config, `--num_generations 8`; empty for other flags, and for commands that take no keys."""
     option: str = getattr(error, "option_name", None) or ""
     context: Any = getattr(error, "ctx", None)
     if not option or "overrides" not in {each.name for each in context.command.params}:

@@ -123,7 +123,7 @@ def sigterm_interrupts() -> AbstractContextManager[None]:
 
 @contextmanager
 def interrupting(*signals: signal.Signals) -> Generator[None]:
-    """These signals do what Ctrl-C does, and are told from it by their numbers; elsewhere than in the main thread nothing changes.
+    """Within, these signals do what Ctrl-C does, distinguished by their numbers. Outside of the main thread nothing changes.
 
     Within `asyncio.run` that is the cancellation of its own task: an exception out of a handler would cancel all of them at once, also
     those that are to come to their end.

@@ -5,7 +5,7 @@
     load("my_package.tasks:Chess")     an attribute; a class is instantiated without arguments
     load("sort_words", builtins=…)     a name: built-in first, then an installed entry point
 
-A file runs anew each time it is loaded, under a module name made from its whole path, so that two files called
+A file runs again each time it is loaded, under a module name made from its whole path, so that two files called
 `task.py` are two modules. Whatever goes wrong becomes one `TaskError` for people: what was looked for in which order,
 what exists nearby, or the traceback cut down to the user's own frames (`explain`).
 """

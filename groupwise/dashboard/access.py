@@ -27,7 +27,7 @@ LASTS = 7 * 86_400
 TRIES_PER_SECOND, TRIES_AT_ONCE = 0.5, 10
 """Keys that may be tried from one address."""
 MOST_LEFT = 10_000
-"""Cookies of which it is remembered that they were signed out."""
+"""Signed-out cookies that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def text(value: Any, most: int = LONGEST) -> str:
 
 
 def line(value: Any) -> str:
-    """The same in one line, of which the beginning is enough."""
+    """The beginning of the same, in one line."""
     return short(value, LONGEST_LINE)
 
 

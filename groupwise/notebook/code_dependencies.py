@@ -1,4 +1,4 @@
-"""Finds the names and modules that a function uses, and decides if they are the user's."""
+"""Finds what a function uses: names and modules that are the user's, and the parts that values are made of."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def _is_users_code(value: Any) -> bool:
 
 
 def _of_class(value: type[object]) -> dict[str, Any]:
-    """What the user wrote in the body of a class, and the defaults of a model's fields; nothing of other people's classes."""
+    """The entries of a class that the user wrote, and the defaults of a model's fields; nothing of other people's classes."""
     if not is_users_class(value):
         return {}
     fields = getattr(value, "model_fields", {}) if issubclass(value, BaseModel) else {}

@@ -145,7 +145,7 @@ def model_of(config: TrainingConfig) -> str:
 
 
 def _devices(config: TrainingConfig, server: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What computes, as keys of `model` and keys of `run`. A training server computes with torch, whatever this machine has."""
+    """The backend and its devices, as keys of `model` and keys of `run`. A training server has torch, whatever this machine has."""
     devices = config.devices
     if server is not None and config.backend == "tunix":
         raise ConfigError(

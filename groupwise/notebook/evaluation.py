@@ -37,7 +37,7 @@ def evaluate(
     accuracy, within_10_percent (where answers are numbers) and format_rate are shares of the answers; pass@k that one of k samples is
     right, for k up to `samples_per_prompt`, else the eval.samples_per_prompt of the overrides, else 1. One sample is drawn greedily,
     several at temperature 1, unless the overrides have an eval.temperature. For rubrics, rubric_overlap is the mean reward. `reward` is
-    that of the functions given here, else of those of the config; where the training had others, that is told.
+    that of the functions given here, else of those of the config; if the training had others, a note says so.
     """
     refuse_other(config, session)
     core = session.core.config

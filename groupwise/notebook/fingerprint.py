@@ -94,7 +94,7 @@ class Look:
         self.found: dict[str, str] = {}
         """Fingerprints by name; that of the function itself under an empty one."""
         self.unseen: dict[str, str] = {}
-        """Types of things of which nothing else is known, by name."""
+        """Types of things that are known by their type alone, by name."""
         self._taken: set[str] = set()
         self._around: set[str] = set()
         self._classes: dict[str, type] = {}

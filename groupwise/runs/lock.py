@@ -1,8 +1,7 @@
-"""One live process per run folder.
+"""A lock that lets only one live process work on a run folder.
 
-The holder keeps an exclusive `flock` on the file `lock`, and writes into it who it is. The kernel lets go of the lock when the
-process dies, however it dies: so a lock that can be taken is free, whatever the file says, and nobody has to guess whether a
-process number is still the same process.
+The holder keeps an exclusive `flock` on the file `lock`, and writes its process and host into it. The kernel releases the lock when the
+process dies, however it dies: so a lock that can be taken is free, whatever the file says, and no process number has to be checked.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class RunLock:
         return cls(descriptor)
 
     def release(self) -> None:
-        """Let go; a second call does nothing."""
+        """Release the folder; a second call does nothing."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -47,7 +47,7 @@ def claim(run_folder: Path, size: int) -> Path:
         mine.mkdir(mode=0o700, exist_ok=True)
         found = mine.lstat()
         if found.st_uid != os.getuid() or found.st_mode & 0o022 or mine.is_symlink():
-            # Somebody else may write there, so it is not used: what the sampler loads must be what the learner published.
+            # Other users may write there, so it is not used: what the sampler loads must be what the learner published.
             mine = Path(tempfile.mkdtemp(prefix="groupwise-"))
         with _alone(mine):
             _sweep(mine)

@@ -2,7 +2,7 @@
 
 A page shows some of maybe a million. Where a condition is met by few, these are found by its index, and the rest is asked of them alone:
 the narrowest condition leads. Where none is, rollouts are gone through in the order of the page until it is full. SQLite itself cannot
-know which of both is the case, so it is told: a plus before a column keeps it from that column's index.
+know which of both is the case, so the SQL says it: a plus before a column keeps SQLite from that column's index.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _has(words: RequiredTerms, having: str, text: str) -> str:
 def _counted(
     wanted: RolloutFilter, plan: Plan, lengths: bool
 ) -> Iterator[tuple[Lead, str, Row, int]]:
-    """For each condition that may lead: the SQL of its matches, its values, and how many rollouts each match is."""
+    """Yields for each condition that may lead: its name, the SQL of its matches, its values, and how many rollouts a match stands for."""
     asked = list(_conditions(wanted, plan))
     for lead in (*_INDEXED, *(_INDEXED_LATER if lengths else ())):
         yield from _counted_in("rollouts", lead, asked)

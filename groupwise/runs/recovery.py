@@ -21,7 +21,7 @@ from groupwise.runs.record_segments import MadeAnew, make_anew, trouble_with
 def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, MadeAnew]:
     """Mend the records of all runs that a reference may mean, as far as opening them shows that they are broken.
 
-    RunNotFoundError if one of them is nothing but checkpoints of which no run can be made.
+    RunNotFoundError if one of them is nothing but checkpoints that no run can be made from.
     """
     found = {path.resolve(): recover(path, thorough=False) for path in _meant(reference, runs_dir)}
     return {path: made for path, made in found.items() if made is not None}

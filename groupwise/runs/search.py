@@ -1,4 +1,4 @@
-"""What the record is searched for: rollouts for lists, the prompts that were answered, and the reasons of failures.
+"""Searches of the record: rollouts for lists, the prompts that were answered, and the reasons of failures.
 
 A long run has asked a hundred thousand times. So the caller always says how many rollouts or groups are looked at, and which come first.
 """
@@ -167,7 +167,7 @@ def _cut(text: str, most: int | None) -> str:
 
 
 def _shortened(head: str | bytes, tail: str | bytes, length: int, most: int | None) -> str:
-    """A text of which the middle may not have been read. Half a surrogate pair is kept as bytes, which may be cut within a letter."""
+    """A text whose middle may not have been read. Half a surrogate pair is kept as bytes, which may be cut within a letter."""
     if most is None or length <= most:
         return plain_text(head) or ""
     start, end = (

@@ -384,7 +384,7 @@ class Store:
         return find_asked(self._db, wanted)
 
     def scores(self, draws: Iterable[int]) -> dict[int, GroupScore]:
-        """Rewards of these groups' members, by draw; without groups of which none was scored."""
+        """Rewards of these groups' members, by draw; groups without a scored member are left out."""
         return read_scores(self._db, draws)
 
     def draw_of(self, rollout: int) -> int | None:

@@ -364,6 +364,6 @@ def _print_rollouts(views: Sequence[RolloutView]) -> None:
 
 
 def _cut_off(view: RolloutView) -> str:
-    """That a limit cut the rollout off, and which one where there are several."""
+    """Says if a limit cut the rollout off, and which one if there are several limits."""
     limit = LIMITS.get(view.ended_by or "")
     return f", cut off{f' by {limit}' if limit else ''}" if view.truncated else ""

@@ -47,7 +47,7 @@ OPTIONAL_ARGUMENTS = (
 """Given beside prompts, completions and columns."""
 
 LARGEST = 1e15
-"""Rewards beyond it are failures: their squares, of which deviations are made, would leave the range of the learner's numbers."""
+"""Rewards beyond it are failures: the squares in their standard deviation would leave the range of the learner's numbers."""
 
 RESERVED = ("prompts", "completions", *OPTIONAL_ARGUMENTS)
 """Names that no dataset column may have, because the arguments of reward functions have them."""
@@ -82,7 +82,7 @@ class TrainerState:
     def epoch(self) -> float:
         """Passes over the rows so far."""
         if self.steps_per_epoch is None:
-            raise AttributeError  # of which `__getattr__` says more
+            raise AttributeError  # `__getattr__` says more
         return self.global_step / self.steps_per_epoch
 
     @property
@@ -296,7 +296,7 @@ _of_thread = threading.local()
 
 @contextmanager
 def loop_of_thread() -> Generator[asyncio.AbstractEventLoop]:
-    """As in a thread without a running event loop."""
+    """Within, the thread has no running event loop, but one of its own that outlives the call."""
     running = asyncio.events._get_running_loop()  # pyright: ignore[reportPrivateUsage]
     owner: _Owner | None = getattr(_of_thread, "owner", None)
     if owner is None or owner.loop.is_closed():  # by a function that took it for one of its own

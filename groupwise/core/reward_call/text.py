@@ -20,9 +20,7 @@ def completion_text(completion: CompletionText) -> str:
     texts: list[str] = []
     for message in assistants:
         content: Any = message.get("content")
-        if not isinstance(
-            content, str
-        ):  # parts of which some are text; one that only calls tools says nothing
+        if not isinstance(content, str):  # parts, some of them text; none if it only calls tools
             parts = cast("Sequence[Mapping[str, Any]]", content or ())
             content = "".join(part["text"] for part in parts if part.get("type") == "text")
         texts.append(content)

@@ -84,7 +84,7 @@ def parse_yaml(text: str) -> Any:
         depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
         deepest = max(deepest, depth)
     try:
-        if deepest > MOST_OPEN:  # of which reading alone would take long
+        if deepest > MOST_OPEN:  # reading alone would take long
             raise RecursionError
         found = reader.load(text)
     except RecursionError:

@@ -1,8 +1,8 @@
 """Checking a config once against its schema, and wording whatever is wrong with it.
 
-`validate` raises one `ConfigError` that lists every problem with its place, what was given and what is allowed. An unknown key
-is told the nearest known one; a key that other frameworks use is told its name here; a key of a part that does not exist yet is
-told so, and a key that a section leaves out on purpose is told why.
+`validate` raises one `ConfigError` that lists every problem with its place, what was given and what is allowed. For an unknown key it
+names the nearest known one, or the name here of a key that other frameworks use. It says so if a key belongs to a part that does not
+exist yet, and why a section leaves out a key on purpose.
 """
 
 from __future__ import annotations

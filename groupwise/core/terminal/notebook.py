@@ -156,5 +156,5 @@ def kernel_display() -> Any | None:
 
 
 def as_html(text: str) -> str:
-    """Text of a stranger as harmless HTML."""
+    """Untrusted text as harmless HTML."""
     return escape(clean(text))

@@ -52,7 +52,7 @@ ACTIONS: Mapping[str, Action] = {
 
 
 class JobsQuery(Query):
-    """Which jobs."""
+    """Parameters of the list of jobs."""
 
     status: str | None = None
     project: str | None = None
@@ -62,7 +62,7 @@ class JobsQuery(Query):
 
 
 class Log(Query):
-    """Which part of a log."""
+    """Parameters of a log: which part of it."""
 
     epoch: int | None = Field(None, ge=1, le=MOST_SERIAL)
     offset: int = Field(0, ge=0, le=MOST_SERIAL)

@@ -45,12 +45,12 @@ Key = tuple[int, str] | str
 
 
 class AnswersQuery(Query):
-    """Which two, and which prompts: a side is `RUN`, or `RUN@STEP` for its answers until that step."""
+    """Parameters of a comparison: two sides, and which prompts. A side is `RUN`, or `RUN@STEP` for its answers until that step."""
 
     a: str = ""
     b: str = ""
     example: int | None = Field(None, ge=0, le=LARGEST)
-    """Of A."""
+    """The number of an example in A."""
     task: str | None = None
     order: Literal["changed", "better", "worse"] = "changed"
     page: int = Field(1, ge=1)

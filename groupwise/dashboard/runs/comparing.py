@@ -34,7 +34,7 @@ USUAL = (
 
 
 class CompareQuery(Query):
-    """Which runs, and what of them."""
+    """Parameters of a comparison: runs and a metric."""
 
     run: list[str] = Field(default_factory=list)
     metric: str = ""

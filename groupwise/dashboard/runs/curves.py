@@ -163,14 +163,14 @@ def _known(line: PlottedMetric, names: set[str]) -> PlottedMetric:
 
 
 class CurvesQuery(Query):
-    """Which curves."""
+    """Parameters of a request for curves."""
 
     run: list[str] = Field(default_factory=list, max_length=20)
     name: list[str] = Field(default_factory=list, max_length=64)
     total: list[str] = Field(default_factory=list, max_length=64)
     """Metrics of a stack, whose sums are wanted as well."""
     times: bool = False
-    """Whether it is wanted when each column was done, too."""
+    """True if the times at which the steps of each column were done are wanted, too."""
     columns: int = Field(600, ge=2, le=MOST_COLUMNS)
     begin: int | None = Field(None, ge=0, le=MOST_STEPS, alias="from")
     end: int | None = Field(None, ge=0, le=MOST_STEPS, alias="to")

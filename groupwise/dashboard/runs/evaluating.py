@@ -43,7 +43,7 @@ PER_PAGE = 50
 MOST_CURVES = 12
 """Curves of pass@k in one picture, the newest."""
 WITH_INTERVALS, WITH_INTERVALS_IN_ALL = 20, 2
-"""Evaluations of a run, the newest, of which every answer is read for their intervals: on its own page, and in the list of all."""
+"""How many of the newest evaluations of a run have intervals, for which every answer is read: on its own page, and in the list of all."""
 LONGEST = 1000
 """Characters by which an evaluation is named."""
 RUNS = 50
@@ -81,7 +81,7 @@ def evaluations(visit: Visit) -> Page:
 
 
 class Listing(Query):
-    """Of which runs."""
+    """Parameters of the list of all evaluations."""
 
     q: str = ""
     """Words that stand in their name, model or task; of results beside the runs in policy, task or file."""
@@ -157,8 +157,11 @@ def pass_curves(found: Sequence[Evaluated]) -> list[dict[str, Any]]:
 
 
 class EvaluationQuery(Query):
-    """Which two: `RUN@STEP:NAME`, `RUN:FILE.json` of its results, `RUN@STEP`, or `RUN` for its newest evaluation; of no run are
-    `:FILE.json`, among the runs, and `:results/FILE.json`, beside them."""
+    """Parameters of a comparison.
+
+    Both are named `RUN@STEP:NAME`, `RUN:FILE.json` of its results, `RUN@STEP`, or `RUN` for its newest evaluation; of no run are
+    `:FILE.json`, among the runs, and `:results/FILE.json`, beside them.
+    """
 
     a: str = Field("", max_length=LONGEST)
     b: str = Field("", max_length=LONGEST)
@@ -209,10 +212,10 @@ def side(visit: Visit, reference: str) -> Side:
 
 
 class Answers(Query):
-    """Which evaluation, and which of its prompts."""
+    """Parameters of the answers of an evaluation."""
 
     of: str = Field("", max_length=LONGEST)
-    """As one of two that are compared is named."""
+    """The evaluation, named as in a comparison."""
     show: Literal["all", "never", "sometimes", "always"] = "all"
     page: int = Field(1, ge=1)
 

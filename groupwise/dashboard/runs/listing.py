@@ -22,7 +22,7 @@ Sort = Literal["newest", "changed", "reward", "name"]
 
 
 class RunsQuery(Query):
-    """Which runs."""
+    """Parameters of the list of runs."""
 
     q: str = ""
     """Words that stand in name, model or task."""

@@ -51,7 +51,7 @@ UNSCORED = ("failed", "timed_out")
 
 
 class RolloutsQuery(Query):
-    """Which rollouts."""
+    """Parameters of a search for rollouts."""
 
     step: int | None = Field(None, ge=0, le=LARGEST)
     example: int | None = Field(None, ge=0, le=LARGEST)
@@ -147,7 +147,7 @@ def group(visit: Visit) -> Page:
 
 
 class Paged(Query):
-    """Which page of it."""
+    """The parameter of pages that are long: which part of it."""
 
     page: int = Field(1, ge=1, le=MOST_PAGES)
 
