@@ -30,7 +30,7 @@ _COMMANDS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\u
 
 
 def collect_seldom() -> None:
-    """Collect garbage seldom, in commands that train nothing: their imports leave hardly any, and looking for it is a tenth of their time."""
+    """Collect garbage seldom, in commands that train nothing: their imports leave hardly any, and looking takes a tenth of their time."""
     gc.set_threshold(10_000, 10, 10)
 
 
