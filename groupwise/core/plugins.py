@@ -82,17 +82,17 @@ def load(
     target, attribute = _split(spec)
     file = Path(target).expanduser()
     if _is_path(target) or file.is_file():
-        return _taken(
+        return _loaded_plugin(
             _load_file(file, spec, kind), str(file.resolve()), attribute, kind, instantiate
         )
     builtins = builtins or {}
     if attribute is None and target in builtins:
-        return _taken(_import(builtins[target], kind), builtins[target], None, kind)
+        return _loaded_plugin(_import(builtins[target], kind), builtins[target], None, kind)
     announced = _announced(entry_points)
     if attribute is None and target in announced:
         target, attribute = _split(announced[target])
     if _exists(target):
-        return _taken(_import(target, kind), target, attribute, kind, instantiate)
+        return _loaded_plugin(_import(target, kind), target, attribute, kind, instantiate)
     raise TaskError(_not_found(spec, target, kind, builtins, announced))
 
 
@@ -188,7 +188,7 @@ def _is_path(target: str) -> bool:
     return target.endswith(".py") or "/" in target or "\\" in target
 
 
-def _taken(
+def _loaded_plugin(
     module: ModuleType, source: str, attribute: str | None, kind: str, instantiate: bool = True
 ) -> LoadedPlugin:
     found: Any = module

@@ -24,7 +24,7 @@ from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.fleet import jobs as fleet_jobs
 from groupwise.dashboard.fleet import machines as fleet_machines
 from groupwise.dashboard.live import Streams, live
-from groupwise.dashboard.pages import ABOVE, above, failed, respond_not_found
+from groupwise.dashboard.pages import ABOVE, above, respond_error, respond_not_found
 from groupwise.dashboard.runs import (
     answers,
     comparing,
@@ -75,9 +75,9 @@ def make_app(place: DashboardContext) -> ASGIApp:
     app = Starlette(
         routes=routes,
         exception_handlers={
-            GroupwiseError: failed,
+            GroupwiseError: respond_error,
             HTTPException: respond_not_found,
-            Exception: failed,
+            Exception: respond_error,
         },
     )
     app.state.place = place

@@ -49,7 +49,7 @@ class Query(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut(Generic[T]):
+class ListPage(Generic[T]):
     """One page of a long list."""
 
     rows: Sequence[T]
@@ -58,11 +58,11 @@ class Cut(Generic[T]):
     pages: int
 
 
-def cut(rows: Sequence[T], page: int, most: int) -> Cut[T]:
+def paginate(rows: Sequence[T], page: int, most: int) -> ListPage[T]:
     """Cut a page of `most` rows from a list."""
     pages = max(1, -(-len(rows) // most))
     page = min(page, pages)
-    return Cut(rows[(page - 1) * most : page * most], page, pages)
+    return ListPage(rows[(page - 1) * most : page * most], page, pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def live_of(*runs: str) -> str:
 Show = Callable[[Visit], Page | Response]
 
 
-def shown(path: str, show: Show) -> Route:
+def page_route(path: str, show: Show) -> Route:
     """A page at this address."""
     return Route(
         path, partial(_answer, show), methods=["GET"], name=getattr(show, "__name__", path)
@@ -133,7 +133,7 @@ Do = Callable[[Visit, Mapping[str, str]], str]
 """Changes something as a form asks, and returns the address that is shown then."""
 
 
-def done(path: str, do: Do, role: Role = Role.ACT) -> Route:
+def form_route(path: str, do: Do, role: Role = Role.ACT) -> Route:
     """A route for a form that changes something, which takes a key of this role."""
     name = getattr(do, "__name__", path)
     return Route(path, partial(_do, do, role), methods=["POST"], name=name)
@@ -230,7 +230,7 @@ def wants_json(request: Request) -> bool:
     return "application/json" in accepts and "text/html" not in accepts
 
 
-async def failed(request: Request, error: Exception) -> Response:
+async def respond_error(request: Request, error: Exception) -> Response:
     """Render an error as a page or a problem that says what to do."""
     if isinstance(error, Refusal):
         status, title, message = error.status, error.kind.title, error.detail
@@ -272,4 +272,6 @@ async def respond_not_found(request: Request, error: Exception) -> Response:
     """The answer for an unknown address, or a method that an address does not take."""
     status = getattr(error, "status_code", 404)
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
-    return await failed(request, Refusal(code, f"There is no page {request.url.path[:200]}."))
+    return await respond_error(
+        request, Refusal(code, f"There is no page {request.url.path[:200]}.")
+    )

@@ -42,7 +42,7 @@ _COMPILED = 1 << 8
 """Class flag Py_TPFLAGS_IMMUTABLETYPE: the class is written in C, and cannot be changed."""
 
 
-def around(function: FunctionType) -> dict[str, Any]:
+def globals_used(function: FunctionType) -> dict[str, Any]:
     """Globals that a user's function reads, and what it uses of the user's modules, each under its full name."""
     own = function.__globals__
     loaded: dict[str, Any] = {}
@@ -54,16 +54,16 @@ def around(function: FunctionType) -> dict[str, Any]:
             for each in dis.get_instructions(code)
             if each.opname in _LOADS and each.argval in own
         }
-        modules = _imported(code, str(own.get("__package__") or ""))
+        modules = _imported_modules(code, str(own.get("__package__") or ""))
         for name, value in {**found, **modules}.items():
             if isinstance(value, ModuleType):
-                loaded |= dict(_parts(value, names))
+                loaded |= dict(_module_parts(value, names))
             else:
                 loaded[whole_name(str(own.get("__name__")), name)] = value
     return loaded
 
 
-def captured(function: FunctionType) -> dict[str, Any]:
+def captured_values(function: FunctionType) -> dict[str, Any]:
     """Values that a function holds: its closure, its defaults by the names of the parameters, and its attributes."""
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
@@ -71,13 +71,13 @@ def captured(function: FunctionType) -> dict[str, Any]:
     named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     return {
         **(vars(function) if is_users_function(function) else {}),
-        **{name: _held(cell) for name, cell in cells},
+        **{name: _cell_content(cell) for name, cell in cells},
         **dict(zip(named, defaults, strict=True)),
         **(function.__kwdefaults__ or {}),
     }
 
 
-def _imported(code: CodeType, package: str) -> dict[str, ModuleType]:
+def _imported_modules(code: CodeType, package: str) -> dict[str, ModuleType]:
     """The user's modules that the code imports when it runs; those that are not imported yet are imported now."""
     instructions = [*dis.get_instructions(code)]
     found: dict[str, ModuleType] = {}
@@ -95,7 +95,7 @@ def _imported(code: CodeType, package: str) -> dict[str, ModuleType]:
     return found
 
 
-def _parts(
+def _module_parts(
     module: ModuleType, names: Sequence[str], above: tuple[ModuleType, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
     """Names that code may use of a user's module and of the modules in it, with their values."""
@@ -104,12 +104,12 @@ def _parts(
     for name in names:
         inside = vars(module).get(name)
         if isinstance(inside, ModuleType):
-            yield from _parts(inside, names, (*above, module))
+            yield from _module_parts(inside, names, (*above, module))
         elif name in vars(module):
             yield whole_name(module.__name__, name), inside
 
 
-def _held(cell: Any) -> Any:
+def _cell_content(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # nothing yet
@@ -209,7 +209,7 @@ _SILENT_MODULES = (
 def parts_of(value: Any) -> Mapping[str, Any] | None:
     """The parts of code, a user's object, or plain data, by name; None for anything else, such as collections and numbers."""
     if isinstance(value, FunctionType):
-        parts = captured(value)
+        parts = captured_values(value)
         if is_users_function(value) or of_this_package(value):
             return parts
         # Of a library's function, what the user may have given it: code, numbers, texts, collections.

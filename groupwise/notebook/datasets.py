@@ -111,7 +111,7 @@ def prepare_datasets(config: TrainingConfig) -> tuple[Rows, Rows]:
 
     Shuffled by the seed; train_fraction of the rows are trained on, at least one and all but one.
     """
-    train, test = divided(_loaded(config), dataset_of(config), config)
+    train, test = split_rows(_load_rows(config), dataset_of(config), config)
     return with_prompts(train, config), with_prompts(test, config)
 
 
@@ -145,7 +145,7 @@ _BUILT_IN: dict[str, Callable[[TrainingConfig], Rows]] = {
 }
 
 
-def _loaded(config: TrainingConfig) -> Rows | tuple[Rows, Rows]:
+def _load_rows(config: TrainingConfig) -> Rows | tuple[Rows, Rows]:
     """The usable rows of the config's dataset; two parts, if a registered loader returns two."""
     name = dataset_of(config)
     if name in _BUILT_IN:
@@ -271,7 +271,7 @@ def format_prompt(question: str, config: TrainingConfig, rubric: str | None = No
     return f"{config.system_prompt}\n\n{shown}" if config.system_prompt else shown
 
 
-def divided(
+def split_rows(
     found: Rows | tuple[Rows, Rows], dataset: str, config: TrainingConfig
 ) -> tuple[Rows, Rows]:
     """Both parts of a dataset, shuffled by the seed; of two lists, the first without what the second has. Raises TaskError."""
@@ -301,7 +301,7 @@ def divided(
     return Rows(rows[:count], found.account), Rows(rows[count:], Account())
 
 
-def in_place_of(part: str, given: object, config: TrainingConfig) -> Rows:
+def replacement_rows(part: str, given: object, config: TrainingConfig) -> Rows:
     """Rows that the user assigns to a part, as `with_prompts` makes them; the part's name is for messages."""
     rows = given if isinstance(given, Rows) else listed(given, f"{part} was given")
     if not rows:

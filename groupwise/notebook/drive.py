@@ -79,7 +79,7 @@ def mirror_of(config: TrainingConfig, run: str) -> Mirror | None:
     return Mirror(sibling(place, number))
 
 
-def names(config: TrainingConfig) -> set[str]:
+def run_names(config: TrainingConfig) -> set[str]:
     """Names of the experiment's runs that are on Drive."""
     place = mirror(config)
     first = run_folder(config)

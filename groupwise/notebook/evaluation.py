@@ -9,10 +9,10 @@ from groupwise.notebook.core import by_own_names, flat
 from groupwise.notebook.friendly_errors import is_count, plain_number
 from groupwise.notebook.identity import (
     REWARDS,
-    collected,
+    collected_names,
     comparable,
     differences,
-    noticed,
+    note_changes,
     reward_facts,
 )
 from groupwise.notebook.previous_runs import FACTS
@@ -55,7 +55,7 @@ def evaluate(
     if session.folder is not None and session.weights is not None:
         policy = session.folder.name  # the run by its name, so that the results are written there
         noted = Store.facts(session.folder / RECORD)
-        had, now = comparable(noted.get(FACTS, {}), facts, collected(session.folder))
+        had, now = comparable(noted.get(FACTS, {}), facts, collected_names(session.folder))
         if REWARDS in had and differences(had, now):
             # A mean reward says nothing beside that of other functions.
             counted = [name for name, weight in noted["rewards"].items() if weight]
@@ -64,7 +64,7 @@ def evaluate(
                 "compare `reward`."
             )
     task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards)
-    with by_own_names(config), noticed(rewards, facts):
+    with by_own_names(config), note_changes(rewards, facts):
         result = evaluated(
             core,
             task,

@@ -31,7 +31,7 @@ from typing import Any, cast
 from groupwise.notebook.code_dependencies import (
     CONSTANTS,
     SAID,
-    around,
+    globals_used,
     is_array,
     is_collection,
     is_global,
@@ -60,25 +60,25 @@ _BUILT_IN = (
 
 def digest(value: Any) -> str:
     """A short fingerprint of plain values, and of numbers, dates and texts of other libraries."""
-    return _short(_plain(value))
+    return _short(_plain_value(value))
 
 
 def _short(description: Any) -> str:
     return hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
         parts = cast("Mapping[Any, Any]", value)
-        return sorted(([repr(key), _plain(each)] for key, each in parts.items()), key=str)
+        return sorted(([repr(key), _plain_value(each)] for key, each in parts.items()), key=str)
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in cast("Sequence[Any]", value)]
+        return [_plain_value(each) for each in cast("Sequence[Any]", value)]
     if isinstance(value, set | frozenset):
-        return sorted(map(_plain, cast("set[Any]", value)), key=str)
+        return sorted(map(_plain_value, cast("set[Any]", value)), key=str)
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return _plain_value(value.tolist())
     text = repr(value)
     return type(value).__qualname__ if " at 0x" in text else text
 
@@ -155,7 +155,7 @@ class Look:
             return self._class(cast("type[object]", type(value)))
         if not is_users_function(value):
             return place_of(value)
-        for name, each in sorted(around(value).items()):
+        for name, each in sorted(globals_used(value).items()):
             self._name_around(name, each)
         return [place_of(value), _code(value.__code__, value.__doc__)]
 

@@ -31,7 +31,7 @@ from groupwise.notebook import credentials, drive
 from groupwise.notebook.config import TrainingConfig, without_secrets
 from groupwise.notebook.core import flat, run_folder
 from groupwise.notebook.friendly_errors import is_count, plain_number
-from groupwise.notebook.identity import ROWS, collected, comparable, differences, facts_of
+from groupwise.notebook.identity import ROWS, collected_names, comparable, differences, facts_of
 from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.search_space import FIXED, Space, distributions, is_credential, with_values
 from groupwise.notebook.session import Session, make_session, refuse_no_config
@@ -174,7 +174,7 @@ def _refuse_other_question(
 def _collected(study: Study, folder: Path) -> set[str]:
     """Names that the trials' rewards changed; the study keeps them, since the trials' folders stay on this machine."""
     kept = {*study.user_attrs.get(COLLECTED, ())}
-    found = kept.union(*map(collected, folder.glob("trial-*")))
+    found = kept.union(*map(collected_names, folder.glob("trial-*")))
     if found != kept:
         study.set_user_attr(COLLECTED, sorted(found))
     return found

@@ -111,14 +111,14 @@ class Collected(Callback):
         self._note(run.folder)
 
     def _note(self, run: Path) -> None:
-        known = collected(run)
+        known = collected_names(run)
         self._here |= _changes(self._before, reward_facts(self._rewards)[USED])
         found = known | self._here
         if found != known:
             atomic_files.write_json(run / COLLECTED_FILE, sorted(found))
 
 
-def collected(run: Path) -> set[str]:
+def collected_names(run: Path) -> set[str]:
     """Names of what a run has changed."""
     try:
         return set(json.loads((run / COLLECTED_FILE).read_bytes()))
@@ -127,7 +127,7 @@ def collected(run: Path) -> set[str]:
 
 
 @contextmanager
-def noticed(rewards: Rubric, facts: Mapping[str, Any]) -> Generator[None]:
+def note_changes(rewards: Rubric, facts: Mapping[str, Any]) -> Generator[None]:
     """Notes changes that rewards make within, as in an evaluation before any training: they are no difference for this process's trainings.
 
     `facts`: those of the start, as for `Collected`.
@@ -158,7 +158,7 @@ def _passing(name: str) -> str:
 def comparable(
     before: Mapping[str, Any], now: Mapping[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The facts of two trainings without the things that the first one's rewards changed: `names`, as `collected` returns them."""
+    """The facts of two trainings without the things that the first one's rewards changed: `names`, as `collected_names` returns them."""
     used = [each.get(USED, {}) for each in (before, now)]
     passing = {name for name in {*used[0]} ^ {*used[1]} if _passing(name) in names}
     left_out = passing.union(names)

@@ -13,7 +13,7 @@ from groupwise.core.errors import StoreError, UsageError
 from groupwise.core.settings.comparison import compare
 from groupwise.engine.models.identity import identity
 from groupwise.notebook.core import OWN_NAMES
-from groupwise.notebook.identity import collected, comparable, differences
+from groupwise.notebook.identity import collected_names, comparable, differences
 from groupwise.runs import checkpoint_bundle, checkpoints, find, recovery
 from groupwise.runs.find import RunInfo
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config
@@ -86,7 +86,7 @@ def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence
     else:
         loose = [key for key in found.free if key == LENGTH]
     noted = Store.facts(run.path / RECORD)
-    before, now = comparable(noted.get(FACTS, {}), facts, collected(run.path))
+    before, now = comparable(noted.get(FACTS, {}), facts, collected_names(run.path))
     differing = [*found.fixed, *loose, *differences(before, now)]
     if not differing and noted.get("base") not in (None, identity(core.model)):
         return ["the weights of the model"]
@@ -99,7 +99,7 @@ def free_name(core: RunConfig, taken: Collection[str] = ()) -> str:
     return next(each.name for each in folders if not each.exists() and each.name not in taken)
 
 
-def described(run: RunInfo) -> str:
+def describe_run(run: RunInfo) -> str:
     """The run's state, for a table."""
     if run.state == "finished":
         return f"{run.path}: finished after {run.steps} steps"

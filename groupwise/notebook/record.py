@@ -10,7 +10,7 @@ from typing import Any
 from groupwise.core.errors import UsageError
 from groupwise.core.plugins import nearest
 from groupwise.core.terminal.notebook import Table
-from groupwise.core.terminal.page import EACH, asked, number, picture
+from groupwise.core.terminal.page import EACH, number, picture, prompt_end
 from groupwise.core.terminal.plot import svg_curve, with_mean
 from groupwise.core.terminal.text import shorten
 from groupwise.core.types import Prompt
@@ -132,7 +132,7 @@ def completions_table(
     draws = [None, *(each.draw for each in rollouts)]
     rows = [
         (
-            asked(prompts[each.draw], longest // 2) if each.draw != before else "",
+            prompt_end(prompts[each.draw], longest // 2) if each.draw != before else "",
             number(each.reward),
             "  ".join(f"{part.name} {number(part.value)}" for part in each.parts),
             shorten(each.completion, longest),

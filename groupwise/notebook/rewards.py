@@ -94,8 +94,8 @@ def rewards_of(
     if reward_functions is None:
         chosen = create_reward_functions(config, rows)
     else:
-        chosen = _given("reward_functions", reward_functions, config)
-    counted = [*chosen, *_given("extra_reward_functions", extra_reward_functions, config)]
+        chosen = _check_rewards("reward_functions", reward_functions, config)
+    counted = [*chosen, *_check_rewards("extra_reward_functions", extra_reward_functions, config)]
     if not counted:
         raise TaskError(
             "There is no reward function: reward_functions is empty. Give at least one, or leave it out."
@@ -115,7 +115,7 @@ def rewards_of(
     return Rubric([*counted, (accuracy, 0.0)], where="reward_functions")
 
 
-def _given(where: str, given: object, config: TrainingConfig) -> list[Any]:
+def _check_rewards(where: str, given: object, config: TrainingConfig) -> list[Any]:
     if given is None:
         return []
     if callable(given) or isinstance(given, str):
@@ -125,10 +125,10 @@ def _given(where: str, given: object, config: TrainingConfig) -> list[Any]:
         raise TaskError(
             f"{where} is of the type {type(given).__name__}; give a list of functions, or of names of rewards."
         )
-    return [_made(where, each, config.tags) for each in cast("Sequence[Any]", given)]
+    return [_make_reward(where, each, config.tags) for each in cast("Sequence[Any]", given)]
 
 
-def _made(where: str, given: Any, tags: Tags) -> Any:
+def _make_reward(where: str, given: Any, tags: Tags) -> Any:
     """A function on texts, or a pair with its weight."""
     if isinstance(given, list | tuple):
         pair = cast("Sequence[Any]", given)
@@ -136,7 +136,7 @@ def _made(where: str, given: Any, tags: Tags) -> Any:
             raise TaskError(
                 f"A reward is {pair!r}; give a function or a name, or a pair with its weight."
             )
-        one = _made(where, pair[0], tags)
+        one = _make_reward(where, pair[0], tags)
         return _function(one), pair[1]
     if isinstance(given, str | Mapping):
         section: dict[str, Any] = {"name": given} if isinstance(given, str) else {**given}

@@ -279,11 +279,11 @@ def load_rubrics(path: Path | str) -> RubricSet:
     """The rubrics of a YAML file, which holds one or a set, or of all such files in a folder. Raises ConfigError."""
     place = Path(path).expanduser()
     if not place.is_dir():
-        return _loaded(place)
+        return _load_file(place)
     files = sorted(file for file in place.iterdir() if file.suffix in (".yaml", ".yml"))
     if not files:
         raise ConfigError(f"{place} has no files .yaml or .yml.")
-    rubrics = [(file, rubric) for file in files for rubric in _loaded(file).rubrics]
+    rubrics = [(file, rubric) for file in files for rubric in _load_file(file).rubrics]
     first: dict[str, Path] = {}
     for file, rubric in rubrics:
         if (earlier := first.setdefault(rubric.name, file)) != file:
@@ -293,7 +293,7 @@ def load_rubrics(path: Path | str) -> RubricSet:
     return RubricSet(name=place.name, rubrics=tuple(rubric for _, rubric in rubrics))
 
 
-def _loaded(file: Path) -> RubricSet:
+def _load_file(file: Path) -> RubricSet:
     tree: Tree = read_yaml(file, EXPECTED)
     if "rubrics" in tree.values:
         return validate(RubricSet, tree)

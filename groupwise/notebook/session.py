@@ -19,9 +19,9 @@ from groupwise.engine.backends.tunix.environment import look, mesh_of
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.config import SECRETS, TrainingConfig
 from groupwise.notebook.core import by_own_names, core_config, model_of, run_folder
-from groupwise.notebook.datasets import dataset_of, in_place_of, prepare_datasets
+from groupwise.notebook.datasets import dataset_of, prepare_datasets, replacement_rows
 from groupwise.notebook.identity import facts_of
-from groupwise.notebook.previous_runs import described, free_name, newest_alike
+from groupwise.notebook.previous_runs import describe_run, free_name, newest_alike
 from groupwise.notebook.record import Record
 from groupwise.notebook.rows import kind_of
 from groupwise.notebook.sampler import Sampler
@@ -45,7 +45,9 @@ class Session:
 
     def __setattr__(self, name: str, value: Any) -> None:
         rows = name in ("train_dataset", "test_dataset")
-        object.__setattr__(self, name, in_place_of(name, value, self.config) if rows else value)
+        object.__setattr__(
+            self, name, replacement_rows(name, value, self.config) if rows else value
+        )
 
     @property
     def core(self) -> LoadedConfig:
@@ -66,7 +68,7 @@ class Session:
     @property
     def next_folder(self) -> Path:
         """The folder of a training that does not continue an earlier one."""
-        name = free_name(self.settings, drive.names(self.config))
+        name = free_name(self.settings, drive.run_names(self.config))
         return run_folder(self.config).with_name(name)
 
     @property
@@ -172,7 +174,7 @@ def prepare_session(config: TrainingConfig, *, server: str | None = None) -> Ses
         session.folder = run.path if run is not None else None
         rows = list(_lines(session))
     if run is not None:
-        rows.append(("earlier run", described(run)))
+        rows.append(("earlier run", describe_run(run)))
     sources = "; ".join(f"{name} from {place}" for name, place in found.items())
     show(Table("Session", [*rows, *mounted, ("credentials", sources or "none found")]))
     config.prepared()

@@ -12,7 +12,7 @@ from groupwise.core.terminal.notebook import kernel_display, tell
 from groupwise.notebook import drive
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names, run_folder
-from groupwise.notebook.identity import UNSEEN, USED, Collected, collected, facts_of
+from groupwise.notebook.identity import UNSEEN, USED, Collected, collected_names, facts_of
 from groupwise.notebook.previous_runs import newest_alike
 from groupwise.notebook.record import Record
 from groupwise.notebook.rewards import Given, rewards_of
@@ -138,7 +138,7 @@ def run_training(
 def _not_compared(facts: Mapping[str, Any], earlier: RunInfo) -> str:
     """A note on what may have changed without being noticed."""
     unseen = [f"{name} ({kind})" for name, kind in facts[UNSEEN].items()]
-    changed = sorted(collected(earlier.path).intersection(facts[USED]))
+    changed = sorted(collected_names(earlier.path).intersection(facts[USED]))
     return "".join(
         f" {why}, and not compared: {', '.join(names)}."
         for why, names in (

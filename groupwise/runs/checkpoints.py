@@ -141,7 +141,7 @@ def complete(folder: Path, verify: bool = False) -> CheckpointList:
     skipped: list[Skipped] = []
     for path in sorted(_folders(folder), key=_step_of):
         try:
-            good.append(_read(path, verify))
+            good.append(_read_checkpoint(path, verify))
         except _Damaged as damage:
             skipped.append(Skipped(path, str(damage)))
     return CheckpointList(good, skipped)
@@ -151,14 +151,14 @@ def newest(folder: Path) -> Checkpoint | None:
     """The last complete and undamaged checkpoint; None if there is none. Earlier ones are not read."""
     for path in sorted(_folders(folder), key=_step_of, reverse=True):
         with suppress(_Damaged):
-            return _read(path, verify=True)
+            return _read_checkpoint(path, verify=True)
     return None
 
 
 def read(path: Path) -> Checkpoint:
     """The checkpoint in the folder `path`; CheckpointError if it is torn or damaged."""
     try:
-        return _read(path, verify=False)
+        return _read_checkpoint(path, verify=False)
     except _Damaged as damage:
         raise CheckpointError(f"{path} is not a complete checkpoint: {damage}.") from damage
 
@@ -240,7 +240,7 @@ def _manifest(
     }
 
 
-def _read(path: Path, verify: bool) -> Checkpoint:
+def _read_checkpoint(path: Path, verify: bool) -> Checkpoint:
     content = _read_manifest(path)
     try:
         checkpoint = Checkpoint(

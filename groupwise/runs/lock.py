@@ -55,7 +55,7 @@ class RunLock:
         if not _take(descriptor, fcntl.LOCK_EX):
             os.close(descriptor)
             raise RunInUseError(
-                f"{folder} is in use by {_read(folder) or 'another process'}. "
+                f"{folder} is in use by {_read_holder(folder) or 'another process'}. "
                 "Wait for it or stop it, or start another run with run.name=<another name>."
             )
         me = Holder(pid=os.getpid(), started_at=time.time(), host=socket.gethostname())
@@ -84,7 +84,7 @@ def is_held(folder: Path) -> bool:
 
 def holder(folder: Path) -> Holder | None:
     """The live process that holds the folder, if any."""
-    return _read(folder) if is_held(folder) else None
+    return _read_holder(folder) if is_held(folder) else None
 
 
 def _take(descriptor: int, kind: int) -> bool:
@@ -100,7 +100,7 @@ def _take(descriptor: int, kind: int) -> bool:
     return False
 
 
-def _read(folder: Path) -> Holder | None:
+def _read_holder(folder: Path) -> Holder | None:
     try:
         return Holder(**json.loads((folder / LOCK).read_bytes()))
     except (OSError, ValueError, TypeError):

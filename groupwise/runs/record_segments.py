@@ -114,14 +114,14 @@ def keep_piece(checkpoint: Path) -> None:
 
 def drop_pieces_after(run: Path, step: int) -> None:
     """Delete the kept pieces of later checkpoints: their steps are done again."""
-    for kept in _kept(run):
+    for kept in _kept_pieces(run):
         if kept.last > step:
             atomic_files.remove_file(kept.path)
 
 
 def merge_kept_pieces(run: Path) -> None:
     """Put kept pieces together where there are many. A disk that refuses leaves them as they are: they are as good."""
-    kept = _kept(run)
+    kept = _kept_pieces(run)
     merged = [each for each in kept if each.merged]
     single = [each for each in kept if not each.merged]
     try:
@@ -140,7 +140,7 @@ def merge_kept_pieces(run: Path) -> None:
         logger.warning("kept pieces of the record could not be merged: %s", error)
 
 
-def _merge(parts: Sequence[_Kept]) -> None:
+def _merge(parts: Sequence[_KeptPiece]) -> None:
     whole = parts[0].path.with_name(f"steps-{parts[0].first}-to-{parts[-1].last}.db")
     building = atomic_files.building_path(whole)
     building.unlink(missing_ok=True)
@@ -155,7 +155,7 @@ def _merge(parts: Sequence[_Kept]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptPiece:
     """A piece of deleted checkpoints, the first and the last one by their steps; the same one unless it is merged."""
 
     path: Path
@@ -167,13 +167,13 @@ class _Kept:
         return self.path.name.startswith("steps-")
 
 
-def _kept(run: Path) -> list[_Kept]:
+def _kept_pieces(run: Path) -> list[_KeptPiece]:
     """Kept segments in order; a merged one comes after its parts."""
     folder = run / KEPT
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     found = [(folder / name, _KEPT_NAME.fullmatch(name)) for name in names]
     kept = [
-        _Kept(path, int(name["first"] or name["only"]), int(name["last"] or name["only"]))
+        _KeptPiece(path, int(name["first"] or name["only"]), int(name["last"] or name["only"]))
         for path, name in found
         if name
     ]
@@ -183,7 +183,7 @@ def _kept(run: Path) -> list[_Kept]:
 def _pieces(run: Path) -> list[tuple[int, Path]]:
     """All that there are, with the steps after which they were written, in order."""
     own = [(step, path / PIECE) for step, path in _checkpoints(run) if (path / PIECE).is_file()]
-    kept = [(each.last, each.path) for each in _kept(run)]
+    kept = [(each.last, each.path) for each in _kept_pieces(run)]
     return sorted(kept + own, key=lambda piece: piece[0])
 
 

@@ -379,7 +379,7 @@ class Store:
         """
         return every_rollout(self._db, wanted)
 
-    def asked(self, wanted: AskedFilter) -> list[GroupAsked]:
+    def groups_asked(self, wanted: AskedFilter) -> list[GroupAsked]:
         """The prompts that were answered in the steps that the filter asks for."""
         return find_asked(self._db, wanted)
 

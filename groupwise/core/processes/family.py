@@ -46,7 +46,7 @@ def end_family(leader: int, mark: str) -> None:
 def end_marked(mark: str) -> None:
     """Kill every process but this one that carries `mark`."""
     for _ in range(_ROUNDS):
-        marked = _marked(mark)
+        marked = _marked_processes(mark)
         for process in marked:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
@@ -114,7 +114,7 @@ def signal_when_parent_ends(number: int, parent: int) -> None:
         os.kill(os.getpid(), number)
 
 
-def _marked(mark: str) -> list[int]:
+def _marked_processes(mark: str) -> list[int]:
     wanted, own = f"{MARK}={mark}".encode(), str(os.getpid())
     found: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):

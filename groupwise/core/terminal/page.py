@@ -124,7 +124,7 @@ class Page:
     def _completions(self) -> str:
         groups = [group for group in self._groups if group.rollouts][:GROUPS]
         rows = [
-            (asked(group.example.prompt, ASKED) if place == 0 else "", *_row(rollout))
+            (prompt_end(group.example.prompt, ASKED) if place == 0 else "", *_row(rollout))
             for group in groups
             for place, rollout in enumerate(group.rollouts[:OF_EACH])
         ]
@@ -134,7 +134,7 @@ class Page:
         return Table("", rows, header, unbroken=(2,)).as_html()
 
 
-def asked(prompt: Prompt, longest: int) -> str:
+def prompt_end(prompt: Prompt, longest: int) -> str:
     """The end of a prompt, or of its last message, where the question stands."""
     if isinstance(prompt, str):
         return ending(prompt, longest)

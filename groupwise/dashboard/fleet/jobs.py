@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 
 from groupwise.api.schemas.fleet import MOST_SERIAL, LogPart
 from groupwise.core.errors import RunNotFoundError, UsageError
-from groupwise.dashboard.fleet.machines import LIVE, Action, changes, of, words_of
-from groupwise.dashboard.pages import Page, Query, Visit, done, shown
+from groupwise.dashboard.fleet.machines import LIVE, Action, changes, fleet_of, words_of
+from groupwise.dashboard.pages import Page, Query, Visit, form_route, page_route
 from groupwise.dashboard.sources.fleet import Document, FleetLike
 from groupwise.dashboard.templates import moment, text
 from groupwise.jobs.fleet.states import FINAL, JobStatus
@@ -72,7 +72,7 @@ def jobs(visit: Visit) -> Page:
     """A page of the list, the newest first."""
     asked = visit.query(JobsQuery)
     wanted = {**asked.model_dump(), "status": None if asked.status is None else [asked.status]}
-    found = of(visit).ask(lambda fleet: fleet.jobs(**wanted, limit=PER_PAGE + 1))
+    found = fleet_of(visit).ask(lambda fleet: fleet.jobs(**wanted, limit=PER_PAGE + 1))
     data: dict[str, Any] = {
         "jobs": found[:PER_PAGE],
         "more": found[PER_PAGE - 1]["job_id"] if len(found) > PER_PAGE else None,
@@ -85,15 +85,15 @@ def jobs(visit: Visit) -> Page:
 def job(visit: Visit) -> Page:
     """All about one."""
     asked, name = visit.query(Log), visit.named("job")
-    found = described(of(visit).ask(lambda fleet: fleet.show(name)))
+    found = describe_job(fleet_of(visit).ask(lambda fleet: fleet.show(name)))
     attempts = found["attempts"]
     expect_one(name, asked.epoch, [each["epoch"] for each in attempts])
-    part = of(visit).ask(lambda fleet: fleet.log(name, epoch=asked.epoch, tail=TAIL))
+    part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=asked.epoch, tail=TAIL))
     if asked.epoch not in (None, part.epoch):  # it wrote nothing, and what follows is of another
         part = LogPart(b"", asked.epoch, 0, part.ended)
     over = found["status"] in FINAL
     follows = not over and asked.epoch is None
-    now = of(visit).status()["time"]
+    now = fleet_of(visit).status()["time"]
     beginning = whole_letters(part.data) if follows else part.data
     data = {
         "job": found,
@@ -123,14 +123,14 @@ def ran(job: Document, now: float) -> float | None:
 def log(visit: Visit) -> Response:
     """What a log has from some place on, at most a piece of it; and where the next one begins. Without `epoch` of the newest attempt."""
     asked, name = visit.query(Log), visit.named("job")
-    epochs = of(visit).ask(lambda fleet: fleet.progress(name))["epochs"]
+    epochs = fleet_of(visit).ask(lambda fleet: fleet.progress(name))["epochs"]
     expect_one(name, asked.epoch, epochs)
     epoch = asked.epoch or max(epochs, default=None)
-    part = of(visit).ask(lambda fleet: fleet.log(name, epoch=epoch, offset=asked.offset))
+    part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=epoch, offset=asked.offset))
     data = part.data if part.ended else whole_letters(part.data)
     attempt = None
     if part.epoch != asked.epoch:  # the reader may not know yet what it is called
-        attempts = of(visit).ask(lambda fleet: fleet.show(name))["attempts"]
+        attempts = fleet_of(visit).ask(lambda fleet: fleet.show(name))["attempts"]
         attempt = names(attempts).get(part.epoch or 0)
     return JSONResponse(
         {
@@ -177,7 +177,7 @@ def expect_one(job_id: str, epoch: int | None, epochs: Sequence[int]) -> None:
         )
 
 
-def described(job: Document) -> Document:
+def describe_job(job: Document) -> Document:
     """A job whose attempts and checkpoints say which attempt that is (`name`), and attempts and events what is known of them (`facts`)."""
     called = names(job["attempts"])
     attempts = [
@@ -274,8 +274,8 @@ def timeline(attempts: list[Document], now: float) -> list[Document]:
 
 
 ROUTES = (
-    shown("/fleet/jobs", jobs),
-    shown("/fleet/jobs/{job}", job),
-    done("/fleet/jobs/{job}", changes("job", ACTIONS)),
-    shown("/fleet/jobs/{job}/log", log),
+    page_route("/fleet/jobs", jobs),
+    page_route("/fleet/jobs/{job}", job),
+    form_route("/fleet/jobs/{job}", changes("job", ACTIONS)),
+    page_route("/fleet/jobs/{job}/log", log),
 )

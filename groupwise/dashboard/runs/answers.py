@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from groupwise.core.errors import StoreError, UsageError
-from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, cut, shown
+from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, page_route, paginate
 from groupwise.dashboard.runs.comparing import differences
 from groupwise.dashboard.runs.reading import LISTED, MOST_TASKS
 from groupwise.runs.folder import RECORD, read_config
@@ -98,13 +98,13 @@ def compare(visit: Visit) -> Page:
         Store.open(path_a / RECORD, readonly=True) as store_a,
         Store.open(path_b / RECORD, readonly=True) as store_b,
     ):
-        groups_a = store_a.asked(_filter(side_a, asked))
+        groups_a = store_a.groups_asked(_filter(side_a, asked))
         wanted = _filter(side_b, asked)
-        groups_b = store_b.asked(wanted)
+        groups_b = store_b.groups_asked(wanted)
         matched = matches(groups_a, groups_b)
         if not matched and asked.example is not None:
             # The data differ: the example has another number in B.
-            groups_b = store_b.asked(replace(wanted, example=None))
+            groups_b = store_b.groups_asked(replace(wanted, example=None))
             matched = matches(groups_a, groups_b)
         if side_a.run == side_b.run:
             matched = [(a, b) for a, b in matched if a.draw != b.draw]
@@ -116,7 +116,7 @@ def compare(visit: Visit) -> Page:
             Pair(a.prompt, a, b, scores_a.get(a.draw, none), scores_b.get(b.draw, none))
             for a, b in compared
         ]
-        here = cut(in_order(pairs, asked.order), asked.page, PER_PAGE)
+        here = paginate(in_order(pairs, asked.order), asked.page, PER_PAGE)
         shown_pairs = [
             {
                 "prompt": each.prompt,
@@ -241,4 +241,4 @@ def _scored_otherwise(a: Path, b: Path) -> list[str]:
     return [key for key in differences(configs) if key.startswith(SCORING)]
 
 
-ROUTES = (shown("/rollouts/compare", compare),)
+ROUTES = (page_route("/rollouts/compare", compare),)

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from groupwise.core.errors import StoreError, UsageError
-from groupwise.dashboard.pages import Page, Query, Visit, live_of, shown
+from groupwise.dashboard.pages import Page, Query, Visit, live_of, page_route
 from groupwise.dashboard.runs.curves import names_of
 from groupwise.runs.folder import RECORD, flattened, read_config
 from groupwise.runs.store import Store
@@ -95,4 +95,4 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
-ROUTES = (shown("/compare", compare),)
+ROUTES = (page_route("/compare", compare),)

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from groupwise.core.atomic_files import without_nan
 from groupwise.core.errors import UsageError
-from groupwise.dashboard.pages import Query, Visit, shown
+from groupwise.dashboard.pages import Query, Visit, page_route
 from groupwise.dashboard.sources.evaluations import by_k
 from groupwise.dashboard.templates import line as harmless
 from groupwise.runs.curves import EVAL, Curve, curves_of
@@ -265,4 +265,4 @@ def _columns(points: Sequence[CurvePoint]) -> dict[str, list[Any]]:
     return {field: [getattr(point, field) for point in points] for field in fields}
 
 
-ROUTES = (shown("/curves", curves),)
+ROUTES = (page_route("/curves", curves),)

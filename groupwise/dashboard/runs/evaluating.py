@@ -15,13 +15,13 @@ from pydantic import Field
 
 from groupwise.core.atomic_files import without_nan
 from groupwise.core.errors import GroupwiseError, UsageError
-from groupwise.dashboard.pages import Page, Query, Visit, cut, live_of, shown
+from groupwise.dashboard.pages import Page, Query, Visit, live_of, page_route, paginate
 from groupwise.dashboard.runs.listing import are_in, has_words
 from groupwise.dashboard.runs.overview import head_of
 from groupwise.dashboard.sources.evaluations import (
     Evaluated,
-    beside,
     by_k,
+    evaluations_beside,
     evaluations_of,
     side_beside,
 )
@@ -94,7 +94,7 @@ def every_evaluation(visit: Visit) -> Page:
     runs = [
         each.info.path for each in known.runs if not each.info.broken and has_words(each, asked.q)
     ]
-    here = cut(runs, asked.page, RUNS)
+    here = paginate(runs, asked.page, RUNS)
     found: list[tuple[str, Evaluated]] = []
     for path in here.rows:
         # A run that cannot be read has none; the list of runs shows it.
@@ -106,7 +106,7 @@ def every_evaluation(visit: Visit) -> Page:
             )
             found += [(path.name, each) for each in own[:MOST_OF_EACH]]
     if here.page == 1:
-        there = beside(visit.place.runs.folder)
+        there = evaluations_beside(visit.place.runs.folder)
         found += [
             ("", each) for each in there if are_in(asked.q, (each.policy, each.name, each.file))
         ]
@@ -184,7 +184,7 @@ def compare(visit: Visit) -> Page:
         for side, values in (("A", [each.a for each in both]), ("B", [each.b for each in both]))
         if both
     ]
-    here = cut(found.changed, asked.page, PER_PAGE)
+    here = paginate(found.changed, asked.page, PER_PAGE)
     data = {
         "asked": asked.model_dump(),
         "a": found.a.label,
@@ -238,7 +238,7 @@ def answers(visit: Visit) -> Page:
     counts = Counter(each["solved"] for each in prompts)
     chosen = [each for each in prompts if asked.show in ("all", each["solved"])]
     chosen.sort(key=lambda each: (each["mean"] is not None, each["mean"] or 0.0))
-    here = cut(chosen, asked.page, PER_PAGE)
+    here = paginate(chosen, asked.page, PER_PAGE)
     data = {
         "asked": asked.model_dump(),
         "label": found.label,
@@ -284,8 +284,8 @@ def _answered(rows: Sequence[Row], best: float | None) -> dict[str, Any]:
 
 
 ROUTES = (
-    shown("/runs/{run}/evaluations", evaluations),
-    shown("/evaluations", every_evaluation),
-    shown("/evaluations/compare", compare),
-    shown("/evaluations/answers", answers),
+    page_route("/runs/{run}/evaluations", evaluations),
+    page_route("/evaluations", every_evaluation),
+    page_route("/evaluations/compare", compare),
+    page_route("/evaluations/answers", answers),
 )

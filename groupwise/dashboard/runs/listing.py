@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from groupwise.dashboard.pages import Page, Query, Visit, cut, shown
+from groupwise.dashboard.pages import Page, Query, Visit, page_route, paginate
 from groupwise.dashboard.sources.runs import Listed
 
 PER_PAGE = 50
@@ -47,7 +47,7 @@ def runs(visit: Visit) -> Page:
         matching.sort(
             key=lambda each: (each.info.reward_last is None, -(each.info.reward_last or 0.0))
         )
-    here = cut(matching, asked.page, PER_PAGE)
+    here = paginate(matching, asked.page, PER_PAGE)
     data: dict[str, Any] = {
         "folder": str(visit.place.runs.folder),
         "runs": [
@@ -91,4 +91,4 @@ def are_in(words: str, texts: Iterable[str | None]) -> bool:
     return all(word in there for word in words.casefold().split())
 
 
-ROUTES = (shown("/runs", runs),)
+ROUTES = (page_route("/runs", runs),)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import GroupwiseError, StoreError
-from groupwise.dashboard.pages import Page, Visit, live_of, shown
+from groupwise.dashboard.pages import Page, Visit, live_of, page_route
 from groupwise.dashboard.runs.archive import files_of
 from groupwise.dashboard.runs.curves import names_of, plots_of
 from groupwise.dashboard.sources.evaluations import evaluations_of
@@ -154,4 +154,4 @@ def _end_of(file: Path) -> str:
     return ""
 
 
-ROUTES = (shown("/runs/{run}", run), shown("/runs/{run}/config", config))
+ROUTES = (page_route("/runs/{run}", run), page_route("/runs/{run}/config", config))

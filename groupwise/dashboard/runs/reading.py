@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from groupwise.core.errors import RunNotFoundError
-from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, live_of, shown
+from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, live_of, page_route
 from groupwise.dashboard.runs.overview import head_of
 from groupwise.dashboard.runs.tokens import segments_of, tokenizer_of, without_ratios
 from groupwise.runs.folder import RECORD
@@ -207,7 +207,7 @@ def rollout(visit: Visit) -> Page:
     name = visit.named("rollout")
     page = visit.query(Paged).page
     with Store.open(path / RECORD, readonly=True) as store:
-        draw, is_it = _meant(store, name)
+        draw, is_it = _find_rollout(store, name)
         views: list[RolloutView] = []
         if draw is not None:
             views = store.rollouts(RolloutFilter(draw=draw, limit=MOST_OF_GROUP), BESIDE)
@@ -248,7 +248,7 @@ def rollout(visit: Visit) -> Page:
     return Page("rollout.html", data)
 
 
-def _meant(store: Store, name: str) -> tuple[int | None, Callable[[RolloutView], bool]]:
+def _find_rollout(store: Store, name: str) -> tuple[int | None, Callable[[RolloutView], bool]]:
     """The draw of a rollout, and which of its group it is: `DRAW.MEMBER`, `DRAW.MEMBER.ATTEMPT`, or the id that it has in the record now.
 
     A run that is resumed draws the same again; ids are those of rows, and may become others then.
@@ -271,8 +271,8 @@ def _numbered(word: str, name: str) -> int:
 
 
 ROUTES = (
-    shown("/runs/{run}/rollouts", rollouts),
-    shown("/runs/{run}/rollouts/{rollout}", rollout),
-    shown("/runs/{run}/groups/{draw}", group),
-    shown("/runs/{run}/examples/{example}", example),
+    page_route("/runs/{run}/rollouts", rollouts),
+    page_route("/runs/{run}/rollouts/{rollout}", rollout),
+    page_route("/runs/{run}/groups/{draw}", group),
+    page_route("/runs/{run}/examples/{example}", example),
 )

@@ -87,24 +87,24 @@ def evaluations_of(run: Path, store: Store, *, intervals: int = 0) -> list[Evalu
     return sorted(found, key=lambda each: (each.step is None, each.step or 0))
 
 
-def beside(runs: Path) -> list[Evaluated]:
+def evaluations_beside(runs: Path) -> list[Evaluated]:
     """Evaluations beside the runs of a folder, and among them; those written last come first."""
     found = [
         replace(each, reference=f":{prefix}{each.file}" if each.reference else "")
-        for prefix, folder in places(runs).items()
+        for prefix, folder in results_folders(runs).items()
         for each in _in_files(folder)
     ]
     return sorted(found, key=lambda each: -each.at)
 
 
-def places(runs: Path) -> dict[str, Path]:
+def results_folders(runs: Path) -> dict[str, Path]:
     """Folders of results that belong to no run, by the prefix of the file's name in a reference."""
     return {"": runs, f"{RESULTS}/": runs.absolute().parent / RESULTS}
 
 
 def side_beside(runs: Path, reference: str) -> Side:
     """An evaluation beside the runs to compare, by its reference. Raises RunNotFoundError."""
-    for prefix, folder in places(runs).items():
+    for prefix, folder in results_folders(runs).items():
         name = reference.removeprefix(f":{prefix}")
         named = reference == f":{prefix}{name}" and Path(name).name == name
         if named and name.endswith(".json") and is_file(folder / name):

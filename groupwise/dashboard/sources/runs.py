@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from groupwise.dashboard.sources.cached_values import MOMENT, Ticking
-from groupwise.dashboard.sources.evaluations import places
+from groupwise.dashboard.sources.cached_values import MOMENT, BackgroundValue
+from groupwise.dashboard.sources.evaluations import results_folders
 from groupwise.runs.find import RunInfo, run_folders, run_info_and
 from groupwise.runs.folder import RECORD, RESULTS, shown_state
 from groupwise.runs.store import Store
@@ -67,7 +67,7 @@ class RunsIndex:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self._clock = folder, clock
-        self._stamp = Ticking(self._states, clock)
+        self._stamp = BackgroundValue(self._states, clock)
         self._known: dict[str, tuple[Stamp, Listed]] = {}
         self._lock = threading.Lock()
         self._reader: threading.Thread | None = None
@@ -102,7 +102,11 @@ class RunsIndex:
         known = self.known()
         runs = [(each.info.name, each.info.state, each.written) for each in known.runs]
         results = [path / RESULTS for path in run_folders(self.folder)]
-        return known.unread, runs, [*map(changed, (*results, *places(self.folder).values()))]
+        return (
+            known.unread,
+            runs,
+            [*map(changed, (*results, *results_folders(self.folder).values()))],
+        )
 
     def one(self, path: Path) -> Listed:
         """The current list entry of this run."""

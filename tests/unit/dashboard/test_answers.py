@@ -128,6 +128,6 @@ def test_completions_of_an_earlier_draw_are_nobodys_answer_anew(tmp_path: Path) 
         ]
         store.commit_step(StepRecord(0, 0, 1, "w", (0, 1), 0.1, 0.0), groups, {})
         store.keep_unfinished([Group(2, Example(0, "p"), ())])
-        assert [each.draw for each in store.asked(AskedFilter())] == [0]
+        assert [each.draw for each in store.groups_asked(AskedFilter())] == [0]
         assert store.scores([0]) == {}, "no number"
         assert store.scores([1])[1].best == 1.0
