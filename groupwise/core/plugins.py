@@ -152,7 +152,7 @@ def _warn_of_training(source: bytes, file: str | Path, kind: str) -> None:
 def explain(error: BaseException) -> str:
     """The error as its author wants to see it: own frames only, the line of each, and what to install."""
     every = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in every if _is_users(frame)] or every[-1:]
+    frames = [frame for frame in every if _is_users_file(frame.filename)] or every[-1:]
     if isinstance(error, SyntaxError):
         frames = []  # it names file and line itself, and nothing of the file has run
     lines = [
@@ -369,11 +369,11 @@ def _listed(names: Iterable[str], limit: int = 20) -> str:
     return ", ".join(ordered[:limit]) + more if ordered else "none"
 
 
-def _is_users(frame: traceback.FrameSummary) -> bool:
-    """True if the frame is in code that belongs neither to a library nor to this package."""
-    if frame.filename.startswith("<frozen "):
+def _is_users_file(name: str) -> bool:
+    """True for code that belongs neither to a library nor to this package, its tasks excepted."""
+    if name.startswith("<frozen "):
         return False
-    path = str(Path(frame.filename).resolve())
+    path = str(Path(name).resolve())
     if path.startswith(_PACKAGE_FOLDER):
         return f"{_PACKAGE_FOLDER}/tasks" in path and not path.endswith(
             ("contract.py", "environment.py")

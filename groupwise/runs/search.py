@@ -117,15 +117,6 @@ def _ids(db: Database, query: tuple[str, Row]) -> list[int]:
     return [id for (id,) in db.all(*query)]
 
 
-def draws_of(db: Database, example: int, limit: int, offset: int) -> list[int]:
-    """The groups of an example, those that were drawn last first."""
-    rows = db.all(
-        "SELECT draw FROM groups WHERE example = ? ORDER BY draw DESC LIMIT ? OFFSET ?",
-        (example, limit, offset),
-    )
-    return [draw for (draw,) in rows]
-
-
 def every_rollout(
     db: Database, wanted: RolloutFilter
 ) -> Generator[tuple[RolloutView, RolloutDetail]]:

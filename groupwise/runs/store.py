@@ -38,7 +38,6 @@ from groupwise.runs.records import (
 )
 from groupwise.runs.search import (
     AskedFilter,
-    draws_of,
     every_rollout,
     failure_kinds,
     find_asked,
@@ -354,7 +353,11 @@ class Store:
 
     def draws_of(self, example: int, limit: int, offset: int = 0) -> list[int]:
         """The groups of an example, those that were drawn last first."""
-        return draws_of(self._db, example, limit, offset)
+        rows = self._db.all(
+            "SELECT draw FROM groups WHERE example = ? ORDER BY draw DESC LIMIT ? OFFSET ?",
+            (example, limit, offset),
+        )
+        return [draw for (draw,) in rows]
 
     def steps_of(self, example: int) -> tuple[list[int], int]:
         """The steps that have asked an example, in order; and how many groups of it there are, also those without a step."""

@@ -189,8 +189,9 @@ def check_columns(function: RewardCallable, columns: Collection[str], where: str
     ]
     missing = [name for name in needed if name not in columns and name not in RESERVED]
     if missing:
+        quoted = " and ".join(f"`{name}`" for name in missing)
         raise TaskError(
-            f"{where}: `{name_of(function)}` asks for {_quoted(missing)}, but the dataset has no such column. "
+            f"{where}: `{name_of(function)}` asks for {quoted}, but the dataset has no such column. "
             f"It has: {', '.join(sorted({*columns} - {ORIGIN})) or 'none but prompt'}. "
             f"Besides columns a reward may ask for {', '.join(RESERVED)}.{_of_one_completion(function, missing, columns, where)}"
         )
@@ -412,10 +413,6 @@ def _failed(count: int, reason: str) -> FunctionResult:
 def _kind(value: object) -> str:
     shown = repr(value)
     return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return " and ".join(f"`{name}`" for name in names)
 
 
 def counted(values: int) -> str:

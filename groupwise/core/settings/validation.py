@@ -203,6 +203,8 @@ MOST_PROBLEMS = 50
 MOST_NAMES = 3
 """Keys that a message names where it is not sure which one is meant."""
 
+_UNQUOTED = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false|null")
+"""Texts that are another kind of value in YAML, without quotes."""
 _SOME_TEXT = "…"
 """Stands for a required value: those of our own sections, which others are compared with, are all texts."""
 
@@ -293,18 +295,14 @@ def _explain_value(
     if detail["type"] == "too_short":
         least = detail.get("ctx", {}).get("min_length", 1)
         return f"{dotted} is {shown}; it must have at least {least} item{'s' * (least > 1)}."
-    return f"{dotted} is {shown}; it must be {allowed}.{_hint(model, path, given, allowed)}"
-
-
-def _hint(model: type[BaseModel], path: KeyPath, given: Any, allowed: str) -> str:
-    key = (path[-1] if path else "", repr(given))
+    key, hint = (path[-1] if path else "", repr(given)), ""
     if issubclass(model, Strict) and (meant := model.foreign_values.get(key)):
-        return f" {meant}."
-    if given == -1 and "null" in allowed:
-        return " Write null for none."
-    if isinstance(given, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false|null", given):
-        return " Write it without quotes."
-    return ""
+        hint = f" {meant}."
+    elif given == -1 and "null" in allowed:
+        hint = " Write null for none."
+    elif isinstance(given, str) and _UNQUOTED.fullmatch(given):
+        hint = " Write it without quotes."
+    return f"{dotted} is {shown}; it must be {allowed}.{hint}"
 
 
 @dataclass(frozen=True, slots=True)

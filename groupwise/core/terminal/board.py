@@ -124,21 +124,11 @@ class Board:
         if room >= 10:
             line.append("  " + sparkline(curve, min(room, 40)), "green")
         lines: list[RenderableType] = [line]
-        if parts := self._parts(width):
-            lines.append(Text.assemble(("parts  ", "dim"), parts))
-        return [*lines, self._table(columns=1 if width < NARROW else 3)]
-
-    def headline(self) -> tuple[str, str]:
-        """The number that the run is about: its reward, or the loss where nothing is rewarded."""
-        if self._rewarded():
-            return "reward", self._reward() or "none scored"
-        return "loss", self._number("loss", "{:z.4f}") or ""
-
-    def _rewarded(self) -> bool:
-        return "reward" in self._metrics or "rollouts/scored" in self._metrics
-
-    def _table(self, columns: int) -> Table:
+        if parts := [f"{name} {value}" for name, value in self._part_means("{:.3f}")]:
+            shown = shorten("   ".join(parts), width - 7)
+            lines.append(Text.assemble(("parts  ", "dim"), shown))
         table = Table.grid(padding=(0, 1))
+        columns = 1 if width < NARROW else 3
         for _ in range(columns):
             table.add_column(style="dim", no_wrap=True)
             table.add_column(justify="left", no_wrap=True, min_width=10)
@@ -148,7 +138,16 @@ class Board:
             for name, value in facts[start : start + columns]:
                 cells += [name, Text(value, "red" if name == "failed" else "")]
             table.add_row(*cells)
-        return table
+        return [*lines, table]
+
+    def headline(self) -> tuple[str, str]:
+        """The number that the run is about: its reward, or the loss where nothing is rewarded."""
+        if self._rewarded():
+            return "reward", self._reward() or "none scored"
+        return "loss", self._number("loss", "{:z.4f}") or ""
+
+    def _rewarded(self) -> bool:
+        return "reward" in self._metrics or "rollouts/scored" in self._metrics
 
     def facts(self) -> list[tuple[str, str]]:
         """The last step's numbers beside the headline, in words."""
@@ -175,10 +174,6 @@ class Board:
         value = self._number("reward", "{:.3f}")
         spread = self._number("reward_std", " ±{:.3f}")
         return value and value + (spread or "")
-
-    def _parts(self, width: int) -> str:
-        parts = [f"{name} {value}" for name, value in self._part_means("{:.3f}")]
-        return shorten("   ".join(parts), width - 7)
 
     def _part_means(self, form: str) -> list[tuple[str, str]]:
         return [

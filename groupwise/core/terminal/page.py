@@ -15,7 +15,7 @@ from groupwise.core.terminal.board import Board, Metrics, part_of
 from groupwise.core.terminal.notebook import FONT, Table, as_html, output
 from groupwise.core.terminal.plot import Point, Series, svg_curve, with_mean
 from groupwise.core.terminal.text import ending, shorten
-from groupwise.core.types import Group, Prompt, Rollout
+from groupwise.core.types import Group, Prompt
 
 REDRAW = 1.0
 """Seconds between two drawings. The last step is drawn at once, and the end in any case."""
@@ -122,16 +122,15 @@ class Page:
         return found
 
     def _completions(self) -> str:
-        groups = [group for group in self._groups if group.rollouts][:GROUPS]
-        rows = [
-            (prompt_end(group.example.prompt, ASKED) if place == 0 else "", *_row(rollout))
-            for group in groups
-            for place, rollout in enumerate(group.rollouts[:OF_EACH])
-        ]
-        if not rows:
-            return ""
+        rows: list[tuple[str, str, str, str]] = []
+        for group in [group for group in self._groups if group.rollouts][:GROUPS]:
+            for place, rollout in enumerate(group.rollouts[:OF_EACH]):
+                prompt = prompt_end(group.example.prompt, ASKED) if place == 0 else ""
+                parts = "\n".join(f"{part.name} {number(part.value)}" for part in rollout.parts)
+                completion = shorten(rollout.completion, LONGEST)
+                rows.append((prompt, number(rollout.reward), parts, completion))
         header = ("asked", "reward", "parts", "completion")
-        return Table("", rows, header, unbroken=(2,)).as_html()
+        return Table("", rows, header, unbroken=(2,)).as_html() if rows else ""
 
 
 def prompt_end(prompt: Prompt, longest: int) -> str:
@@ -151,8 +150,3 @@ def picture(svg: str, title: str) -> str:
 def number(value: float | None) -> str:
     """A reward, or none."""
     return "–" if value is None else f"{value:.2f}"
-
-
-def _row(rollout: Rollout) -> tuple[str, str, str]:
-    parts = "\n".join(f"{part.name} {number(part.value)}" for part in rollout.parts)
-    return number(rollout.reward), parts, shorten(rollout.completion, LONGEST)

@@ -116,7 +116,15 @@ def terminal_curve(
         for row in range(canvas.rows)
     ]
     lines += _axis_of_x(canvas, margin, x_label)
-    return "\n".join([*_heading(title, drawn, width, colour), *lines])
+    if title:
+        signs = "   ".join(
+            f"{'⠒⠒' if each.style == 'line' else '·'} {one_line(each.name)}" for each in drawn
+        )
+        heading = shorten(one_line(title), width)
+        room = width - len(heading) - len(signs)
+        shown = f"{_BOLD}{heading}{_PLAIN}" if colour else heading
+        lines.insert(0, shown + " " * room + signs if room >= 3 else shown)
+    return "\n".join(lines)
 
 
 # Scales
@@ -237,17 +245,17 @@ class _Canvas:
         return self._cell(x, self.frame.bottom)[0]
 
     def text(self, row: int, colour: bool) -> str:
-        return "".join(self._character(row, column, colour) for column in range(self.columns))
-
-    def _character(self, row: int, column: int, colour: bool) -> str:
-        dots = self._dots[row][column]
-        if not dots and not self._points[row][column]:
-            return " "
-        paint = _COLOURS[self._owner[row][column] % len(_COLOURS)]
-        if dots:
-            shown = chr(0x2800 + dots)
-            return f"\x1b[{paint}m{shown}{_PLAIN}" if colour else shown
-        return f"{_DIM}·{_PLAIN}" if colour else "·"
+        shown: list[str] = []
+        for column in range(self.columns):
+            if dots := self._dots[row][column]:
+                paint = _COLOURS[self._owner[row][column] % len(_COLOURS)]
+                braille = chr(0x2800 + dots)
+                shown.append(f"\x1b[{paint}m{braille}{_PLAIN}" if colour else braille)
+            elif self._points[row][column]:
+                shown.append(f"{_DIM}·{_PLAIN}" if colour else "·")
+            else:
+                shown.append(" ")
+        return "".join(shown)
 
     def _cell(self, x: float, y: float) -> tuple[int, int]:
         column, row = self._dot(x, y)
@@ -256,18 +264,6 @@ class _Canvas:
     def _dot(self, x: float, y: float) -> tuple[int, int]:
         across, up = self.frame.place(x, y)
         return round(across * (2 * self.columns - 1)), round((1 - up) * (4 * self.rows - 1))
-
-
-def _heading(title: str, series: Sequence[Series], width: int, colour: bool) -> list[str]:
-    if not title:
-        return []
-    signs = "   ".join(
-        f"{'⠒⠒' if each.style == 'line' else '·'} {one_line(each.name)}" for each in series
-    )
-    line = shorten(one_line(title), width)
-    shown = f"{_BOLD}{line}{_PLAIN}" if colour else line
-    fits = len(line) + 3 + len(signs) <= width
-    return [shown + " " * (width - len(line) - len(signs)) + signs] if fits else [shown]
 
 
 def _axis_of_x(canvas: _Canvas, margin: int, label: str) -> list[str]:
@@ -405,7 +401,10 @@ _SIGN, _TITLE_SIGN, _SWATCH, _LINE = 7.5, 9.5, 44, 18
 
 
 def _legend(drawn: Sequence[Series], width: int, title: str) -> tuple[list[str], int]:
-    """Beside the title, or below it where they would meet, in as many rows as it takes; and by how much the curves go down for these."""
+    """The names of the series, and by how many pixels the curves go down for them.
+
+    They stand beside the title, or below it if the two would meet, in as many rows as it takes.
+    """
     rows: list[list[tuple[int, str]]] = [[]]
     for index, each in enumerate(drawn):
         if each.style == "band":  # the line after it names both
@@ -416,34 +415,25 @@ def _legend(drawn: Sequence[Series], width: int, title: str) -> tuple[list[str],
         rows[-1].append(named)
     meets = width - _RIGHT - _across(rows[0]) < _LEFT + _TITLE_SIGN * len(title)
     first = 46 if meets or len(rows) > 1 else 28
-    shapes = [
-        shape
-        for number, row in enumerate(rows)
-        for shape in _legend_row(drawn, row, width, first + number * _LINE)
-    ]
+    shapes: list[str] = []
+    for number, row in enumerate(rows):
+        x, y = float(width - _RIGHT), first + number * _LINE
+        for index, name in reversed(row):
+            colour = f"c{_colour(index, drawn)}"
+            shapes.append(_label(x, y, name, "faint", "end"))
+            x -= _SIGN * len(name) + 8
+            if drawn[index].style == "points":
+                dot = f'<circle class="dots {colour}" cx="{x - 4:.1f}" cy="{y - 4}" r="3"/>'
+                shapes.append(dot)
+            else:
+                line = _line(index, drawn)
+                shapes.append(f'<path class="{line}" d="M{x - 20:.1f} {y - 4}H{x:.1f}"/>')
+            x -= _SWATCH - 8
     return shapes, (len(rows) - 1) * _LINE
 
 
 def _across(named: Sequence[tuple[int, str]]) -> float:
     return sum(_SIGN * len(name) + _SWATCH for _, name in named)
-
-
-def _legend_row(
-    drawn: Sequence[Series], named: Sequence[tuple[int, str]], width: int, y: int
-) -> list[str]:
-    shapes: list[str] = []
-    x = float(width - _RIGHT)
-    for index, name in reversed(named):
-        colour = f"c{_colour(index, drawn)}"
-        shapes.append(_label(x, y, name, "faint", "end"))
-        x -= _SIGN * len(name) + 8
-        if drawn[index].style == "points":
-            shapes.append(f'<circle class="dots {colour}" cx="{x - 4:.1f}" cy="{y - 4}" r="3"/>')
-        else:
-            line = _line(index, drawn)
-            shapes.append(f'<path class="{line}" d="M{x - 20:.1f} {y - 4}H{x:.1f}"/>')
-        x -= _SWATCH - 8
-    return shapes
 
 
 def _pixel(frame: _Frame, x: float, y: float, width: int, height: int) -> Point:
