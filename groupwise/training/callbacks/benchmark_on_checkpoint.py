@@ -41,7 +41,7 @@ from groupwise.engine.models.artefact import keep_artefact, weight_files
 from groupwise.engine.models.card import model_card
 from groupwise.runs import checkpoints
 from groupwise.runs.config import RUN_NAME
-from groupwise.runs.evaluated_metrics import OF_TRAINING
+from groupwise.runs.curves import OF_TRAINING
 from groupwise.runs.folder import RESULTS, add_result
 from groupwise.runs.records import EvaluationRecord
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle

@@ -26,7 +26,7 @@ from typing import Any
 from groupwise.core import atomic_files
 from groupwise.core.settings.view import View
 from groupwise.runs.config import WITH_TABLES
-from groupwise.runs.evaluated_metrics import EVAL, OF_TRAINING, metrics_of, prefix_of
+from groupwise.runs.curves import EVAL, OF_TRAINING, metrics_of, prefix_of
 from groupwise.runs.folder import RECORD
 from groupwise.runs.records import EvaluationRecord, RolloutFilter, RolloutView
 from groupwise.runs.store import Store

@@ -24,8 +24,8 @@ from groupwise.engine.models.card import WeightsLocation, model_card, results_of
 from groupwise.engine.models.hub_push import Pushed, Target, push
 from groupwise.runs import find
 from groupwise.runs.advice import advice_on
+from groupwise.runs.curves import warm_up_curve
 from groupwise.runs.folder import FINAL_STEP
-from groupwise.runs.warm_up import warm_up_curve
 from groupwise.training.callbacks.base import RunEnd
 from groupwise.training.loops.prepare import Prepared
 from groupwise.training.loops.training import Training

@@ -23,9 +23,9 @@ from groupwise.core.interruption import Interrupted, Interruption, run_to_end
 from groupwise.core.reward_call.request import Scorer
 from groupwise.core.terminal.progress import Progress
 from groupwise.core.types import Policy, SamplingParams
+from groupwise.runs.curves import WARM_UP_SUMMARY
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord
-from groupwise.runs.warm_up import WARM_UP_SUMMARY
 from groupwise.tasks.data.reward_hacking import Signals
 from groupwise.tasks.data.selection import Selection, Sizes
 from groupwise.tasks.rollouts.asking import RolloutKind

@@ -18,9 +18,9 @@ from typing import Any
 from groupwise.core.errors import StoreError, UsageError
 from groupwise.engine.distributed.torchrun import launched
 from groupwise.runs import checkpoints, find
+from groupwise.runs.curves import WARM_UP, WARM_UP_SUMMARY
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
 from groupwise.runs.store import Store
-from groupwise.runs.warm_up import WARM_UP, WARM_UP_SUMMARY
 from groupwise.training import build
 from groupwise.training.config import LoadedConfig, compare_for_resume
 from groupwise.training.evaluation.evaluate import EvalResult, evaluate_untrained
