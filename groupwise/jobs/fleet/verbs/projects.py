@@ -14,7 +14,6 @@ from groupwise.jobs.fleet.queue.capacity import GPUS_OF_ENGINE
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.tables import Attempt, Job, Project, Reservation
-from groupwise.jobs.fleet.verbs import find
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.fleet.verbs.documents import Document, project_document
 
@@ -82,12 +81,6 @@ def change(
         )
         requeue_pending.wake(session, actor=actor.name)
     return project_document(project)
-
-
-def show(session: Session, actor: Actor, name: str) -> Document:
-    """One project. Raises `unknown_project`."""
-    find.project(session, actor, name)
-    return next(each for each in listing(session, actor) if each["name"] == name)
 
 
 def _check(wanted: dict[str, float | int | None]) -> None:
