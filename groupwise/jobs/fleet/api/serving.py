@@ -18,7 +18,7 @@ from sqlalchemy.exc import DataError
 from sqlalchemy.orm import Session
 
 from groupwise.api.http.caller import Caller
-from groupwise.api.http.declared import Limits, Shared, facts_of
+from groupwise.api.http.declared import Limits, Route, Shared, facts_of
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.notify.base import Doorbell
@@ -120,3 +120,54 @@ def document(value: Any, status: int = 200) -> Response:
         return JSONResponse(value, status)
     except ValueError:  # a number or a text that JSON has no words for
         return JSONResponse(json_safe(value), status)
+
+
+DOCUMENT = dict[str, Any]
+DOCUMENTS = list[dict[str, Any]]
+
+
+def reads(
+    path: str,
+    handler: Callable[..., Any],
+    *codes: str,
+    tag: str,
+    role: Role | None = Role.READ,
+    answer: Any = DOCUMENT,
+    media_type: str = "application/json",
+) -> Route:
+    """A route that changes nothing."""
+    return Route(
+        method="GET",
+        path=path,
+        handler=handler,
+        role=role,
+        tag=tag,
+        answer=answer,
+        media_type=media_type,
+        codes=codes,
+    )
+
+
+def changes(
+    path: str,
+    handler: Callable[..., Any],
+    *codes: str,
+    tag: str,
+    role: Role,
+    method: str = "POST",
+    works: bool = True,
+    answer: Any = DOCUMENT,
+    **more: Any,
+) -> Route:
+    """A route that begins or changes something. `more`: other fields of `Route`."""
+    return Route(
+        method=method,
+        path=path,
+        handler=handler,
+        role=role,
+        tag=tag,
+        answer=answer,
+        codes=codes,
+        works=works,
+        **more,
+    )

@@ -16,7 +16,6 @@ from fastapi.responses import FileResponse, Response
 from pydantic import Field
 from starlette.convertors import PathConvertor, register_url_convertor
 
-from groupwise.api.http.declared import Route
 from groupwise.api.schemas.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,
@@ -28,7 +27,14 @@ from groupwise.api.schemas.fleet import (
 )
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
-from groupwise.jobs.fleet.api.serving import Context, RequestContext, document
+from groupwise.jobs.fleet.api.serving import (
+    DOCUMENTS,
+    Context,
+    RequestContext,
+    changes,
+    document,
+    reads,
+)
 from groupwise.jobs.fleet.disk_full import no_room
 from groupwise.jobs.fleet.files.logs import LOOK_AGAIN, follower_at
 from groupwise.jobs.fleet.states import FINAL
@@ -260,78 +266,45 @@ async def read_checkpoint_file(context: Context, job_id: str, sha256: str) -> Re
 
 
 ROUTES = (
-    Route(
-        method="POST",
-        path="/blobs/missing",
-        handler=missing_blobs,
-        role=Role.ACT,
+    changes("/blobs/missing", missing_blobs, tag=TAG, role=Role.ACT, works=False, takes_body=True),
+    reads("/blobs/{sha256}", blob_received, tag=TAG, role=Role.ACT),
+    changes(
+        "/blobs/{sha256}",
+        put_blob,
+        "file_busy",
+        "disk_full",
         tag=TAG,
-        answer=dict[str, Any],
-        takes_body=True,
-    ),
-    Route(
-        method="GET",
-        path="/blobs/{sha256}",
-        handler=blob_received,
         role=Role.ACT,
-        tag=TAG,
-        answer=dict[str, Any],
-    ),
-    Route(
         method="PUT",
-        path="/blobs/{sha256}",
-        handler=put_blob,
-        role=Role.ACT,
-        tag=TAG,
-        answer=dict[str, Any],
         takes_body=True,
         takes_bytes=True,
-        works=True,
-        codes=("file_busy", "disk_full"),
     ),
-    Route(
-        method="GET",
-        path="/jobs/{job_id}/log",
-        handler=read_log,
-        role=Role.READ,
+    reads(
+        "/jobs/{job_id}/log",
+        read_log,
+        "unknown_job",
         tag=TAG,
+        answer=None,
         media_type="application/octet-stream",
-        codes=("unknown_job",),
     ),
-    Route(
-        method="GET",
-        path="/jobs/{job_id}/artefacts",
-        handler=list_artefacts,
-        role=Role.READ,
+    reads("/jobs/{job_id}/artefacts", list_artefacts, "unknown_job", "unknown_file", tag=TAG),
+    reads(
+        "/jobs/{job_id}/artefacts/{path:file}",
+        read_artefact,
+        "unknown_job",
+        "unknown_file",
         tag=TAG,
-        answer=dict[str, Any],
-        codes=("unknown_job", "unknown_file"),
-    ),
-    Route(
-        method="GET",
-        path="/jobs/{job_id}/artefacts/{path:file}",
-        handler=read_artefact,
-        role=Role.READ,
-        tag=TAG,
+        answer=None,
         media_type="application/octet-stream",
-        codes=("unknown_job", "unknown_file"),
     ),
-    Route(
-        method="GET",
-        path="/jobs/{job_id}/checkpoints",
-        handler=list_checkpoints,
-        role=Role.READ,
+    reads("/jobs/{job_id}/checkpoints", list_checkpoints, "unknown_job", tag=TAG, answer=DOCUMENTS),
+    reads(
+        "/jobs/{job_id}/checkpoints/{sha256}",
+        read_checkpoint_file,
+        "unknown_job",
+        "unknown_file",
         tag=TAG,
-        answer=list[dict[str, Any]],
-        codes=("unknown_job",),
-    ),
-    Route(
-        method="GET",
-        path="/jobs/{job_id}/checkpoints/{sha256}",
-        handler=read_checkpoint_file,
-        role=Role.READ,
-        tag=TAG,
+        answer=None,
         media_type="application/octet-stream",
-        codes=("unknown_job", "unknown_file"),
     ),
 )

@@ -11,7 +11,6 @@ from fastapi.responses import Response
 from pydantic import Field
 from sqlalchemy.orm import Session
 
-from groupwise.api.http.declared import Route
 from groupwise.api.schemas.fleet import (
     MOST_JOBS,
     CancelBody,
@@ -24,7 +23,14 @@ from groupwise.api.schemas.idempotency import idempotency_key
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.api.serving import Context, RequestContext, document
+from groupwise.jobs.fleet.api.serving import (
+    DOCUMENTS,
+    Context,
+    RequestContext,
+    changes,
+    document,
+    reads,
+)
 from groupwise.jobs.fleet.queue.request import JobRequest
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.verbs import jobs, prune, submission
@@ -221,121 +227,55 @@ async def prune_jobs(context: Context, body: PruneBody) -> Response:
     return document(found)
 
 
-def _changing(path: str, handler: Any, later: str = "", *, takes_body: bool = False) -> Route:
-    """The route of a change of one job. `later`: for changes that are answered before they are done."""
-    return Route(
-        method="POST",
-        path=path,
-        handler=handler,
-        role=Role.ACT,
-        tag=TAG,
-        answer=dict[str, Any],
-        codes=("unknown_job", "job_state"),
-        takes_body=takes_body,
-        works=True,
-        status=202 if later else 200,
-        later=later,
-    )
-
-
-def _of_many(path: str, handler: Any) -> Route:
-    return Route(
-        method="POST",
-        path=path,
-        handler=handler,
-        role=Role.ACT,
-        tag=TAG,
-        answer=list[dict[str, Any]],
-        takes_body=True,
-        works=True,
-    )
-
+CHANGED = ("unknown_job", "job_state")
+"""Codes of the changes of one job."""
 
 ROUTES = (
-    Route(
-        method="POST",
-        path="/jobs",
-        handler=submit_job,
-        role=Role.ACT,
+    changes(
+        "/jobs",
+        submit_job,
+        "idempotency_key_reused",
         tag=TAG,
-        status=201,
-        answer=dict[str, Any],
-        codes=("idempotency_key_reused",),
+        role=Role.ACT,
         takes_body=True,
-        works=True,
+        status=201,
         named=True,
     ),
-    Route(
-        method="POST",
-        path="/jobs/array",
-        handler=submit_jobs,
-        role=Role.ACT,
+    changes(
+        "/jobs/array",
+        submit_jobs,
+        "idempotency_key_reused",
         tag=TAG,
-        status=201,
-        answer=list[dict[str, Any]],
-        codes=("idempotency_key_reused",),
+        role=Role.ACT,
+        answer=DOCUMENTS,
         takes_body=True,
-        works=True,
+        status=201,
         named=True,
     ),
-    Route(
-        method="POST",
-        path="/jobs/plan",
-        handler=plan_job,
-        role=Role.READ,
-        tag=TAG,
-        answer=dict[str, Any],
-        takes_body=True,
-    ),
-    Route(
-        method="GET",
-        path="/jobs",
-        handler=list_jobs,
-        role=Role.READ,
-        tag=TAG,
-        answer=list[dict[str, Any]],
-        codes=("unknown_job",),
-    ),
-    Route(
-        method="GET",
-        path="/jobs/{job_id}",
-        handler=show_job,
-        role=Role.READ,
-        tag=TAG,
-        answer=dict[str, Any],
-        codes=("unknown_job",),
-    ),
-    Route(
-        method="GET",
-        path="/jobs/{job_id}/progress",
-        handler=follow_job,
-        role=Role.READ,
-        tag=TAG,
-        answer=dict[str, Any],
-        codes=("unknown_job",),
-    ),
-    _changing(
+    changes("/jobs/plan", plan_job, tag=TAG, role=Role.READ, works=False, takes_body=True),
+    reads("/jobs", list_jobs, "unknown_job", tag=TAG, answer=DOCUMENTS),
+    reads("/jobs/{job_id}", show_job, "unknown_job", tag=TAG),
+    reads("/jobs/{job_id}/progress", follow_job, "unknown_job", tag=TAG),
+    changes(
         "/jobs/{job_id}/cancel",
         cancel_job,
-        "It was heard. The status is `cancelled` once nothing of it is left: at once where it waited.",
-        takes_body=True,
-    ),
-    _changing("/jobs/{job_id}/hold", hold_job),
-    _changing("/jobs/{job_id}/release", release_job),
-    _changing("/jobs/{job_id}/retry", retry_job),
-    _of_many("/jobs/cancel", cancel_jobs),
-    _of_many("/jobs/hold", hold_jobs),
-    _of_many("/jobs/release", release_jobs),
-    _of_many("/jobs/retry", retry_jobs),
-    Route(
-        method="POST",
-        path="/jobs/prune",
-        handler=prune_jobs,
-        role=Role.ADMIN,
+        *CHANGED,
         tag=TAG,
-        answer=dict[str, Any],
+        role=Role.ACT,
         takes_body=True,
-        works=True,
-        ends_with_client=False,
+        status=202,
+        later="It was heard. The status is `cancelled` once nothing of it is left: at once where it waited.",
+    ),
+    changes("/jobs/{job_id}/hold", hold_job, *CHANGED, tag=TAG, role=Role.ACT),
+    changes("/jobs/{job_id}/release", release_job, *CHANGED, tag=TAG, role=Role.ACT),
+    changes("/jobs/{job_id}/retry", retry_job, *CHANGED, tag=TAG, role=Role.ACT),
+    changes("/jobs/cancel", cancel_jobs, tag=TAG, role=Role.ACT, answer=DOCUMENTS, takes_body=True),
+    changes("/jobs/hold", hold_jobs, tag=TAG, role=Role.ACT, answer=DOCUMENTS, takes_body=True),
+    changes(
+        "/jobs/release", release_jobs, tag=TAG, role=Role.ACT, answer=DOCUMENTS, takes_body=True
+    ),
+    changes("/jobs/retry", retry_jobs, tag=TAG, role=Role.ACT, answer=DOCUMENTS, takes_body=True),
+    changes(
+        "/jobs/prune", prune_jobs, tag=TAG, role=Role.ADMIN, takes_body=True, ends_with_client=False
     ),
 )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Query
 from fastapi.responses import Response
 
-from groupwise.api.http.declared import Route
 from groupwise.api.schemas.fleet import MachineBody, MachineChangeBody, ReasonBody, TrustBody
 from groupwise.api.schemas.keys import Role
-from groupwise.jobs.fleet.api.serving import Context, document
+from groupwise.jobs.fleet.api.serving import DOCUMENTS, Context, changes, document, reads
 from groupwise.jobs.fleet.verbs import machines
 
 TAG = "machines"
@@ -112,69 +111,66 @@ async def clear_gpu(context: Context, vm_id: str, gpu: str) -> Response:
     )
 
 
-def _changing(
-    path: str,
-    handler: Any,
-    *codes: str,
-    body: bool = False,
-    method: str = "POST",
-    status: int = 200,
-) -> Route:
-    return Route(
-        method=method,
-        path=path,
-        handler=handler,
-        role=Role.ADMIN,
-        tag=TAG,
-        status=status,
-        answer=dict[str, Any],
-        codes=codes,
-        takes_body=body,
-        works=True,
-    )
-
-
 ROUTES = (
-    Route(
-        method="GET",
-        path="/vms",
-        handler=list_machines,
-        role=Role.READ,
-        tag=TAG,
-        answer=list[dict[str, Any]],
+    reads("/vms", list_machines, tag=TAG, answer=DOCUMENTS),
+    changes(
+        "/vms", add_machine, "vm_exists", tag=TAG, role=Role.ADMIN, takes_body=True, status=201
     ),
-    _changing("/vms", add_machine, "vm_exists", body=True, status=201),
-    Route(
-        method="GET",
-        path="/vms/{vm_id}",
-        handler=show_machine,
-        role=Role.READ,
-        tag=TAG,
-        answer=dict[str, Any],
-        codes=("unknown_vm",),
-    ),
-    _changing(
+    reads("/vms/{vm_id}", show_machine, "unknown_vm", tag=TAG),
+    changes(
         "/vms/{vm_id}",
         change_machine,
         "unknown_vm",
         "vm_state",
         "vm_in_use",
-        body=True,
+        tag=TAG,
+        role=Role.ADMIN,
+        takes_body=True,
         method="PUT",
     ),
-    _changing("/vms/{vm_id}/drain", drain_machine, "unknown_vm", "vm_state"),
-    _changing("/vms/{vm_id}/undrain", undrain_machine, "unknown_vm", "vm_state"),
-    _changing("/vms/{vm_id}/cordon", cordon_machine, "unknown_vm", "vm_state", body=True),
-    _changing("/vms/{vm_id}/uncordon", uncordon_machine, "unknown_vm", "vm_state"),
-    _changing("/vms/{vm_id}/lost", lose_machine, "unknown_vm", "vm_state"),
-    _changing("/vms/{vm_id}/remove", remove_machine, "unknown_vm", "vm_in_use"),
-    _changing(
+    changes(
+        "/vms/{vm_id}/drain", drain_machine, "unknown_vm", "vm_state", tag=TAG, role=Role.ADMIN
+    ),
+    changes(
+        "/vms/{vm_id}/undrain", undrain_machine, "unknown_vm", "vm_state", tag=TAG, role=Role.ADMIN
+    ),
+    changes(
+        "/vms/{vm_id}/cordon",
+        cordon_machine,
+        "unknown_vm",
+        "vm_state",
+        tag=TAG,
+        role=Role.ADMIN,
+        takes_body=True,
+    ),
+    changes(
+        "/vms/{vm_id}/uncordon",
+        uncordon_machine,
+        "unknown_vm",
+        "vm_state",
+        tag=TAG,
+        role=Role.ADMIN,
+    ),
+    changes("/vms/{vm_id}/lost", lose_machine, "unknown_vm", "vm_state", tag=TAG, role=Role.ADMIN),
+    changes(
+        "/vms/{vm_id}/remove", remove_machine, "unknown_vm", "vm_in_use", tag=TAG, role=Role.ADMIN
+    ),
+    changes(
         "/vms/{vm_id}/trust",
         trust_machine,
         "unknown_vm",
         "vm_state",
         "host_key_mismatch",
-        body=True,
+        tag=TAG,
+        role=Role.ADMIN,
+        takes_body=True,
     ),
-    _changing("/vms/{vm_id}/gpus/{gpu}/clear", clear_gpu, "unknown_vm", "unknown_gpu"),
+    changes(
+        "/vms/{vm_id}/gpus/{gpu}/clear",
+        clear_gpu,
+        "unknown_vm",
+        "unknown_gpu",
+        tag=TAG,
+        role=Role.ADMIN,
+    ),
 )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi.responses import Response
 
-from groupwise.api.http.declared import Route
 from groupwise.api.schemas.fleet import KeyBody, ProjectBody
 from groupwise.api.schemas.keys import Role
-from groupwise.jobs.fleet.api.serving import Context, document
+from groupwise.jobs.fleet.api.serving import DOCUMENTS, Context, changes, document, reads
 from groupwise.jobs.fleet.verbs import keys, projects
 from groupwise.jobs.fleet.verbs.projects import UNCHANGED
 
@@ -64,51 +61,11 @@ async def revoke_key(context: Context, key_id: str) -> Response:
 
 
 ROUTES = (
-    Route(
-        method="GET",
-        path="/projects",
-        handler=list_projects,
-        role=Role.READ,
-        tag=TAG,
-        answer=list[dict[str, Any]],
+    reads("/projects", list_projects, tag=TAG, answer=DOCUMENTS),
+    changes(
+        "/projects/{name}", change_project, tag=TAG, role=Role.ADMIN, method="PUT", takes_body=True
     ),
-    Route(
-        method="PUT",
-        path="/projects/{name}",
-        handler=change_project,
-        role=Role.ADMIN,
-        tag=TAG,
-        answer=dict[str, Any],
-        takes_body=True,
-        works=True,
-    ),
-    Route(
-        method="GET",
-        path="/keys",
-        handler=list_keys,
-        role=Role.ADMIN,
-        tag=TAG,
-        answer=list[dict[str, Any]],
-    ),
-    Route(
-        method="POST",
-        path="/keys",
-        handler=make_key,
-        role=Role.ADMIN,
-        tag=TAG,
-        status=201,
-        answer=dict[str, Any],
-        takes_body=True,
-        works=True,
-    ),
-    Route(
-        method="POST",
-        path="/keys/{key_id}/revoke",
-        handler=revoke_key,
-        role=Role.ADMIN,
-        tag=TAG,
-        answer=dict[str, Any],
-        codes=("unknown_key",),
-        works=True,
-    ),
+    reads("/keys", list_keys, tag=TAG, role=Role.ADMIN, answer=DOCUMENTS),
+    changes("/keys", make_key, tag=TAG, role=Role.ADMIN, takes_body=True, status=201),
+    changes("/keys/{key_id}/revoke", revoke_key, "unknown_key", tag=TAG, role=Role.ADMIN),
 )

@@ -9,12 +9,10 @@ from fastapi import Query, Request
 from fastapi.responses import Response
 from sqlalchemy.orm import Session
 
-from groupwise.api.http.declared import Route
 from groupwise.api.http.prometheus import MEDIA_TYPE
 from groupwise.api.schemas.fleet import MOST_SERIAL
-from groupwise.api.schemas.keys import Role
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.api.serving import Context, Serving, document
+from groupwise.jobs.fleet.api.serving import DOCUMENTS, Context, Serving, document, reads
 from groupwise.jobs.fleet.metrics import render
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import DatabaseFailure
@@ -89,44 +87,9 @@ async def metrics(context: Context) -> Response:
 
 
 ROUTES = (
-    Route(
-        method="GET",
-        path="/healthz",
-        handler=healthz,
-        role=None,
-        tag=TAG,
-        answer=dict[str, Any],
-    ),
-    Route(
-        method="GET",
-        path="/readyz",
-        handler=readyz,
-        role=None,
-        tag=TAG,
-        answer=dict[str, Any],
-    ),
-    Route(
-        method="GET",
-        path="/status",
-        handler=overview,
-        role=Role.READ,
-        tag=TAG,
-        answer=dict[str, Any],
-    ),
-    Route(
-        method="GET",
-        path="/events",
-        handler=list_events,
-        role=Role.READ,
-        tag=TAG,
-        answer=list[dict[str, Any]],
-    ),
-    Route(
-        method="GET",
-        path="/metrics",
-        handler=metrics,
-        role=Role.READ,
-        tag=TAG,
-        media_type="text/plain",
-    ),
+    reads("/healthz", healthz, tag=TAG, role=None),
+    reads("/readyz", readyz, tag=TAG, role=None),
+    reads("/status", overview, tag=TAG),
+    reads("/events", list_events, tag=TAG, answer=DOCUMENTS),
+    reads("/metrics", metrics, tag=TAG, answer=None, media_type="text/plain"),
 )
