@@ -76,7 +76,7 @@ def ray(
     given = {name: value for name, value in asks.items() if value}
     # Ray's own programs understand other kinds of address in this variable as well.
     usual = os.environ.get("RAY_ADDRESS", "") if here else ""
-    if address is None and usual.startswith(("http://", "https://")):
+    if not address and usual.startswith(("http://", "https://")):
         address = usual
     place = ray_cluster(by.machine(packages), by.shared, address)
     launch(place, replace(job, environment=plan, asks=given, gang=machines))
