@@ -7,8 +7,8 @@ import typer
 from groupwise.cli.launch import jobs
 from groupwise.cli.launch.aws import aws
 from groupwise.cli.launch.modal import modal
-from groupwise.cli.launch.options import place_command
-from groupwise.cli.launch.placing import CommonOptions, common, launch
+from groupwise.cli.launch.options import CommonOptions, common, place_command
+from groupwise.cli.launch.placing import launch
 from groupwise.cli.launch.ray import ray
 from groupwise.cli.launch.render import render
 from groupwise.cli.launch.slurm import slurm

@@ -9,15 +9,15 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.launch.options import place_command
-from groupwise.cli.launch.placing import (
+from groupwise.cli.launch.options import (
     CommonOptions,
     Environment,
     common,
     environment,
-    launch,
+    place_command,
     rental,
 )
+from groupwise.cli.launch.placing import launch
 from groupwise.core.errors import UsageError
 
 InstanceType = Annotated[str, typer.Option(metavar="T", help="Of machine; it is the job's alone.")]

@@ -13,14 +13,17 @@ import typer
 from groupwise.cli.fleet.words import seconds_of
 from groupwise.cli.launch.options import (
     BasePython,
+    CommonOptions,
+    Environment,
     Extra,
     IndexUrl,
     Lock,
     Wheelhouse,
     With,
+    common,
     place_command,
 )
-from groupwise.cli.launch.placing import CommonOptions, Environment, common, launch
+from groupwise.cli.launch.placing import launch
 from groupwise.cli.launch.words import environment_of
 from groupwise.core.errors import UsageError
 

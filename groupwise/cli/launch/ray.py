@@ -9,9 +9,7 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.launch.options import place_command
-from groupwise.cli.launch.places import ray_cluster
-from groupwise.cli.launch.placing import (
+from groupwise.cli.launch.options import (
     CommonOptions,
     Environment,
     Gang,
@@ -19,9 +17,11 @@ from groupwise.cli.launch.placing import (
     common,
     environment,
     gang,
-    launch,
     login,
+    place_command,
 )
+from groupwise.cli.launch.places import ray_cluster
+from groupwise.cli.launch.placing import launch
 from groupwise.core.errors import UsageError
 
 Address = Annotated[
@@ -76,7 +76,7 @@ def ray(
     given = {name: value for name, value in asks.items() if value}
     # Ray's own programs understand other kinds of address in this variable as well.
     usual = os.environ.get("RAY_ADDRESS", "") if here else ""
-    if address is None and usual.startswith(("http://", "https://")):
+    if not address and usual.startswith(("http://", "https://")):
         address = usual
     place = ray_cluster(by.machine(packages), by.shared, address)
     launch(place, replace(job, environment=plan, asks=given, gang=machines))

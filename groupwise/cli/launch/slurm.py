@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.launch.options import place_command
-from groupwise.cli.launch.places import slurm_cluster
-from groupwise.cli.launch.placing import (
+from groupwise.cli.launch.options import (
     CommonOptions,
     Environment,
     Gang,
@@ -17,9 +15,11 @@ from groupwise.cli.launch.placing import (
     common,
     environment,
     gang,
-    launch,
     login,
+    place_command,
 )
+from groupwise.cli.launch.places import slurm_cluster
+from groupwise.cli.launch.placing import launch
 from groupwise.core.errors import UsageError
 
 Partition = Annotated[str | None, typer.Option(metavar="P", help="Of Slurm.")]

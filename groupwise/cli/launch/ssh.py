@@ -7,17 +7,22 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.launch.options import Key, Port, TrustHost, TrustJump, User, place_command
-from groupwise.cli.launch.places import machine, machines_together, trust_of
-from groupwise.cli.launch.placing import (
+from groupwise.cli.launch.options import (
     CommonOptions,
     Environment,
     Gang,
+    Key,
+    Port,
+    TrustHost,
+    TrustJump,
+    User,
     common,
     environment,
     gang,
-    launch,
+    place_command,
 )
+from groupwise.cli.launch.places import machine, machines_together, trust_of
+from groupwise.cli.launch.placing import launch
 from groupwise.core.errors import UsageError
 
 Hosts = Annotated[
