@@ -19,26 +19,26 @@ PROMPT_SHOWN = 300
 class LivingGroup(ResponseModel):
     """A group of the run that a step may still learn from."""
 
-    group_id: str = Field(description="As its client knows it.")
-    state: LivingState = Field(description="Where it stands on its way.")
+    group_id: str = Field(description="The group's id, as its client knows it.")
+    state: LivingState = Field(description="Its state, from sampling to training.")
     draw: int = Field(description="Its place in the run's order of draws.")
     members: int = Field(description="Its completions.")
     sampled_step: int = Field(description="Steps that were done when it was sampled.")
-    key_id: str = Field(description="Of the API key that asked for it; `local` without keys.")
+    key_id: str = Field(description="Id of the API key that asked for it; `local` without keys.")
     prompt: str = Field(description="The beginning of its prompt.")
     opened_at: float = Field(description="Seconds since 1970.")
     lease_seconds: float | None = Field(
         default=None, description="Until its lease is over; null where it is rewarded."
     )
     mean_reward: float | None = Field(
-        default=None, description="Of the members that were scored; null before the rewards."
+        default=None, description="Mean reward of the scored members; null before the rewards."
     )
 
 
 class WaitingRequest(ResponseModel):
     """A request for completions that waits until there is room for it."""
 
-    key_id: str = Field(description="Of the API key that asks.")
+    key_id: str = Field(description="Id of the API key of the request.")
     groups: int = Field(description="Groups that it wants.")
     draws: list[int] = Field(
         default=[], description="Those that it names, whose turn has to come; else any."
@@ -52,18 +52,21 @@ class PlannedStep(ResponseModel):
     step: int = Field(description="Its index, from 0.")
     group_ids: list[str] = Field(description="Its groups, in the order of training.")
     engines_lost: int = Field(
-        default=0, description="How often the engine has ended over it; twice, and it is left out."
+        default=0,
+        description="How often the engine has ended during this step; after the second time the step is left out.",
     )
 
 
 class KnownClient(ResponseModel):
     """A client that has sent requests since the server began, named by its key. GET /status, /activity and /metrics do not count."""
 
-    key_id: str = Field(description="Of the API key; `local` without keys.")
-    role: str = Field(description="What the key may.")
-    requests: int = Field(description="That were answered.")
-    refused: int = Field(default=0, description="How many of them with a problem.")
-    last_request: str = Field(description="What they asked last: method and route.")
+    key_id: str = Field(description="Id of the API key; `local` without keys.")
+    role: str = Field(description="The role of the key.")
+    requests: int = Field(description="Number of requests that were answered.")
+    refused: int = Field(
+        default=0, description="Number of those that were answered with a problem."
+    )
+    last_request: str = Field(description="Method and route of the last request.")
     last_problem: str | None = Field(
         default=None, description="Code of the problem that they had last."
     )
@@ -73,9 +76,11 @@ class KnownClient(ResponseModel):
 class SessionModel(ResponseModel):
     """A model that a client trains by verbs."""
 
-    id: str = Field(description="As its client knows it.")
-    base: str | None = Field(default=None, description="What it began as; null while it is made.")
-    rank: int | None = Field(default=None, description="Of its adapter.")
+    id: str = Field(description="The model's id, as its client knows it.")
+    base: str | None = Field(
+        default=None, description="The model or weights that it began as; null while it is made."
+    )
+    rank: int | None = Field(default=None, description="Rank of its adapter.")
     steps: int = Field(default=0, description="Updates that were made.")
     waiting: int = Field(default=0, description="Calls that wait for their turn or are under way.")
 
@@ -83,7 +88,7 @@ class SessionModel(ResponseModel):
 class Session(ResponseModel):
     """A client that trains by verbs."""
 
-    id: str = Field(description="As the client knows it.")
+    id: str = Field(description="The session's id, as its client knows it.")
     silent_seconds: float = Field(description="Since it was heard of.")
     let_go_seconds: float = Field(
         description="Until its models may be let go of, unless it is heard of again."
@@ -95,10 +100,10 @@ class Session(ResponseModel):
 class LoopElsewhere(ResponseModel):
     """A loop on another machine that has sampler and learner of this server."""
 
-    id: str = Field(description="Of its parts.")
+    id: str = Field(description="Id of its parts.")
     owner: str = Field(description="Its run, with a mark of where it is.")
     silent_seconds: float = Field(description="Since it was heard of.")
-    calls: int = Field(default=0, description="That wait or are under way.")
+    calls: int = Field(default=0, description="Number of calls that wait or are under way.")
 
 
 class ActivityAnswer(ResponseModel):
@@ -123,9 +128,12 @@ class ActivityAnswer(ResponseModel):
         default=[], description=f"What has happened of late, the last first, {MOST_EVENTS} at most."
     )
     clients: list[KnownClient] = Field(
-        default=[], description="Who has asked since the server began, the last first."
+        default=[],
+        description="Clients that have sent requests since the server began, the latest first.",
     )
-    sessions: list[Session] = Field(default=[], description="Of clients that train by verbs.")
+    sessions: list[Session] = Field(
+        default=[], description="Sessions of clients that train by verbs."
+    )
     loop_elsewhere: LoopElsewhere | None = Field(
         default=None, description="The loop that has the machine, if one has."
     )

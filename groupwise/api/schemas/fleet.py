@@ -91,26 +91,29 @@ class EngineBody(FleetBody):
         default=8, ge=1, le=MOST_SLOTS, description="Jobs that wait for it or run there, together."
     )
     gpus: int = Field(
-        default=0, ge=0, le=MOST_GPUS, description="That one job may ask for, at most."
+        default=0, ge=0, le=MOST_GPUS, description="The most GPUs that one job may ask for."
     )
     gpu_model: str | None = Field(
         default=None,
         min_length=1,
         max_length=256,
-        description="Of its GPUs, as the engine calls it, which is asked for it; null: whichever it gives.",
+        description="Model of its GPUs, as the engine calls it, which is requested for each job; null: any.",
     )
     gpu_memory_mb: int | None = Field(
-        default=None, ge=1, le=MOST_INTEGER, description="That each of its GPUs has, at least."
+        default=None,
+        ge=1,
+        le=MOST_INTEGER,
+        description="Memory that each of its GPUs has at least, in MiB.",
     )
     options: list[str] = Field(
         default=[],
-        description="For each job, as the engine has them: `--partition=gpu` of sbatch, or `NAME=N`, a resource of Ray.",
+        description="Options for each job, in the engine's form: `--partition=gpu` of sbatch, or `NAME=N`, a resource of Ray.",
     )
     address: str | None = Field(
         default=None,
         min_length=1,
         max_length=1024,
-        description="Of Ray's dashboard, as that machine reaches it; null: `http://127.0.0.1:8265`. Its token is read there.",
+        description="Address of Ray's dashboard, as that machine reaches it; null: `http://127.0.0.1:8265`. Its token is read there.",
     )
 
 
@@ -119,9 +122,11 @@ class MachineBody(FleetBody):
 
     vm_id: str = Field(pattern=NAME)
     ip_address: str = Field(min_length=1, max_length=255, description="Address or name.")
-    user: str = Field(min_length=1, max_length=255, description="As whom to log in there.")
+    user: str = Field(min_length=1, max_length=255, description="User name for the login.")
     ssh_key_path: str = Field(
-        min_length=1, max_length=4096, description="Of the private key, on the control machine."
+        min_length=1,
+        max_length=4096,
+        description="Path of the private key, on the control machine.",
     )
     port: int = Field(default=22, ge=1, le=65535)
     host_key: str | None = Field(
@@ -133,7 +138,7 @@ class MachineBody(FleetBody):
         default=None, description="A host to go through: host, port, user, ssh_key_path, host_key."
     )
     workdir: str | None = Field(
-        default=None, max_length=4096, description="Where its runner keeps everything."
+        default=None, max_length=4096, description="Folder in which the runner keeps everything."
     )
     python: str | None = Field(
         default=None, max_length=4096, description="The interpreter that jobs find first."
@@ -146,7 +151,7 @@ class MachineBody(FleetBody):
         description="Jobs without GPUs at once; null: 1 where it has none.",
     )
     projects: list[str] | None = Field(
-        default=None, description="Whose jobs alone are placed there; null: any project's."
+        default=None, description="Projects whose jobs alone are placed there; null: any project's."
     )
     deadman: float | None = Field(
         default=None,
@@ -161,10 +166,11 @@ class MachineBody(FleetBody):
         default=None,
         ge=0,
         le=MOST_INTEGER,
-        description="That a GPU may show as used while nobody uses it; null: 500.",
+        description="Memory in MiB that a GPU may show as used while it counts as idle; null: 500.",
     )
     engine: EngineBody | None = Field(
-        default=None, description="What begins jobs in its place; null: itself."
+        default=None,
+        description="The engine that begins jobs in its place; null: the machine itself.",
     )
 
 
@@ -176,13 +182,13 @@ class MachineChangeBody(FleetBody):
     )
     port: int | None = Field(default=None, ge=1, le=65535)
     user: str | None = Field(
-        default=None, min_length=1, max_length=255, description="As whom to log in there."
+        default=None, min_length=1, max_length=255, description="User name for the login."
     )
     ssh_key_path: str | None = Field(
         default=None,
         min_length=1,
         max_length=4096,
-        description="Of the private key, on the control machine.",
+        description="Path of the private key, on the control machine.",
     )
     jump: dict[str, Any] | None = Field(
         default=None,
@@ -192,7 +198,7 @@ class MachineChangeBody(FleetBody):
         default=None,
         min_length=1,
         max_length=4096,
-        description="Where its runner keeps everything.",
+        description="Folder in which the runner keeps everything.",
     )
     python: str | None = Field(
         default=None,
@@ -204,7 +210,7 @@ class MachineChangeBody(FleetBody):
         default=None, ge=0, le=MOST_SLOTS, description="Jobs without GPUs at once."
     )
     projects: list[str] | None = Field(
-        default=None, description="Whose jobs alone are placed there; []: any project's."
+        default=None, description="Projects whose jobs alone are placed there; []: any project's."
     )
     labels: dict[str, str | None] | None = Field(
         default=None, description="These; the others stay, and null takes one away."
@@ -222,11 +228,11 @@ class MachineChangeBody(FleetBody):
         default=None,
         ge=0,
         le=MOST_INTEGER,
-        description="That a GPU may show as used while nobody uses it.",
+        description="Memory in MiB that a GPU may show as used while it counts as idle.",
     )
     engine: dict[str, Any] | None = Field(
         default=None,
-        description="Of what its engine is said to have: these; the others stay, and null makes one what it is by default. No `name`.",
+        description="Changes to its engine: fields that are left out stay, and null sets one to its default. No `name`.",
     )
 
 
@@ -272,8 +278,7 @@ class TrustBody(FleetBody):
 
     fingerprint: Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")] | None = Field(
         default=None,
-        description="As the machine itself tells it: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`; null: of the key that it showed "
-        "last, whichever that is.",
+        description="The fingerprint that the machine itself prints: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`; null: the key that it showed last, whichever that is.",
     )
 
 
@@ -284,7 +289,10 @@ class ProjectBody(FleetBody):
         default=None, ge=LEAST_WEIGHT, le=MOST_WEIGHT, description="Its share of a busy fleet."
     )
     max_gpus: int | None = Field(
-        default=None, ge=0, le=MOST_INTEGER, description="Of its running jobs together."
+        default=None,
+        ge=0,
+        le=MOST_INTEGER,
+        description="The most GPUs of its running jobs together.",
     )
     max_waiting: int | None = Field(
         default=None, ge=0, le=MOST_INTEGER, description="Jobs that have not begun."
@@ -296,12 +304,12 @@ class KeyBody(FleetBody):
 
     role: str = Field(pattern="^(read|act|admin)$")
     projects: list[str] | None = Field(
-        default=None, min_length=1, description="For whose jobs it is; null: for everybody's."
+        default=None, min_length=1, description="Projects for whose jobs the key is; null: all."
     )
     seconds: float | None = Field(
         default=None,
         gt=0,
         le=MOST_SECONDS,
-        description="For how long; null: until it is revoked.",
+        description="Seconds for which the key is valid; null: until it is revoked.",
     )
     note: str | None = Field(default=None, max_length=200)

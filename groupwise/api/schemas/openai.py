@@ -50,7 +50,7 @@ class TextPart(Body):
     type: Literal["text"] = Field(
         description="Always `text`: the model reads neither images nor sound."
     )
-    text: str = Field(description="What is said.")
+    text: str = Field(description="The text.")
 
 
 def _content(given: object) -> str:
@@ -61,7 +61,7 @@ class ChatMessage(Body):
     """One message of a chat, also as an answer had it."""
 
     role: str = Field(
-        description="Who says it: system (or developer), user, assistant or tool; the chat template decides what it knows.",
+        description="The role: system (or developer), user, assistant or tool; the chat template decides which it knows.",
         min_length=1,
         max_length=64,
     )
@@ -70,7 +70,7 @@ class ChatMessage(Body):
         Discriminator(_content),
     ] = Field(
         default=None,
-        description="What is said: text, or pieces of text. null where a message only calls tools.",
+        description="The message: text, or pieces of text. null if a message only calls tools.",
     )
     name: str | None = Field(
         default=None, description="Name of the speaker or tool.", max_length=MAX_ID
@@ -118,7 +118,7 @@ class ToolFunction(Body):
     """A function that the model may call."""
 
     name: str = Field(description="Its name.", min_length=1, max_length=MAX_ID)
-    description: str | None = Field(default=None, description="What it does.")
+    description: str | None = Field(default=None, description="What the function does.")
     parameters: dict[str, Any] | None = Field(
         default=None, description="JSON schema of its arguments; the model reads it."
     )
@@ -131,7 +131,7 @@ class Tool(Body):
     """A tool that the model may call."""
 
     type: Literal["function"] = Field(description="Always `function`.")
-    function: ToolFunction = Field(description="What is called.")
+    function: ToolFunction = Field(description="The function to call.")
 
 
 def _choice_form(given: object) -> str:
@@ -203,14 +203,13 @@ class _Request(Body):
         lt=2**63,
     )
     stream: bool | None = Field(default=None, description="Send the text as it is written.")
-    stream_options: StreamOptions | None = Field(default=None, description="With `stream`.")
+    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream`.")
     store: bool | None = Field(
         default=None, description="Keep the completions as a group, to be rewarded by their id."
     )
     metadata: dict[str, str] | None = Field(
         default=None,
-        description="With `store` and n = 1: under `group` the name under which calls gather, under `size` how many make a group. "
-        "Everything else has no effect.",
+        description="With `store` and n = 1: `group` is the name under which calls are gathered, `size` how many make a group. Everything else has no effect.",
         max_length=16,
     )
 
@@ -291,7 +290,7 @@ class ChatRequest(_Request):
     """A chat to be gone on with."""
 
     messages: list[ChatMessage] = Field(
-        description="What was said so far; it goes through the chat template.",
+        description="The conversation so far; it goes through the chat template.",
         min_length=1,
         max_length=MAX_MESSAGES,
     )
@@ -323,8 +322,7 @@ class ChatRequest(_Request):
     )
     tool_choice: ToolChoice = Field(
         default=None,
-        description="`auto`, which is the default: calls are read from the text; or `none`: the model is told of no tools. Others are "
-        "refused: the model cannot be made to call.",
+        description="`auto`, the default: calls are read from the text; or `none`: the model is not shown the tools. Others are refused: the model cannot be made to call.",
     )
     parallel_tool_calls: bool | None = Field(
         default=None, description="false: an answer has the first call alone."
@@ -436,9 +434,11 @@ class TokenLogprob(ResponseModel):
     """A token that was drawn."""
 
     token: str = Field(description="Its text by itself; special ones by their name.")
-    logprob: float = Field(description="In nats, under the distribution that was drawn from.")
+    logprob: float = Field(
+        description="Log-probability in nats, under the distribution that the token was drawn from."
+    )
     bytes: list[int] | None = Field(
-        description="Of the text in UTF-8; null where it is no whole character."
+        description="The token's text in UTF-8; null if it is no whole character."
     )
     top_logprobs: list[Any] = Field(default=[], description="Always empty.")
 
@@ -469,7 +469,9 @@ class CalledFunction(ResponseModel):
 class ToolCallData(ResponseModel):
     """A call of a tool that the policy wrote."""
 
-    id: str = Field(description="By which the message with the result names it: `tool_call_id`.")
+    id: str = Field(
+        description="Id of the call, which the message with the result repeats as `tool_call_id`."
+    )
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -516,13 +518,14 @@ class TextChoice(_Finished):
 class _Whole(ResponseModel):
     """The fields that whole answers and pieces of a stream share."""
 
-    id: str = Field(description="With `store`, by which it is rewarded.")
+    id: str = Field(description="With `store`, the id by which the completion is rewarded.")
     created: int = Field(description="Seconds since 1970.")
     model: str = Field(description="`run@step` that has written it.")
-    system_fingerprint: str = Field(description="Of the weights that have written it.")
+    system_fingerprint: str = Field(description="Fingerprint of the weights that wrote it.")
     policy_version: ModelVersion
     group_id: str | None = Field(
-        default=None, description="Ours: the group, with `store`; null: it is not kept."
+        default=None,
+        description="Groupwise's own field: the group, with `store`; null: it is not stored.",
     )
 
 
@@ -565,7 +568,9 @@ class ErrorData(ResponseModel):
     message: str
     type: str
     param: str | None = None
-    code: str = Field(description="As in the problems of ask/post; never changes its meaning.")
+    code: str = Field(
+        description="Code of the problem, as in the problems of ask/post; its meaning never changes."
+    )
 
 
 class ErrorAnswer(ResponseModel):

@@ -52,8 +52,7 @@ class PartsRequest(_Body):
     """The request to use the server's model."""
 
     owner: str = Field(
-        description="Who asks, in the client's own words: parts that were opened before under the same name belong to a loop that is no "
-        "more, and are ended.",
+        description="The client's own name for itself: parts that were opened before under the same name belong to a loop that is gone, and are ended.",
         min_length=1,
         max_length=128,
     )
@@ -65,7 +64,7 @@ class PartsAnswer(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     id: str
-    ready: bool = Field(description="Whether the model is loaded (`open` was done).")
+    ready: bool = Field(description="True if the model is loaded (`open` was done).")
     silence: float = Field(
         description="Seconds without a request after which they are ended; any request for them counts."
     )
@@ -103,7 +102,9 @@ class Open(_Body):
     verb: Literal["open"] = "open"
     kind: PartsKind
     config: dict[str, Any] = Field(description="The sections that `SECTIONS` names.")
-    run: str = Field(description="What policies are called.", min_length=1, max_length=128)
+    run: str = Field(
+        description="Name of the run, which policies carry.", min_length=1, max_length=128
+    )
     longest_prompt: int | None = Field(
         default=None, description="Tokens; null where nothing is sampled.", ge=0
     )
@@ -114,7 +115,8 @@ class Open(_Body):
         default=None, description="A folder that was sent, in place of `model.adapter`."
     )
     weights: FilePath | None = Field(
-        default=None, description="Of `serving`: a folder that was sent, with what is served."
+        default=None,
+        description="For `serving`: a folder that was sent, with the weights to serve.",
     )
     base: str | None = Field(
         default=None,
@@ -233,10 +235,10 @@ class PartsOpenedAnswer(BaseModel):
     stop_token_ids: tuple[int, ...]
     layout: dict[str, Any]
     fingerprint: str = Field(
-        description="Of the weights that are served; empty where there is no sampler."
+        description="Fingerprint of the weights that are served; empty without a sampler."
     )
     tells_trained_logprobs: bool = Field(
-        default=False, description="Whether there is the verb `trained_logprobs`."
+        default=False, description="True if there is the verb `trained_logprobs`."
     )
 
 
@@ -258,7 +260,7 @@ class CallError(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     code: str = Field(
-        description="Of the error, as exit messages have it: `policy_mismatch`, `usage` …"
+        description="Code of the error, as in exit messages: `policy_mismatch`, `usage` …"
     )
     message: str
 
@@ -273,9 +275,9 @@ class CallAnswer(BaseModel):
         description="`working`: ask for it again (GET)."
     )
     result: Any = Field(
-        default=None, description="Of one that is done; what it is depends on the verb."
+        default=None, description="Result of a call that is done; its form depends on the verb."
     )
-    error: CallError | None = Field(default=None, description="Of one that has failed.")
+    error: CallError | None = Field(default=None, description="Error of a call that failed.")
 
 
 class EndedAnswer(BaseModel):

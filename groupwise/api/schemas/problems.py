@@ -319,9 +319,9 @@ class FieldError(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     field: str = Field(
-        description="Where it is: `rewards.3`, `groups.0.group_id`; empty for the body as a whole."
+        description="Place of the field: `rewards.3`, `groups.0.group_id`; empty for the body as a whole."
     )
-    message: str = Field(description="What was expected, or what is wrong with what was given.")
+    message: str = Field(description="The expected value, or the mistake in the given one.")
 
 
 class Problem(BaseModel):
@@ -332,7 +332,7 @@ class Problem(BaseModel):
     type: str = Field(description=f"`{TYPE_PREFIX}` and the code.")
     title: str = Field(description="The same for each problem of this code.")
     status: int = Field(description="The HTTP status.", ge=400, le=599)
-    detail: str = Field(description="What was wrong with this request, and what to do.")
+    detail: str = Field(description="The mistake in this request, and how to mend it.")
     code: str = Field(description="The name of the problem; never changes its meaning.")
     errors: list[FieldError] = Field(
         default=[], description="Each field of the request that is wrong; empty for other problems."
@@ -343,7 +343,7 @@ class Problem(BaseModel):
         ge=0,
     )
     instance: str | None = Field(
-        default=None, description="The address that was asked, or where the server's log names it."
+        default=None, description="Address of the request, or where the server's log names it."
     )
 
 

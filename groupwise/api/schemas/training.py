@@ -133,12 +133,12 @@ class ChatMessage(Body):
     """One message of a chat; the server writes it with the model's chat template."""
 
     role: str = Field(
-        description="Who says it: system, user, assistant or tool; the template decides what it knows.",
+        description="The role: system, user, assistant or tool; the template decides which it knows.",
         min_length=1,
         max_length=64,
     )
     content: str | None = Field(
-        default=None, description="What is said; null where a message only calls tools."
+        default=None, description="The text; null if a message only calls tools."
     )
     name: str | None = Field(
         default=None, description="Name of the speaker or tool.", max_length=MAX_ID
@@ -264,13 +264,11 @@ class StartRequest(Body):
     )
     adapter: Literal["full", "new", "continue"] | None = Field(
         default=None,
-        description="What is trained: `new`, a new LoRA adapter on the model as it is; `continue`, the adapter at `adapter_path`; "
-        "`full`, all weights of the model. null: `full` for the model `tiny`, which has too little to adapt, and `new` for others.",
+        description="The weights to train: `new`, a new LoRA adapter on the model as it is; `continue`, the adapter at `adapter_path`; `full`, all weights of the model. null: `full` for the model `tiny`, which has too little to adapt, and `new` for others.",
     )
     adapter_path: str | None = Field(
         default=None,
-        description="With `adapter: continue`, the adapter: a folder that the server's settings allow, a hub id that they allow, "
-        "or `run@step` of a run of this server.",
+        description="The adapter for `adapter: continue`: a folder that the server's settings allow, a hub id that they allow, or `run@step` of a run of this server.",
         min_length=1,
         max_length=MAX_ADDRESS,
     )
@@ -335,7 +333,7 @@ class StartRequest(Body):
     )
     save_total_limit: int | None = Field(
         default=2,
-        description="Automatic checkpoints kept, the newest ones; null keeps all. Named ones are always kept.",
+        description="Number of automatic checkpoints that stay, the newest ones; null: all. Named ones always stay.",
         ge=1,
     )
 
@@ -392,10 +390,10 @@ class StartAnswer(ResponseModel):
     status: Literal["started"] = Field(default="started", description="Always `started`.")
     run_id: str = Field(description="The run's name, by which it is addressed.")
     model_version: ModelVersion
-    fingerprint: str = Field(description="Of the weights that serve.")
+    fingerprint: str = Field(description="Fingerprint of the weights that serve.")
     max_steps: int = Field(description="Steps after which the run is finished.")
     groups_per_step: int = Field(description="Rewarded groups that make a step.")
-    tokenizer_hash: str = Field(description="As in GET /tokenizer.")
+    tokenizer_hash: str = Field(description="Hash of the tokenizer, as in GET /tokenizer.")
 
 
 class StopAnswer(ResponseModel):
@@ -430,7 +428,7 @@ class CompletionsRequest(Body):
         le=MAX_COMPLETIONS,
     )
     temperature: Temperature | None = Field(
-        default=None, description="In place of the run's; the learner takes it into account."
+        default=None, description="Temperature in place of the run's; the learner takes it into account."
     )
     max_completion_length: int | None = Field(
         default=None,
@@ -473,7 +471,7 @@ class CompletionsRequest(Body):
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None,
-        description='What else the chat template receives, such as {"enable_thinking": false}; before the run\'s own.',
+        description='Further arguments of the chat template, such as {"enable_thinking": false}; they override the run's own.',
     )
     tokenizer_hash: str | None = Field(
         default=None,
@@ -522,7 +520,7 @@ class CompletionsRequest(Body):
 class GroupAnswer(ResponseModel):
     """The completions of one prompt, and the id under which they are rewarded."""
 
-    group_id: str = Field(description="To be given with the rewards.")
+    group_id: str = Field(description="Id of the group, which the rewards name.")
     prompt: str | list[dict[str, Any]] = Field(description="The prompt as it was given.")
     completions: list[str] = Field(description="Texts, special tokens left out.")
     completion_tokens: list[list[int]] = Field(
@@ -532,7 +530,7 @@ class GroupAnswer(ResponseModel):
         description="`stop`: the model or a stop text ended it; `length`: it was cut off."
     )
     model_version: ModelVersion
-    fingerprint: str = Field(description="Of the weights that sampled.")
+    fingerprint: str = Field(description="Fingerprint of the weights that sampled.")
     draw: int = Field(description="Position in the run's order of draws.")
     expires_at: float = Field(
         description="When the lease ends, in seconds since 1970; later by the time that the server is down meanwhile."
@@ -670,8 +668,7 @@ class RewardAnswer(ResponseModel):
     group_id: str = Field(description="The group, also where it was found by its echo.")
     model_version: ModelVersion
     status: Literal["accepted", "held", "trained"] = Field(
-        description="`accepted`: kept, and trained as soon as may be; `held`: kept until it is named; `trained`: after `wait`, a step "
-        "has learnt from it."
+        description="`accepted`: stored, to be trained as soon as possible; `held`: stored until a step names it; `trained`: after `wait`, a step has learnt from it."
     )
     step: int | None = Field(
         default=None, description="After `wait`: the step (from 0) that has learnt from it."
@@ -696,7 +693,7 @@ class StepRequest(Body):
     )
     learning_rate: float | None = Field(
         default=None,
-        description="Of this step, in place of the schedule's.",
+        description="Learning rate of this step, in place of the schedule's.",
         gt=0,
         le=MAX_LEARNING_RATE,
     )
@@ -712,7 +709,7 @@ class StepAnswer(ResponseModel):
     """A step that was taken, or that will be."""
 
     status: Literal["accepted", "trained"] = Field(
-        description="`accepted`: its plan is kept, and it will be taken; `trained`: it is done."
+        description="`accepted`: the step's plan is stored, and it will be taken; `trained`: it is done."
     )
     step: int = Field(description="Its index, from 0.")
     group_ids: list[str] = Field(description="The groups that it learns from, in their order.")
@@ -753,13 +750,13 @@ class Throughput(ResponseModel):
 
     sampled_tokens: int = Field(default=0, description="Tokens sampled since the engine began.")
     sampled_tokens_per_second: float | None = Field(
-        default=None, description="Of late; null where nothing was sampled."
+        default=None, description="Recent rate; null if nothing was sampled."
     )
     trained_tokens_per_second: float | None = Field(
-        default=None, description="Of the last step; null before it."
+        default=None, description="Rate of the last step; null before it."
     )
     seconds_per_step: float | None = Field(
-        default=None, description="Of late, from step to step; null before the second."
+        default=None, description="Recent seconds from step to step; null before the second."
     )
 
 
@@ -776,8 +773,8 @@ class Quarantined(ResponseModel):
     """A step that ended the engine twice and was left out."""
 
     step: int = Field(description="Its index, from 0.")
-    group_ids: list[str] = Field(description="Its groups, which are kept and not trained.")
-    reason: str = Field(description="How the engine ended.")
+    group_ids: list[str] = Field(description="Its groups, which are stored and not trained.")
+    reason: str = Field(description="The reason why the engine ended.")
 
 
 class ByVerbs(ResponseModel):
@@ -810,30 +807,30 @@ class StatusAnswer(ResponseModel):
     model_version: ModelVersion | None = Field(
         default=None, description="[run id, steps done] of the policy that serves."
     )
-    fingerprint: str | None = Field(default=None, description="Of the weights that serve.")
+    fingerprint: str | None = Field(default=None, description="Fingerprint of the weights that serve.")
     incarnation: int = Field(
         default=0,
         description="Rises where steps had to be repeated and may differ in their last bits from the ones before.",
     )
-    engine_restarts: int = Field(default=0, description="Of the engine, since the server began.")
+    engine_restarts: int = Field(default=0, description="How often the engine has restarted since the server began.")
     counters: Counters = Field(default=Counters(), description="Groups by their state.")
     queue_depth: int = Field(default=0, description="Requests for completions that wait.")
-    last_error: str | None = Field(default=None, description="What failed last, for people.")
-    throughput: Throughput = Field(default=Throughput(), description="How fast it goes.")
-    memory: Memory = Field(default=Memory(), description="What the processes hold.")
+    last_error: str | None = Field(default=None, description="The last failure, in words.")
+    throughput: Throughput = Field(default=Throughput(), description="Speed of sampling and training.")
+    memory: Memory = Field(default=Memory(), description="Memory that the processes hold.")
     versions: list[ModelVersion] = Field(
         default=[], description="Versions that GET /model has, the newest last."
     )
     quarantined: list[Quarantined] = Field(default=[], description="Steps that were left out.")
-    metrics: Metrics | None = Field(default=None, description="Of the last step.")
-    verbs: ByVerbs = Field(default=ByVerbs(), description="What clients train by verbs.")
+    metrics: Metrics | None = Field(default=None, description="Metrics of the last step.")
+    verbs: ByVerbs = Field(default=ByVerbs(), description="Models that clients train by verbs.")
     loop_elsewhere: str | None = Field(
         default=None,
         description="The run whose loop drives sampler and learner from elsewhere (`run.server`), with a mark of where it is.",
     )
     last_event_id: int | None = Field(
         default=None,
-        description="Of the newest event; as `Last-Event-ID` of GET /events nothing that comes after this answer is missed.",
+        description="Id of the newest event. With it as `Last-Event-ID` of GET /events, a client misses nothing that comes after this answer.",
     )
 
 
@@ -870,15 +867,15 @@ class EventData(ResponseModel):
     """One event of GET /events: the `data` of a server-sent event, whose `id` and `event` are `id` and `kind`."""
 
     id: int = Field(description="Rises with each event; `Last-Event-ID` resumes after it.")
-    kind: str = Field(description="What has happened: " + ", ".join(EventKind) + ".")
+    kind: str = Field(description="The kind of event: " + ", ".join(EventKind) + ".")
     at: float = Field(description="Seconds since 1970.")
     run_id: str | None = Field(default=None, description="The run that it is about.")
     step: int | None = Field(
-        default=None, description="Of `step`: its index, from 0; of others the steps done."
+        default=None, description="For `step`, its index, from 0; for other events the number of steps done."
     )
-    metrics: Metrics | None = Field(default=None, description="Of `step`.")
-    message: str | None = Field(default=None, description="For people.")
-    data: dict[str, Any] = Field(default={}, description="What else is known.")
+    metrics: Metrics | None = Field(default=None, description="Metrics of a `step`.")
+    message: str | None = Field(default=None, description="The event in words.")
+    data: dict[str, Any] = Field(default={}, description="Further facts about the event.")
 
 
 # Models, checkpoints, tokenizer
@@ -899,7 +896,7 @@ class CheckpointRequest(Body):
     """A checkpoint to be written now."""
 
     name: str = Field(
-        description="Its name, by which `resume_from` finds it; it is kept until somebody deletes it.",
+        description="Name of the checkpoint, which `resume_from` takes; it is kept until it is deleted.",
         pattern=NAME_PATTERN,
         min_length=1,
         max_length=MAX_NAME,
@@ -910,11 +907,11 @@ class CheckpointAnswer(ResponseModel):
     """A checkpoint."""
 
     name: str | None = Field(
-        default=None, description="As it was saved; null for an automatic one."
+        default=None, description="Name under which it was saved; null for an automatic one."
     )
     run_id: str = Field(description="The run that it is of.")
     step: int = Field(description="Steps done.")
-    address: str = Field(description="What `resume_from` takes: the name, or `run@step`.")
+    address: str = Field(description="Address that `resume_from` takes: the name, or `run@step`.")
 
 
 class CheckpointsAnswer(ResponseModel):
@@ -926,7 +923,7 @@ class CheckpointsAnswer(ResponseModel):
 class TokenizerAnswer(ResponseModel):
     """The tokenizer's files and chat template, so that a client renders and tokenises as the server does."""
 
-    hash: str = Field(description="Of tokenizer and template; `tokenizer_hash` of a request.")
+    hash: str = Field(description="Hash of tokenizer and template; `tokenizer_hash` of a request.")
     chat_template: str | None = Field(
         default=None, description="The Jinja text; null where the model has none."
     )
@@ -936,7 +933,7 @@ class TokenizerAnswer(ResponseModel):
         "GET /model has.",
     )
     special_tokens: dict[str, str] = Field(
-        default={}, description="By their role: bos_token, eos_token, pad_token, unk_token."
+        default={}, description="Special tokens by their role: bos_token, eos_token, pad_token, unk_token."
     )
     stop_token_ids: list[int] = Field(default=[], description="Tokens that end a completion.")
 
@@ -944,5 +941,5 @@ class TokenizerAnswer(ResponseModel):
 class HealthAnswer(ResponseModel):
     """The answer of /healthz and /readyz."""
 
-    status: Literal["ok", "not_ready"] = Field(description="Whether requests are answered.")
-    detail: str | None = Field(default=None, description="Why they are not.")
+    status: Literal["ok", "not_ready"] = Field(description="`ok` while requests are answered.")
+    detail: str | None = Field(default=None, description="The reason if they are not.")
