@@ -278,7 +278,10 @@ class TrustBody(FleetBody):
 
     fingerprint: Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")] | None = Field(
         default=None,
-        description="The fingerprint that the machine itself prints: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`; null: the key that it showed last, whichever that is.",
+        description=(
+            "The fingerprint that the machine itself prints: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`; null: the key "
+            "that it showed last, whichever that is."
+        ),
     )
 
 

@@ -209,7 +209,10 @@ class _Request(Body):
     )
     metadata: dict[str, str] | None = Field(
         default=None,
-        description="With `store` and n = 1: `group` is the name under which calls are gathered, `size` how many make a group. Everything else has no effect.",
+        description=(
+            "With `store` and n = 1: `group` is the name under which calls are gathered, `size` how many make a group. "
+            "Everything else has no effect."
+        ),
         max_length=16,
     )
 
@@ -322,7 +325,10 @@ class ChatRequest(_Request):
     )
     tool_choice: ToolChoice = Field(
         default=None,
-        description="`auto`, the default: calls are read from the text; or `none`: the model is not shown the tools. Others are refused: the model cannot be made to call.",
+        description=(
+            "`auto`, the default: calls are read from the text; or `none`: the model is not shown the tools. Others are refused:"
+            " the model cannot be made to call."
+        ),
     )
     parallel_tool_calls: bool | None = Field(
         default=None, description="false: an answer has the first call alone."

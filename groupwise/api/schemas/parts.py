@@ -52,7 +52,10 @@ class PartsRequest(_Body):
     """The request to use the server's model."""
 
     owner: str = Field(
-        description="The client's own name for itself: parts that were opened before under the same name belong to a loop that is gone, and are ended.",
+        description=(
+            "The client's own name for itself: parts that were opened before under the same name belong to a loop that is gone, "
+            "and are ended."
+        ),
         min_length=1,
         max_length=128,
     )

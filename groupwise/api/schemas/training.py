@@ -264,11 +264,18 @@ class StartRequest(Body):
     )
     adapter: Literal["full", "new", "continue"] | None = Field(
         default=None,
-        description="The weights to train: `new`, a new LoRA adapter on the model as it is; `continue`, the adapter at `adapter_path`; `full`, all weights of the model. null: `full` for the model `tiny`, which has too little to adapt, and `new` for others.",
+        description=(
+            "The weights to train: `new`, a new LoRA adapter on the model as it is; `continue`, the adapter at `adapter_path`; "
+            "`full`, all weights of the model. null: `full` for the model `tiny`, which has too little to adapt, and `new` for "
+            "others."
+        ),
     )
     adapter_path: str | None = Field(
         default=None,
-        description="The adapter for `adapter: continue`: a folder that the server's settings allow, a hub id that they allow, or `run@step` of a run of this server.",
+        description=(
+            "The adapter for `adapter: continue`: a folder that the server's settings allow, a hub id that they allow, or "
+            "`run@step` of a run of this server."
+        ),
         min_length=1,
         max_length=MAX_ADDRESS,
     )
@@ -428,7 +435,8 @@ class CompletionsRequest(Body):
         le=MAX_COMPLETIONS,
     )
     temperature: Temperature | None = Field(
-        default=None, description="Temperature in place of the run's; the learner takes it into account."
+        default=None,
+        description="Temperature in place of the run's; the learner takes it into account.",
     )
     max_completion_length: int | None = Field(
         default=None,
@@ -471,7 +479,7 @@ class CompletionsRequest(Body):
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None,
-        description='Further arguments of the chat template, such as {"enable_thinking": false}; they override the run's own.',
+        description='Further arguments of the chat template, such as {"enable_thinking": false}; they override those of the run.',
     )
     tokenizer_hash: str | None = Field(
         default=None,
@@ -807,16 +815,22 @@ class StatusAnswer(ResponseModel):
     model_version: ModelVersion | None = Field(
         default=None, description="[run id, steps done] of the policy that serves."
     )
-    fingerprint: str | None = Field(default=None, description="Fingerprint of the weights that serve.")
+    fingerprint: str | None = Field(
+        default=None, description="Fingerprint of the weights that serve."
+    )
     incarnation: int = Field(
         default=0,
         description="Rises where steps had to be repeated and may differ in their last bits from the ones before.",
     )
-    engine_restarts: int = Field(default=0, description="How often the engine has restarted since the server began.")
+    engine_restarts: int = Field(
+        default=0, description="How often the engine has restarted since the server began."
+    )
     counters: Counters = Field(default=Counters(), description="Groups by their state.")
     queue_depth: int = Field(default=0, description="Requests for completions that wait.")
     last_error: str | None = Field(default=None, description="The last failure, in words.")
-    throughput: Throughput = Field(default=Throughput(), description="Speed of sampling and training.")
+    throughput: Throughput = Field(
+        default=Throughput(), description="Speed of sampling and training."
+    )
     memory: Memory = Field(default=Memory(), description="Memory that the processes hold.")
     versions: list[ModelVersion] = Field(
         default=[], description="Versions that GET /model has, the newest last."
@@ -830,7 +844,10 @@ class StatusAnswer(ResponseModel):
     )
     last_event_id: int | None = Field(
         default=None,
-        description="Id of the newest event. With it as `Last-Event-ID` of GET /events, a client misses nothing that comes after this answer.",
+        description=(
+            "Id of the newest event. With it as `Last-Event-ID` of GET /events, a client misses nothing that comes after this "
+            "answer."
+        ),
     )
 
 
@@ -871,7 +888,8 @@ class EventData(ResponseModel):
     at: float = Field(description="Seconds since 1970.")
     run_id: str | None = Field(default=None, description="The run that it is about.")
     step: int | None = Field(
-        default=None, description="For `step`, its index, from 0; for other events the number of steps done."
+        default=None,
+        description="For `step`, its index, from 0; for other events the number of steps done.",
     )
     metrics: Metrics | None = Field(default=None, description="Metrics of a `step`.")
     message: str | None = Field(default=None, description="The event in words.")
@@ -933,7 +951,8 @@ class TokenizerAnswer(ResponseModel):
         "GET /model has.",
     )
     special_tokens: dict[str, str] = Field(
-        default={}, description="Special tokens by their role: bos_token, eos_token, pad_token, unk_token."
+        default={},
+        description="Special tokens by their role: bos_token, eos_token, pad_token, unk_token.",
     )
     stop_token_ids: list[int] = Field(default=[], description="Tokens that end a completion.")
 
