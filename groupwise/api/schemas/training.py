@@ -676,7 +676,8 @@ class RewardAnswer(ResponseModel):
     group_id: str = Field(description="The group, also where it was found by its echo.")
     model_version: ModelVersion
     status: Literal["accepted", "held", "trained"] = Field(
-        description="`accepted`: stored, to be trained as soon as possible; `held`: stored until a step names it; `trained`: after `wait`, a step has learnt from it."
+        description="`accepted`: stored, to be trained as soon as possible; `held`: stored until a step names it; "
+        "`trained`: after `wait`, a step has learnt from it."
     )
     step: int | None = Field(
         default=None, description="After `wait`: the step (from 0) that has learnt from it."
