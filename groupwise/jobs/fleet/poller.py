@@ -160,7 +160,15 @@ class Poller:
         listing = asyncio.create_task(self._keep_listing())
         try:
             while True:
-                self._begin_due()
+                now = self._clock.now()
+                while self._queue and self._queue[0][0] <= now:
+                    due, vm_id = heapq.heappop(self._queue)
+                    watched = self._watched.get(vm_id)
+                    if watched is not None and watched.due == due:
+                        assert watched.look is None, (
+                            "the next look is due only after the last has ended"
+                        )
+                        watched.look = asyncio.create_task(self._look(watched))
                 self._stirred.clear()
                 pause = self._queue[0][0] - self._clock.now() if self._queue else self._pace.listed
                 if pause > 0:
@@ -204,15 +212,12 @@ class Poller:
                 self._watched[vm_id] = watched = _Watched(machine, 0.0)
                 self._due_in(watched, self._chance.uniform(0.0, over))
             elif watched.machine != machine:
-                await self._change(watched, machine)
-
-    async def _change(self, watched: _Watched, machine: Machine) -> None:
-        same = same_way(watched.machine, machine)
-        watched.machine = machine
-        if not same:
-            await self._let_go(watched)
-            watched.misses, watched.answered = 0, False
-            self._due_in(watched, 0.0)
+                same = same_way(watched.machine, machine)
+                watched.machine = machine
+                if not same:
+                    await self._let_go(watched)
+                    watched.misses, watched.answered = 0, False
+                    self._due_in(watched, 0.0)
 
     async def _let_go(self, watched: _Watched) -> None:
         """A look under way was at what the machine is no more."""
@@ -235,15 +240,6 @@ class Poller:
         watched.due = self._clock.now() + delay
         heapq.heappush(self._queue, (watched.due, watched.machine.vm_id))
         self._stirred.set()
-
-    def _begin_due(self) -> None:
-        now = self._clock.now()
-        while self._queue and self._queue[0][0] <= now:
-            due, vm_id = heapq.heappop(self._queue)
-            watched = self._watched.get(vm_id)
-            if watched is not None and watched.due == due:
-                assert watched.look is None, "the next look is due only after the last has ended"
-                watched.look = asyncio.create_task(self._look(watched))
 
     async def _look(self, watched: _Watched) -> None:
         async with self._places[watched.answered]:
@@ -312,22 +308,19 @@ class Poller:
                 await door.ask()
         except HostKeyError as error:
             await self._close(watched)
-            await self._key_differs(watched, error)
+            # The key of the machine, or that of a jump host on the way? Behind one, only reading it again tells.
+            if error.seen is None:
+                await self._way_not_trusted(watched, error)
+            elif watched.machine.jump:
+                await self._ask_for_key(watched)
+            else:
+                await self._shown(watched, parse(error.seen))
         else:
             await self._database.in_thread(
                 lambda s: observation.apply(
                     s, machine.vm_id, asked_at, seen, look_seconds=pace.interval
                 )
             )
-
-    async def _key_differs(self, watched: _Watched, error: HostKeyError) -> None:
-        """The machine's key, or that of the host on the way to it? There, only reading it once more tells; nothing else is asked."""
-        if error.seen is None:
-            await self._way_not_trusted(watched, error)
-        elif watched.machine.jump:
-            await self._ask_for_key(watched)
-        else:
-            await self._shown(watched, parse(error.seen))
 
     async def _ask_for_key(self, watched: _Watched) -> None:
         """And for nothing else."""

@@ -166,7 +166,14 @@ def _move(session: Session, job: Job, chance: random.Random) -> None:
         epoch=None if attempt is None else attempt.epoch,
         before={"status": before},
         after={"status": verdict.status},
-        detail=_detail(job, attempt, verdict),
+        detail={
+            "why": "it was running without a live attempt",
+            "exit_code": job.exit_code,
+            "outcome": None if attempt is None else attempt.outcome,
+            "failure_class": None if attempt is None else attempt.failure_class,
+            "reason": verdict.reason,
+            "delay": round(verdict.delay, 3),
+        },
     )
 
 
@@ -179,17 +186,6 @@ def _verdict(session: Session, job: Job, attempt: Attempt | None, chance: random
     outcome, evidence = Outcome(attempt.outcome), attempt.evidence
     move = Move(AttemptState.ENDED, outcome, failure, because, evidence)
     return verdict_on(session, job, attempt, move, chance)
-
-
-def _detail(job: Job, attempt: Attempt | None, verdict: Verdict) -> dict[str, Any]:
-    return {
-        "why": "it was running without a live attempt",
-        "exit_code": job.exit_code,
-        "outcome": None if attempt is None else attempt.outcome,
-        "failure_class": None if attempt is None else attempt.failure_class,
-        "reason": verdict.reason,
-        "delay": round(verdict.delay, 3),
-    }
 
 
 # --- the others -----------------------------------------------------------------------------------

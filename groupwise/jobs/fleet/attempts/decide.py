@@ -394,7 +394,15 @@ def _result(view: View) -> Move:
     """The end of an attempt all of whose members left an exit record."""
     failing = [m for m in view.members if m.exit is None or not succeeded(m.exit)]
     if not failing:
-        return _fetched(view)
+        if unfetched := [m for m in view.members if not m.collected]:
+            because = (
+                f"it succeeded, but {unfetched[0].vm_id} was lost before its artefacts were fetched"
+            )
+            return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, because)
+        if spoilt := [m for m in view.members if m.collection_problem]:
+            because = str(spoilt[0].collection_problem)
+            return _end(view, Outcome.FAILED, FailureClass.ARTEFACTS, because)
+        return _end(view, Outcome.SUCCEEDED, because="exit code 0")
     first = min(failing, key=_cause_order)
     if first.exit is None:
         return _end(view, Outcome.FAILED, FailureClass.SUPERVISOR_LOST, "it left no exit record")
@@ -411,19 +419,6 @@ def _cause_order(member: MemberView) -> tuple[bool, float, int]:
     record = member.exit
     killed = record is not None and record.reason is ExitReason.CANCELLED
     return killed, member.ended or 0.0, member.rank
-
-
-def _fetched(view: View) -> Move:
-    """The command succeeded; has what it made arrived?"""
-    if unfetched := [m for m in view.members if not m.collected]:
-        because = (
-            f"it succeeded, but {unfetched[0].vm_id} was lost before its artefacts were fetched"
-        )
-        return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, because)
-    if spoilt := [m for m in view.members if m.collection_problem]:
-        because = str(spoilt[0].collection_problem)
-        return _end(view, Outcome.FAILED, FailureClass.ARTEFACTS, because)
-    return _end(view, Outcome.SUCCEEDED, because="exit code 0")
 
 
 def _end(

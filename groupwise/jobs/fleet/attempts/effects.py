@@ -27,7 +27,7 @@ Key = TypeVar("Key")
 
 
 class Side(StrEnum):
-    """Of an effect."""
+    """Receives the name of an effect."""
 
     BEFORE = "before"
     AFTER = "after"

@@ -38,7 +38,7 @@ class Listener(Protocol):
 
     @property
     def last(self) -> MemberState | None:
-        """What was heard of it last; None: nothing, or that is not to be relied on."""
+        """The last state heard of it; None: none, or it is out of date."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class Pauses:
 
 @dataclass(slots=True)
 class Watch:
-    """The long poll of one machine; `run` goes on as long as somebody listens."""
+    """The long poll of one machine; `run` goes on as long as there are listeners."""
 
     vm_id: str
     runner: Runner
@@ -83,7 +83,7 @@ class Watch:
     down: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     seen: asyncio.Event = field(default_factory=asyncio.Event)
-    """Somebody else has heard of it."""
+    """A listener has just reached the machine by other means."""
 
     def add(self, listener: Listener) -> None:
         """Tell it from now on."""
@@ -101,7 +101,7 @@ class Watch:
         self.changed.set()
 
     async def run(self) -> None:
-        """Until nobody listens."""
+        """Poll until there are no listeners left."""
         pause = self.pauses.first
         while self.listeners:
             self.changed.clear()
@@ -114,7 +114,7 @@ class Watch:
                 pause = min(2 * pause, self.pauses.longest)
 
     async def _rest(self, pause: float) -> None:
-        """Before it is asked again; shorter where somebody else has heard of it meanwhile."""
+        """Pause before the next poll; shorter if a listener has reached the machine meanwhile."""
         self.seen.clear()
         try:
             async with asyncio.timeout(pause):

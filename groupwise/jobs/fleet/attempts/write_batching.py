@@ -1,12 +1,4 @@
-"""What many drives want of the database at the same moment, as one transaction.
-
-A transaction costs more than the little that a drive reads or writes in it: its begin, its flush to the disk, the statements that all of
-them repeat. So while one is under way, whatever else is asked for gathers, and goes together in the next. A drive that is alone waits for
-nobody, a thousand that begin at once share a few dozen transactions.
-
-Nobody is to suffer for another: where one of the writes raises, or has to wait for a lock that somebody else holds, none of them is kept,
-and each is done again in a transaction of its own, beside the others.
-"""
+"""Batching: what many controllers want of the database at the same moment becomes one transaction."""
 
 from __future__ import annotations
 
@@ -36,9 +28,9 @@ One = TypeVar("One")
 Result = TypeVar("Result")
 
 MOST = 64
-"""In one transaction."""
+"""Most requests in one transaction."""
 LOCK_SECONDS = 0.2
-"""That all together wait for a lock of somebody else; alone each waits as long as any transaction does."""
+"""Seconds that a batch waits for a lock of another process; each request by itself then waits as long as any transaction."""
 
 
 @dataclass(frozen=True, slots=True)

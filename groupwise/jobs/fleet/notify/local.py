@@ -131,7 +131,7 @@ class _Opened:
         os.close(self._descriptor)
 
     def address(self, name: str) -> str:
-        """Of the socket `name` in the folder."""
+        """The address of the socket `name` in the folder."""
         if DESCRIPTORS.is_dir():
             return str(DESCRIPTORS / str(self._descriptor) / name)
         return str(self._folder / name)
