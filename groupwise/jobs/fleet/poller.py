@@ -36,7 +36,7 @@ from groupwise.jobs.fleet.machines.reaching import (
     shown_key,
 )
 from groupwise.jobs.fleet.store.database import Database, seconds
-from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.fleet.tasks import cancel_and_wait
 from groupwise.jobs.hosts.keys import HostKey, parse
 from groupwise.jobs.hosts.port import Host, HostError, HostKeyError
 from groupwise.jobs.hosts.ssh import Patience
@@ -176,7 +176,7 @@ class Poller:
                 else:
                     await asyncio.sleep(0)
         finally:
-            await ended(listing)
+            await cancel_and_wait(listing)
             await asyncio.gather(*(self._let_go(each) for each in self._watched.values()))
 
     # --- which machines ---------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class Poller:
 
     async def _let_go(self, watched: _Watched) -> None:
         """A look under way was at what the machine is no more."""
-        await ended(watched.look)
+        await cancel_and_wait(watched.look)
         watched.look = None
         await self._close(watched)
 

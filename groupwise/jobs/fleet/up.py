@@ -55,7 +55,7 @@ from groupwise.jobs.fleet.files.mirror import CheckpointMirror
 from groupwise.jobs.fleet.machines import packing
 from groupwise.jobs.fleet.machines.clearing import Keeping
 from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, same_way
-from groupwise.jobs.fleet.notify.factory import doorbell_of
+from groupwise.jobs.fleet.notify.composite import doorbell_of
 from groupwise.jobs.fleet.notify.nats import NatsLink, access_from
 from groupwise.jobs.fleet.poller import Pace, Poller
 from groupwise.jobs.fleet.processes import API, ROLES

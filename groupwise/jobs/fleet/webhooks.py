@@ -151,7 +151,9 @@ class WebhookOutlet:
 
     async def close(self) -> None:
         """Give up what is under way, which the next tracker tries again, and end the connections."""
-        await tasks.ended(*(worker for place in self._to.values() for worker in place.workers))
+        await tasks.cancel_and_wait(
+            *(worker for place in self._to.values() for worker in place.workers)
+        )
         await self._http.aclose()
 
     def _queue(self, ended: Ended) -> None:

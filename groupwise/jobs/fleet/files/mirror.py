@@ -35,9 +35,8 @@ from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import guarded, mirrored, not_mirrored
 from groupwise.jobs.fleet.disk_full import no_room
 from groupwise.jobs.fleet.store import rights
-from groupwise.jobs.fleet.store.checkpoints import NEWEST_FIRST
 from groupwise.jobs.fleet.store.database import seconds
-from groupwise.jobs.fleet.store.tables import Checkpoint, Job
+from groupwise.jobs.fleet.store.tables import NEWEST_FIRST, Checkpoint, Job
 from groupwise.jobs.hosts.answers import CheckpointTree
 from groupwise.jobs.hosts.files import SLOWEST_DISK, BlobBusy, BlobError, BlobStore, Incoming
 from groupwise.jobs.hosts.port import RunnerRefused
@@ -202,7 +201,7 @@ def _newest_step(session: Session, part: Part) -> int | None:
 
 
 def _record(session: Session, part: Part, checkpoint: CheckpointTree, keep: int) -> None:
-    """It can be gone on with from here on; older ones (`store/checkpoints.py`) need not be kept, and damaged ones first of all."""
+    """It can be gone on with from here on; older ones (`NEWEST_FIRST`) need not be kept, and damaged ones first of all."""
     guarded(session, part.epoch, part.owner)
     mirrored(session, part.epoch, part.rank)
     session.merge(

@@ -23,9 +23,8 @@ from urllib.parse import urlsplit
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from groupwise.jobs.fleet.notify.base import LARGEST, ids_in, messages
-from groupwise.jobs.fleet.notify.pending_ids import Pile
-from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.fleet.notify.base import LARGEST, PendingIds, ids_in, messages
+from groupwise.jobs.fleet.tasks import cancel_and_wait
 
 NEW_JOBS = "jobs.new"
 CONNECTING = 2
@@ -203,7 +202,7 @@ class NatsLink:
 
     async def close(self) -> None:
         """End the connection."""
-        await ended(self._keeper)
+        await cancel_and_wait(self._keeper)
         self._keeper = None
 
     async def _keep(self) -> None:
@@ -302,8 +301,8 @@ class NatsDoorbell:
 
     def __init__(self, access: NatsAccess, subject: str = NEW_JOBS) -> None:
         self._subject = subject
-        self._heard = Pile()
-        self._unsent = Pile()
+        self._heard = PendingIds()
+        self._unsent = PendingIds()
         self._link = NatsLink(access, subject, lambda payload: self._heard.put(ids_in(payload)))
         self._sender: asyncio.Task[None] | None = None
 
@@ -327,7 +326,7 @@ class NatsDoorbell:
 
     async def close(self) -> None:
         """See `Doorbell`."""
-        await ended(self._sender)
+        await cancel_and_wait(self._sender)
         if rung := self._unsent.take():
             self._link.open()
             with suppress(NatsAway, TimeoutError):

@@ -18,9 +18,8 @@ from typing import Any
 import psycopg
 from psycopg.sql import SQL, Identifier
 
-from groupwise.jobs.fleet.notify.base import ids_in, messages
-from groupwise.jobs.fleet.notify.pending_ids import Pile
-from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.fleet.notify.base import PendingIds, ids_in, messages
+from groupwise.jobs.fleet.tasks import cancel_and_wait
 
 CHANNEL = "groupwise_jobs"
 SENT = 7_900
@@ -45,8 +44,8 @@ class PostgresDoorbell:
     def __init__(self, arguments: Mapping[str, Any], channel: str = CHANNEL) -> None:
         self._arguments: dict[str, Any] = {**arguments, "application_name": "groupwise-doorbell"}
         self._channel = channel
-        self._heard = Pile()
-        self._unsent = Pile()
+        self._heard = PendingIds()
+        self._unsent = PendingIds()
         self._listener: asyncio.Task[None] | None = None
         self._sender: asyncio.Task[None] | None = None
         self._silent = False
@@ -74,7 +73,7 @@ class PostgresDoorbell:
 
     async def close(self) -> None:
         """See `Doorbell`."""
-        await ended(self._sender, self._listener)
+        await cancel_and_wait(self._sender, self._listener)
         if rung := self._unsent.take():
             with suppress(psycopg.Error, OSError, TimeoutError):
                 async with asyncio.timeout(SENDING), await self._connected() as connection:

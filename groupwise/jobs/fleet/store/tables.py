@@ -434,6 +434,15 @@ class Checkpoint(Base):
     """When an attempt could not resume from it because some of its blobs are lost. No other attempt tries to, unless the job is retried."""
 
 
+NEWEST_FIRST = (Checkpoint.epoch.desc(), Checkpoint.step.desc(), Checkpoint.path.desc())
+"""The one order of a job's checkpoints, by which attempts resume, rows are kept and people see them: the newest attempt that has left any
+first, and of that one's the one with the most steps.
+
+Attempts resume from the newest, so steps grow from each epoch to the next, also where `retry` began a new generation. Where they do not
+grow, the job has decided to start over; then its newer course counts, though the older one was further.
+"""
+
+
 class BlobRight(Base):
     """A project that may name a blob; see `rights.py`."""
 
