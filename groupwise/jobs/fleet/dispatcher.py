@@ -150,7 +150,7 @@ class GlobalJobDispatcher:
         """Machines that have to be asked what they run before anything begins; None: that is not known yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
         self._watches = Watches(self._watch, self._tuning.watch_pauses)
-        self._desk = ControllerDependencies(
+        self._deps = ControllerDependencies(
             owner=self.owner,
             gateway=self._gateway,
             snapshots=Reads(
@@ -339,7 +339,7 @@ class GlobalJobDispatcher:
         """Begin to drive an attempt, unless that is being done."""
         if epoch in self._drives or self._group is None or self._stopping.is_set():
             return
-        drive = Drive(epoch, self._desk)
+        drive = Drive(epoch, self._deps)
         task = self._group.create_task(self._contained(drive), name=f"drive {epoch}")
         self._drives[epoch] = drive, task
 

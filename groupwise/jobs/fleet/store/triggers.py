@@ -411,7 +411,7 @@ def _of_machines(dialect: str) -> Iterator[Rule]:
 
 
 def _another_engine(dialect: str) -> str:
-    """One engine cannot say what became of jobs that another one started."""
+    """SQL condition: the name of the engine changes. One engine cannot say what became of jobs that another one started."""
     read = "json_extract({}.engine, '$.name')" if dialect == "sqlite" else "{}.engine ->> 'name'"
     return f"({read.format('NEW')}) <~> ({read.format('OLD')})"
 
