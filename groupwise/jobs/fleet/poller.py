@@ -1,13 +1,4 @@
-"""The poller: looks at every machine of the fleet, all the time, and records what it saw.
-
-A scheduler keeps, for each machine, when it is due, and starts a look at it then; no machine has two at once, so that one that hangs holds
-up nobody but itself. The list of machines comes from the database every few seconds: a row that somebody has inserted is enough. Rounds are
-spread over the interval and jittered. A machine that has missed several looks is asked ever more rarely, up to a bound; the first answer
-ends that. Connections are kept.
-
-Nothing but its key is asked of a machine whose key nobody has trusted. What an answer, or none, means is told in `observation.py`. Several
-pollers on one fleet see the same and write it one after the other, newest last.
-"""
+"""The poller: observes every machine of the fleet again and again, and records what it saw."""
 
 from __future__ import annotations
 
@@ -156,7 +147,7 @@ class Poller:
         """Seconds between when looks were due and when they began, at machines that answer; of the last ones."""
 
     async def run(self) -> None:
-        """Look, for ever."""
+        """Poll machines when they are due, for ever."""
         listing = asyncio.create_task(self._keep_listing())
         try:
             while True:
@@ -201,7 +192,7 @@ class Poller:
             await self._clock.pause(self._pace.listed, self._never)
 
     async def _take_list(self, machines: list[Machine], first: bool) -> None:
-        """New ones are looked at now; those of the start one after the other, lest all connect at once."""
+        """Take over a new list of machines. New ones are polled at once; at start-up they are spread out, lest all connect together."""
         listed = {machine.vm_id: machine for machine in machines}
         over = min(self._pace.interval, self._pace.spread * len(listed)) if first else 0.0
         for vm_id in self._watched.keys() - listed.keys():
@@ -220,7 +211,7 @@ class Poller:
                     self._due_in(watched, 0.0)
 
     async def _let_go(self, watched: _Watched) -> None:
-        """A look under way was at what the machine is no more."""
+        """Cancel the poll under way and close the connection: the machine has changed or is gone."""
         await cancel_and_wait(watched.look)
         watched.look = None
         await self._close(watched)
@@ -323,7 +314,7 @@ class Poller:
             )
 
     async def _ask_for_key(self, watched: _Watched) -> None:
-        """And for nothing else."""
+        """Read the host key, and nothing else."""
         try:
             shown = await self._read_key(watched.machine)
         except HostKeyError as error:
