@@ -35,7 +35,7 @@ LOCK_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Later(Generic[Result]):
-    """An answer that nobody else is to wait for."""
+    """An answer that takes longer, for which the rest of the batch does not wait."""
 
     task: asyncio.Task[Result]
 
@@ -107,23 +107,23 @@ async def _settled(answer: asyncio.Future[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A transaction about one attempt."""
+    """A write about one attempt."""
 
     epoch: int
     fn: Callable[[Session], Any]
     ends: bool
-    """And so writes its job as well."""
+    """It ends the attempt, and so writes the job as well."""
 
 
 class Writes:
-    """Transactions of many, as few."""
+    """Combines the writes of many controllers into few transactions."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._gathered = Gathered[Write, Any](self._deal)
 
     async def commit(self, epoch: int, fn: Callable[[Session], Any], *, ends: bool = False) -> Any:
-        """As `Database.in_thread`, for what is about this attempt. Whether it `ends` it."""
+        """Like `Database.in_thread`, for a write about this attempt. `ends`: it ends the attempt."""
         return await self._gathered.ask(Write(epoch, fn, ends))
 
     async def _deal(self, writes: Sequence[Write]) -> Sequence[Any]:
@@ -151,7 +151,7 @@ class Reads(Generic[One, Result]):
         self._gathered = Gathered[One, Result | None](self._deal)
 
     async def look(self, one: One) -> Result | None:
-        """As `Database.read_in_thread`."""
+        """Like `Database.read_in_thread`, for one key."""
         return await self._gathered.ask(one)
 
     async def _deal(self, keys: Sequence[One]) -> Sequence[Result | BaseException | None]:
