@@ -31,7 +31,7 @@ from groupwise.jobs.fleet.queue.request import from_document
 from groupwise.jobs.fleet.states import FINAL, Contact
 from groupwise.jobs.fleet.store.database import Database, connect, migrate, seconds
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job
-from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.fleet.tasks import cancel_and_wait
 from groupwise.jobs.fleet.up import keep_what_is_there
 from groupwise.jobs.hosts.files import BlobStore
 from tests.fake_hosts import FakeHosts, Script
@@ -151,7 +151,7 @@ async def _dispatching(database: Database, rack: FakeHosts, folder: Path) -> Asy
     finally:
         dispatcher.stop()
         await running
-        await ended(working)
+        await cancel_and_wait(working)
         await bell.close()
 
 

@@ -32,7 +32,7 @@ from groupwise.jobs.fleet.poller import Pace, Poller
 from groupwise.jobs.fleet.store import database as databases
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import VM
-from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.fleet.tasks import cancel_and_wait
 from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, Request, RunnerResponse
 
 GPUS = 8
@@ -154,7 +154,7 @@ async def _running(poller: Poller) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await ended(task)
+        await cancel_and_wait(task)
 
 
 async def _all_seen(database: Database, shape: Shape, pace: Pace) -> None:

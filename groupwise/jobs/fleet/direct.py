@@ -24,7 +24,7 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.client import named_files
 from groupwise.jobs.fleet.download import DownloadRequest, Sum, Tell, fetch, tell_nobody
 from groupwise.jobs.fleet.files.logs import LOOK_AGAIN, follower_at
-from groupwise.jobs.fleet.notify.factory import doorbell_of, ring_and_leave
+from groupwise.jobs.fleet.notify.composite import doorbell_of, ring_and_leave
 from groupwise.jobs.fleet.queue.request import from_document
 from groupwise.jobs.fleet.retry import Patience
 from groupwise.jobs.fleet.settings import FleetPlace

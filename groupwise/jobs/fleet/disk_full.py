@@ -50,7 +50,7 @@ def told_in_words(folder: Path) -> Generator[None, None, None]:
 
 
 def is_full(folder: Path) -> bool:
-    """Whether so little is left on its disk that a database fails there."""
+    """True if so little space is left on the disk that a database fails there."""
     try:
         disk = os.statvfs(_there(folder))
     except OSError:

@@ -1,22 +1,4 @@
-"""The dispatcher: takes jobs from the queue, and drives what it has taken until nothing is left to do about it.
-
-`GlobalJobDispatcher` is one of any number that share a database. What each does by itself, in tasks side by side:
-
-    renewing     every 8 s, one statement that keeps the lease of everything it owns. Its answer is the list of what it owns, and whatever
-                 of that is not being driven is driven from then on
-    claiming     at every ring of the doorbell, and every 2 s without: admit new rows, claim what there is room for
-    adopting     every 2 s: attempts whose owner has not renewed; the same function serves the start, where it finds what was left over
-    wishes       every 2 s: cancellations and lost machines wake the drives that they concern; a machine that the poller saw booted anew, or
-                 again, is asked at once, over a new connection: the kept one may be dead without knowing it
-    clearing     every ten minutes: what nobody needs any more on machines, and in the store of files here
-    reconciling  every minute: what machines run that nobody drives. A lower epoch is killed, an unknown job is written down and left
-                 alone; a machine that was declared lost and answers is emptied, and then used again
-
-A dispatcher that cannot renew stops all its drives before its lease runs out, by its own clock and from before the request: from then on
-the attempts are somebody else's. It ends no job by stopping, whether it is asked to or killed: machines go on without it.
-
-Whatever goes wrong in one task is logged and begun anew after a pause; it stops no other one.
-"""
+"""The dispatcher: claims jobs from the queue, and drives their attempts until nothing is left to do."""
 
 from __future__ import annotations
 
@@ -168,7 +150,7 @@ class GlobalJobDispatcher:
         """Machines that have to be asked what they run before anything begins; None: that is not known yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
         self._watches = Watches(self._watch, self._tuning.watch_pauses)
-        self._desk = ControllerDependencies(
+        self._deps = ControllerDependencies(
             owner=self.owner,
             gateway=self._gateway,
             snapshots=Reads(
@@ -295,22 +277,20 @@ class GlobalJobDispatcher:
     async def claim(self) -> int:
         """Admit what is new, claim while there is something to claim; how many attempts that made."""
         await self._admit()
-        total = 0
+        total, lease = 0, self._tuning.rhythm.lease
         while True:
-            found = await self._claim_once()
+            asked = time.monotonic()
+            found = await self._gateway.commit(
+                "job.claim",
+                lambda s: claim.claim(
+                    s, owner=self.owner, lease_seconds=lease, limit=CLAIMED_AT_ONCE
+                ),
+            )
+            self._own([each.epoch for each in found.made], asked + lease)
             total += len(found.made)
             woken = await self._mark(found.unplaced)
             if not (found.again or (found.made and woken)):
                 return total
-
-    async def _claim_once(self) -> claim.Round:
-        asked, lease = time.monotonic(), self._tuning.rhythm.lease
-        found = await self._gateway.commit(
-            "job.claim",
-            lambda s: claim.claim(s, owner=self.owner, lease_seconds=lease, limit=CLAIMED_AT_ONCE),
-        )
-        self._own([each.epoch for each in found.made], asked + lease)
-        return found
 
     async def _mark(self, unplaced: claim.Unplaced | None) -> bool:
         """After those that begin are on their way."""
@@ -359,7 +339,7 @@ class GlobalJobDispatcher:
         """Begin to drive an attempt, unless that is being done."""
         if epoch in self._drives or self._group is None or self._stopping.is_set():
             return
-        drive = Drive(epoch, self._desk)
+        drive = Drive(epoch, self._deps)
         task = self._group.create_task(self._contained(drive), name=f"drive {epoch}")
         self._drives[epoch] = drive, task
 

@@ -127,7 +127,14 @@ def _examine(place: FleetPlace, only: Sequence[str] | None, tell: Tell) -> None:
     if place.is_embedded and place.settings.database is None:
         file = place.folder / DATABASE_FILE
         if not file.exists():
-            tell(_no_fleet(place))
+            tell(
+                Seen(
+                    "database",
+                    "problem",
+                    f"there is no fleet in {place.folder}",
+                    remedy="`groupwise fleet up` makes and starts one; --fleet names another folder",
+                )
+            )
             return
     database = connect(place.database_url)
     try:
@@ -142,15 +149,6 @@ def _examine(place: FleetPlace, only: Sequence[str] | None, tell: Tell) -> None:
         _alarms(place, database, tell)
     finally:
         database.close()
-
-
-def _no_fleet(place: FleetPlace) -> Seen:
-    return Seen(
-        "database",
-        "problem",
-        f"there is no fleet in {place.folder}",
-        remedy="`groupwise fleet up` makes and starts one; --fleet names another folder",
-    )
 
 
 # --- database -------------------------------------------------------------------------------------
@@ -236,7 +234,18 @@ def _nats(place: FleetPlace, database: Database, tell: Tell) -> None:
     if not addresses:
         tell(Seen("NATS", "ok", "none is used; dispatchers look into the database by themselves"))
     for shown, url in addresses.items():
-        tell(_secret_nats(shown) if url is None else _nats_at(shown, url))
+        tell(
+            (
+                Seen(
+                    "NATS",
+                    "skipped",
+                    f"{shown} is used, by an address that was given with a user or token in it, which is written down nowhere",
+                    remedy="name that address to this command alone: GROUPWISE_FLEET_NATS_URL=nats://…",
+                )
+            )
+            if url is None
+            else _nats_at(shown, url)
+        )
 
 
 def _nats_in_use(place: FleetPlace, database: Database) -> dict[str, str | None]:
@@ -250,15 +259,6 @@ def _nats_in_use(place: FleetPlace, database: Database) -> dict[str, str | None]
         return dict(whole)
     used = {each["url"]: each["url"] if each["whole"] else None for each in told if each}
     return {shown: whole.get(shown, url) for shown, url in used.items()}
-
-
-def _secret_nats(shown: str) -> Seen:
-    return Seen(
-        "NATS",
-        "skipped",
-        f"{shown} is used, by an address that was given with a user or token in it, which is written down nowhere",
-        remedy="name that address to this command alone: GROUPWISE_FLEET_NATS_URL=nats://…",
-    )
 
 
 def _nats_at(shown: str, url: str) -> Seen:
@@ -473,7 +473,15 @@ async def _answers(name: str, runner: Runner) -> tuple[Hello, list[Seen]]:
     took = time.monotonic() - began
     answers = f"{hello.hostname}: answers in {took * 1000:.0f} ms"
     seen = Seen(name, "ok", answers, data={"seconds": took})
-    return hello, [seen, _python(name, hello), _disk(name, hello)]
+    numbers = tuple(int(each) for each in re.findall(r"\d+", hello.python)[:2])
+    python = Seen(
+        f"{name} python",
+        "ok" if numbers >= LEAST_PYTHON else "problem",
+        f"python3 there is {hello.python}",
+        "the runner needs 3.8 or newer",
+        "install a newer python3 there",
+    )
+    return hello, [seen, python, _disk(name, hello)]
 
 
 async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list[Seen]:
@@ -494,17 +502,6 @@ async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list
     sound = sum(1 for gpu in observed.gpus if not gpu.mig and not gpu.problems)
     found += await _tiny_command(name, runner, sound if known_gpus else 0)
     return found
-
-
-def _python(name: str, hello: Hello) -> Seen:
-    numbers = tuple(int(each) for each in re.findall(r"\d+", hello.python)[:2])
-    return Seen(
-        f"{name} python",
-        "ok" if numbers >= LEAST_PYTHON else "problem",
-        f"python3 there is {hello.python}",
-        "the runner needs 3.8 or newer",
-        "install a newer python3 there",
-    )
 
 
 def _disk(name: str, hello: Hello) -> Seen:
@@ -566,20 +563,15 @@ async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Seen]:
     began = time.monotonic()
     try:
         state = await runner.launch(Launch(job, 1, spec))
-        state = await _until_exited(runner, state, began)
+        alive = {RunnerState.CLAIMED, RunnerState.RUNNING}
+        while state.state in alive and time.monotonic() - began < PROBE_TIMEOUT:
+            known = Known(state.state, state.log_size, clock=state.clock)
+            for each in await runner.wait({(state.job, state.epoch): known}, seconds=5.0):
+                state = each
         text = (await runner.log(job, 1, 0)).data.decode("utf-8", "replace").strip()
     finally:
         await _forget(runner, job)
     return _judged(name, runner.python, state, text, time.monotonic() - began, gpus)
-
-
-async def _until_exited(runner: Runner, state: MemberState, began: float) -> MemberState:
-    alive = {RunnerState.CLAIMED, RunnerState.RUNNING}
-    while state.state in alive and time.monotonic() - began < PROBE_TIMEOUT:
-        known = Known(state.state, state.log_size, clock=state.clock)
-        for each in await runner.wait({(state.job, state.epoch): known}, seconds=5.0):
-            state = each
-    return state
 
 
 async def _forget(runner: Runner, job: str) -> None:

@@ -38,7 +38,7 @@ MAX_PATHS_LISTED = 5
 PART = re.compile(rf"\.{SHA256.pattern}\.part")
 """Name of a file until it is complete."""
 OF_ONE_FILE = frozenset({"unknown_file", "not_found", "internal"})
-"""Refusals that others may be spared: it is gone, or has a name or a place on the fleet's disk with which somebody on the way cannot do."""
+"""Refusals that concern one file only: it is gone, or its name or path is not accepted by the server or a proxy."""
 OF_ITS_NAME = frozenset({errno.ENAMETOOLONG, errno.EILSEQ})
 """Errors of a disk that would take the file under another name."""
 
@@ -121,7 +121,21 @@ def fetch(
     Raises UsageError where a path is none of the job's, or other files are in the way; DownloadError, or what the source raises.
     """
     if wanted.checkpoints:
-        there, left_out = _of_checkpoints(source.checkpoints(job_id), job_id, wanted), []
+        of_it = [
+            each for each in source.checkpoints(job_id) if wanted.epoch in (None, each["epoch"])
+        ]
+        if not of_it:
+            which = "" if wanted.epoch is None else f" of the attempt {wanted.epoch}"
+            raise UsageError(
+                f"{job_id} has no mirrored checkpoint{which}: none was written whole, or it is its artefacts that have them."
+            )
+        newest: dict[str, Document] = {}
+        for each in of_it:
+            newest.setdefault(each["path"], each)
+        # Of two attempts that wrote a checkpoint under the same path, the newer one's counts.
+        files = [_entries(each["files"]) for each in newest.values()]
+        there = {path: entry for each in reversed(files) for path, entry in each.items()}
+        left_out = []
     else:
         found = source.artefacts(job_id, epoch=wanted.epoch, rank=wanted.rank)
         there, left_out = _entries(found["files"]), found["left_out"]
@@ -146,23 +160,6 @@ def fetch(
         ],
         "left_out": left_out,
     }
-
-
-def _of_checkpoints(
-    found: Sequence[Document], job_id: str, wanted: DownloadRequest
-) -> dict[str, FileEntry]:
-    """Their files. Of two attempts that wrote a checkpoint under the same path, it is the newer one's."""
-    of_it = [each for each in found if wanted.epoch in (None, each["epoch"])]
-    if not of_it:
-        which = "" if wanted.epoch is None else f" of the attempt {wanted.epoch}"
-        raise UsageError(
-            f"{job_id} has no mirrored checkpoint{which}: none was written whole, or it is its artefacts that have them."
-        )
-    newest: dict[str, Document] = {}
-    for each in of_it:
-        newest.setdefault(each["path"], each)
-    files = [_entries(each["files"]) for each in newest.values()]
-    return {path: entry for each in reversed(files) for path, entry in each.items()}
 
 
 def _entries(files: Mapping[str, Sequence[Any]]) -> dict[str, FileEntry]:

@@ -1,8 +1,4 @@
-"""What `groupwise fleet up` says while it runs: a line for whatever happens to jobs and machines, read from the events.
-
-It begins with those of now; what happened before stands in `groupwise fleet jobs`. Nothing depends on it: where nobody takes what it says,
-and whatever else becomes of it, the fleet goes on.
-"""
+"""What `groupwise fleet up` prints while it runs: a line for everything that happens to jobs and machines, read from the events."""
 
 from __future__ import annotations
 
@@ -59,7 +55,15 @@ class Newsreader:
 
     async def _tell(self) -> None:
         self._say(f"Fleet in {self._place.folder} ({self._database.name.partition(':')[0]}).")
-        await self._greet()
+        for _ in range(int(15 / LOOK_SECONDS)):  # until the machines have been observed
+            new = await self._read(_not_looked_at)
+            if not new:
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+        for line in await self._read(_greeting):
+            self._say(line)
+        if self._url is not None:
+            self._say(f"Its API, for other programs: {self._url}")
         self._position = await self._read(_newest)
         while True:
             lines, self._position = await self._when_it_answers(
@@ -92,18 +96,6 @@ class Newsreader:
                 at = time.strftime("%H:%M:%S", time.localtime(event.at))
                 lines.append(f"{at}  {shorten(one_line(text), LONGEST)}")
         return lines, position
-
-    async def _greet(self) -> None:
-        """Print the greeting once the machines of the fleet have been looked at, or after 15 seconds."""
-        for _ in range(int(15 / LOOK_SECONDS)):
-            new = await self._read(_not_looked_at)
-            if not new:
-                break
-            await asyncio.sleep(LOOK_SECONDS)
-        for line in await self._read(_greeting):
-            self._say(line)
-        if self._url is not None:
-            self._say(f"Its API, for other programs: {self._url}")
 
 
 def _newest(session: Session) -> int:

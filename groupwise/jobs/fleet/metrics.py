@@ -1,7 +1,7 @@
-"""A fleet in numbers for Prometheus, made of the same document that `groupwise fleet status` shows.
+"""Prometheus metrics of a fleet, made of the document that `groupwise fleet status` shows.
 
-What to watch: `groupwise_fleet_alarms` by kind (any above 0 wants somebody's look), `groupwise_fleet_jobs` by status, the share of GPUs
-that are free while jobs are pending, and the age of the last word of each role, which every fleet has a series for.
+What to watch: `groupwise_fleet_alarms` by kind (any above 0 wants attention), `groupwise_fleet_jobs` by status, the share of GPUs that are
+free while jobs are pending, and the seconds since the last heartbeat of each role, which every fleet has a series for.
 """
 
 from __future__ import annotations
@@ -48,6 +48,6 @@ def render(overview: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _silence(role: str, processes: Iterable[Mapping[str, Any]]) -> float:
-    """Infinite where nobody has played it for a day: a series that ends would end the alert that is about it."""
+    """Infinite if no process has had the role for a day: if the series ended, so would the alert about it."""
     heard = (each["silent_seconds"] for each in processes if each["role"] == role)
     return min(heard, default=math.inf)

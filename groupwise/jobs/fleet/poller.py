@@ -1,13 +1,4 @@
-"""The poller: looks at every machine of the fleet, all the time, and records what it saw.
-
-A scheduler keeps, for each machine, when it is due, and starts a look at it then; no machine has two at once, so that one that hangs holds
-up nobody but itself. The list of machines comes from the database every few seconds: a row that somebody has inserted is enough. Rounds are
-spread over the interval and jittered. A machine that has missed several looks is asked ever more rarely, up to a bound; the first answer
-ends that. Connections are kept.
-
-Nothing but its key is asked of a machine whose key nobody has trusted. What an answer, or none, means is told in `observation.py`. Several
-pollers on one fleet see the same and write it one after the other, newest last.
-"""
+"""The poller: observes every machine of the fleet again and again, and records what it saw."""
 
 from __future__ import annotations
 
@@ -36,7 +27,7 @@ from groupwise.jobs.fleet.machines.reaching import (
     shown_key,
 )
 from groupwise.jobs.fleet.store.database import Database, seconds
-from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.fleet.tasks import cancel_and_wait
 from groupwise.jobs.hosts.keys import HostKey, parse
 from groupwise.jobs.hosts.port import Host, HostError, HostKeyError
 from groupwise.jobs.hosts.ssh import Patience
@@ -156,11 +147,19 @@ class Poller:
         """Seconds between when looks were due and when they began, at machines that answer; of the last ones."""
 
     async def run(self) -> None:
-        """Look, for ever."""
+        """Poll machines when they are due, for ever."""
         listing = asyncio.create_task(self._keep_listing())
         try:
             while True:
-                self._begin_due()
+                now = self._clock.now()
+                while self._queue and self._queue[0][0] <= now:
+                    due, vm_id = heapq.heappop(self._queue)
+                    watched = self._watched.get(vm_id)
+                    if watched is not None and watched.due == due:
+                        assert watched.look is None, (
+                            "the next look is due only after the last has ended"
+                        )
+                        watched.look = asyncio.create_task(self._look(watched))
                 self._stirred.clear()
                 pause = self._queue[0][0] - self._clock.now() if self._queue else self._pace.listed
                 if pause > 0:
@@ -168,7 +167,7 @@ class Poller:
                 else:
                     await asyncio.sleep(0)
         finally:
-            await ended(listing)
+            await cancel_and_wait(listing)
             await asyncio.gather(*(self._let_go(each) for each in self._watched.values()))
 
     # --- which machines ---------------------------------------------------------------------------
@@ -193,7 +192,7 @@ class Poller:
             await self._clock.pause(self._pace.listed, self._never)
 
     async def _take_list(self, machines: list[Machine], first: bool) -> None:
-        """New ones are looked at now; those of the start one after the other, lest all connect at once."""
+        """Take over a new list of machines. New ones are polled at once; at start-up they are spread out, lest all connect together."""
         listed = {machine.vm_id: machine for machine in machines}
         over = min(self._pace.interval, self._pace.spread * len(listed)) if first else 0.0
         for vm_id in self._watched.keys() - listed.keys():
@@ -204,19 +203,16 @@ class Poller:
                 self._watched[vm_id] = watched = _Watched(machine, 0.0)
                 self._due_in(watched, self._chance.uniform(0.0, over))
             elif watched.machine != machine:
-                await self._change(watched, machine)
-
-    async def _change(self, watched: _Watched, machine: Machine) -> None:
-        same = same_way(watched.machine, machine)
-        watched.machine = machine
-        if not same:
-            await self._let_go(watched)
-            watched.misses, watched.answered = 0, False
-            self._due_in(watched, 0.0)
+                same = same_way(watched.machine, machine)
+                watched.machine = machine
+                if not same:
+                    await self._let_go(watched)
+                    watched.misses, watched.answered = 0, False
+                    self._due_in(watched, 0.0)
 
     async def _let_go(self, watched: _Watched) -> None:
-        """A look under way was at what the machine is no more."""
-        await ended(watched.look)
+        """Cancel the poll under way and close the connection: the machine has changed or is gone."""
+        await cancel_and_wait(watched.look)
         watched.look = None
         await self._close(watched)
 
@@ -235,15 +231,6 @@ class Poller:
         watched.due = self._clock.now() + delay
         heapq.heappush(self._queue, (watched.due, watched.machine.vm_id))
         self._stirred.set()
-
-    def _begin_due(self) -> None:
-        now = self._clock.now()
-        while self._queue and self._queue[0][0] <= now:
-            due, vm_id = heapq.heappop(self._queue)
-            watched = self._watched.get(vm_id)
-            if watched is not None and watched.due == due:
-                assert watched.look is None, "the next look is due only after the last has ended"
-                watched.look = asyncio.create_task(self._look(watched))
 
     async def _look(self, watched: _Watched) -> None:
         async with self._places[watched.answered]:
@@ -312,7 +299,13 @@ class Poller:
                 await door.ask()
         except HostKeyError as error:
             await self._close(watched)
-            await self._key_differs(watched, error)
+            # The key of the machine, or that of a jump host on the way? Behind one, only reading it again tells.
+            if error.seen is None:
+                await self._way_not_trusted(watched, error)
+            elif watched.machine.jump:
+                await self._ask_for_key(watched)
+            else:
+                await self._shown(watched, parse(error.seen))
         else:
             await self._database.in_thread(
                 lambda s: observation.apply(
@@ -320,17 +313,8 @@ class Poller:
                 )
             )
 
-    async def _key_differs(self, watched: _Watched, error: HostKeyError) -> None:
-        """The machine's key, or that of the host on the way to it? There, only reading it once more tells; nothing else is asked."""
-        if error.seen is None:
-            await self._way_not_trusted(watched, error)
-        elif watched.machine.jump:
-            await self._ask_for_key(watched)
-        else:
-            await self._shown(watched, parse(error.seen))
-
     async def _ask_for_key(self, watched: _Watched) -> None:
-        """And for nothing else."""
+        """Read the host key, and nothing else."""
         try:
             shown = await self._read_key(watched.machine)
         except HostKeyError as error:

@@ -1,12 +1,4 @@
-"""The processes of the control plane, as they stand in the database: which are there, and which are certainly gone.
-
-Each process has a row for each of its roles, and renews it every few seconds. Whoever ends in order takes its rows away. One that was
-killed leaves them, and by its silence alone nobody can tell it from one that hangs. So a row also says which process it is: where it ran,
-the system knows whether it still does. Whoever begins to play a role takes the rows of those away that are gone for certain; about a
-process elsewhere nobody knows more than that it is silent.
-
-In an embedded fleet a lock on a file of its folder says it better: it ends with its process, however that ends.
-"""
+"""The processes of the control plane, by the database: which are alive, and which are certainly gone."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from groupwise.core.errors import RunError
 from groupwise.jobs.fleet.attempts.decide import DEADMAN_MARGIN, Move
 from groupwise.jobs.fleet.attempts.ending import verdict_on
 from groupwise.jobs.fleet.queue import admission, requeue_pending, untracked_processes
-from groupwise.jobs.fleet.queue.failures import BACKOFF_CAP, JobFacts, Verdict, after_end
+from groupwise.jobs.fleet.queue.failures import BACKOFF_CAP, JobFacts, after_end
 from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.jobs.fleet.states import FINAL, AttemptState, Cleanup, Contact, JobStatus, Outcome
 from groupwise.jobs.fleet.store import events
@@ -91,7 +91,10 @@ class RequeueManager:
         found: dict[str, int] = {}
         for what, repair in repairs.items():
             try:
-                found[what] = await self._until_done(repair)
+                found[what] = count = await self._database.in_thread(repair)
+                while count >= AT_ONCE:
+                    count = await self._database.in_thread(repair)
+                    found[what] += count
             except RunError as error:
                 logger.warning("not repaired, %s: %s", what, error)
             except Exception:  # a fault in one kind of repair must not end the others
@@ -100,20 +103,12 @@ class RequeueManager:
             logger.info("repaired: %s", ", ".join(f"{n} {what}" for what, n in found.items() if n))
         return found
 
-    async def _until_done(self, repair: Callable[[Session], int]) -> int:
-        total = 0
-        while True:
-            count = await self._database.in_thread(repair)
-            total += count
-            if count < AT_ONCE:
-                return total
-
 
 # --- running without a live attempt ---------------------------------------------------------------
 
 
 def move_strays(session: Session, chance: random.Random) -> int:
-    """Jobs that run and have no live attempt go where they belong."""
+    """Move on jobs that are running without a live attempt; returns how many."""
     live = exists().where(Attempt.job_id == Job.job_id, Attempt.state != AttemptState.ENDED)
     found = session.scalars(
         select(Job)
@@ -122,7 +117,7 @@ def move_strays(session: Session, chance: random.Random) -> int:
         .limit(AT_ONCE)
         .with_for_update(skip_locked=True, key_share=True)
     ).all()
-    # Between the look and the lock somebody may have moved on; a second look, under the lock, sees it.
+    # Between query and lock a dispatcher may have claimed one; a second query, under the lock, sees that.
     held = [job.job_id for job in found]
     busy = set(
         session.scalars(
@@ -141,13 +136,24 @@ def move_strays(session: Session, chance: random.Random) -> int:
 
 
 def _move(session: Session, job: Job, chance: random.Random) -> None:
+    """Move the job on as the end of its newest attempt would have done, or as if a void attempt had ended."""
     attempt = session.scalars(
         select(Attempt)
         .where(Attempt.job_id == job.job_id, Attempt.generation == job.generation)
         .order_by(Attempt.epoch.desc())
         .limit(1)
     ).first()
-    verdict, now = _verdict(session, job, attempt, chance), seconds(session)
+    if attempt is None or attempt.outcome is None:
+        facts = JobFacts(job.cancel_requested_at is not None, job.spent)
+        why = "it was running without an attempt"
+        verdict = after_end(facts, Outcome.VOID, None, why, chance)
+    else:
+        because = str(attempt.evidence.get("because") or "its attempt has ended")
+        failure = FailureClass(attempt.failure_class) if attempt.failure_class else None
+        outcome, evidence = Outcome(attempt.outcome), attempt.evidence
+        move = Move(AttemptState.ENDED, outcome, failure, because, evidence)
+        verdict = verdict_on(session, job, attempt, move, chance)
+    now = seconds(session)
     before, job.status = job.status, verdict.status
     job.spent = dict(verdict.spent)
     if verdict.status is JobStatus.QUEUED:
@@ -166,30 +172,15 @@ def _move(session: Session, job: Job, chance: random.Random) -> None:
         epoch=None if attempt is None else attempt.epoch,
         before={"status": before},
         after={"status": verdict.status},
-        detail=_detail(job, attempt, verdict),
+        detail={
+            "why": "it was running without a live attempt",
+            "exit_code": job.exit_code,
+            "outcome": None if attempt is None else attempt.outcome,
+            "failure_class": None if attempt is None else attempt.failure_class,
+            "reason": verdict.reason,
+            "delay": round(verdict.delay, 3),
+        },
     )
-
-
-def _verdict(session: Session, job: Job, attempt: Attempt | None, chance: random.Random) -> Verdict:
-    if attempt is None or attempt.outcome is None:
-        facts = JobFacts(job.cancel_requested_at is not None, job.spent)
-        return after_end(facts, Outcome.VOID, None, "it was running without an attempt", chance)
-    because = str(attempt.evidence.get("because") or "its attempt has ended")
-    failure = FailureClass(attempt.failure_class) if attempt.failure_class else None
-    outcome, evidence = Outcome(attempt.outcome), attempt.evidence
-    move = Move(AttemptState.ENDED, outcome, failure, because, evidence)
-    return verdict_on(session, job, attempt, move, chance)
-
-
-def _detail(job: Job, attempt: Attempt | None, verdict: Verdict) -> dict[str, Any]:
-    return {
-        "why": "it was running without a live attempt",
-        "exit_code": job.exit_code,
-        "outcome": None if attempt is None else attempt.outcome,
-        "failure_class": None if attempt is None else attempt.failure_class,
-        "reason": verdict.reason,
-        "delay": round(verdict.delay, 3),
-    }
 
 
 # --- the others -----------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Retries against a fleet that does not answer: a restart of its API or database does not end a job's following of many hours.
+"""Retries against a fleet that does not answer, so that a restart of its API or database does not end the following of a job after hours.
 
-A single question has its own few tries, and fails within seconds: a person waits for it. Who follows, waits, submits or has a file on its
-way goes on asking for minutes, because nothing is lost by that: what is asked may be asked again, and says where it goes on. That the
-fleet is away is told once, and that it is back.
+A single question has its own few tries, and fails within seconds, since a person waits for it. Following, waiting, submitting and
+transferring files are retried for minutes, because nothing is lost by that: the request may be repeated, and says where it goes on. One
+message says that the fleet is away, and one that it is back.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from groupwise.core.errors import GroupwiseError, RunError
 
 T = TypeVar("T")
 ASK_ON = 600.0
-"""Seconds for which a fleet that does not answer is asked on."""
+"""Seconds of retries against a fleet that does not answer."""
 PAUSE = 1.0
-"""Seconds between two questions, each of which has pauses of its own."""
+"""Seconds between two retries; each question has further tries with pauses of its own."""
 PASSING = frozenset({"database_away", "shutting_down", "in_progress", "timed_out"})
 """Refusals by which an API says that it can answer later."""
 log = logging.getLogger(__name__)

@@ -78,9 +78,6 @@ class AllowedSecrets:
             return None
         if kind == "file" and what.startswith("/") and _is_plain(what[1:]) and self._named(what):
             return None
-        return self._not_allowed(reference)
-
-    def _not_allowed(self, reference: str) -> str:
         there = ", ".join(self.patterns) or "nothing"
         where = "" if self.folder is None else f" in {self.folder}/fleet.yaml"
         return (

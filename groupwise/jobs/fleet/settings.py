@@ -51,7 +51,8 @@ def _checked(patterns: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _checked_nats(url: str | None) -> str | None:
-    """Told now, since a fleet that waits for a server is as silent as one that waits for a mistake. No message holds what may be secret."""
+    """Checked at start-up, since a fleet that waits for a server is as silent as one with a mistake. Messages hold nothing that may be
+    secret."""
     for one in () if url is None or url == OFF else url.split(","):
         if not _is_nats(one.strip()):
             shown = "one with a user or a token in it" if "@" in one else repr(one.strip())

@@ -1,4 +1,4 @@
-"""Ending tasks that were begun for as long as something is open."""
+"""Ending background tasks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 AGAIN = 1.0
-"""Seconds until a task that has not ended is cancelled once more: a cancellation that meets a result is lost in `asyncio.wait_for`."""
+"""Seconds until a task is cancelled once more: a cancellation that coincides with a result is lost in `asyncio.wait_for`."""
 
 
-async def ended(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel those that still run, and wait until all have ended; what they raised was theirs to report."""
+async def cancel_and_wait(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel the tasks that still run, and wait until all have ended. What they raised is dropped: they report it themselves."""
     running = {task for task in tasks if task is not None}
     while running:
         for task in running:

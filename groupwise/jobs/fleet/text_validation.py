@@ -1,10 +1,4 @@
-"""What can be passed on: text that a database keeps, JSON carries and a program can be given as an argument.
-
-Two things cannot: NUL, which ends a string for PostgreSQL and for every program, and half a character, which is what Python makes of bytes
-that are no UTF-8 (an argument or a file's name in another encoding). Whoever submits such a thing is told where it stands.
-
-Rows by hand may hold them all the same, and numbers beyond all bounds, which JSON cannot say either: `json_safe` is what can be told then.
-"""
+"""Validation of texts: what a database can store, JSON can carry and a program can receive as an argument."""
 
 from __future__ import annotations
 
@@ -16,13 +10,13 @@ from typing import Any, cast
 from groupwise.api.schemas.problems import Refusal
 
 MOST_PROBLEMS = 10
-"""That one refusal tells."""
+"""Problems listed in one refusal."""
 
 _NOT_PASSABLE = re.compile("[\0\ud800-\udfff]")
 
 
 def text_problems(value: Any, place: str) -> Iterator[str]:
-    """What of a document cannot be passed on, by its place in it; keys as well."""
+    """Texts in a document, keys too, that cannot be passed on, with their paths."""
     if isinstance(value, str):
         if (found := _NOT_PASSABLE.search(value)) is not None:
             what = "a NUL character" if found[0] == "\0" else "bytes that are no UTF-8"
@@ -38,7 +32,7 @@ def text_problems(value: Any, place: str) -> Iterator[str]:
 
 
 def require_passable(*names: str, **given: Any) -> None:
-    """Raise `invalid_request` unless all of it can be passed on. `names`: as somebody typed them."""
+    """Raise `invalid_request` unless all of it can be passed on. `names`: the names as the user typed them."""
     told = [*((ascii(name)[:80], name) for name in names), *given.items()]
     wrong = [problem for place, value in told for problem in text_problems(value, place)]
     if wrong:

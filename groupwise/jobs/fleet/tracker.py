@@ -19,7 +19,7 @@ import json
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, cast
@@ -156,7 +156,7 @@ class NatsOutlet:
     def __init__(self, link: NatsLink, clock: Callable[[], float] = time.monotonic) -> None:
         self._link, self._clock = link, clock
         self._not_before: dict[str, float] = {}
-        """By subject that was refused, when it is tried again."""
+        """When a refused subject is tried again."""
 
     def place(self, ended: Ended) -> str | None:
         """See `Outlet`."""
@@ -246,13 +246,30 @@ class Tracker:
         """Read what has come, tell it and what could not be told before; whether there is more to read at once."""
         try:
             return await self._round()
-        except _EventsLost:
-            self._begin_anew()
+        except _EventsLost:  # start again from the stored position, and forget what was read
+            logger.warning(
+                "%s: the database has lost events that were there; it is read again from the position that stands in it",
+                self._outlet.name,
+            )
+            self._read, self._newest = None, None
+            self._untold.clear()
+            self._to_one.clear()
+            self._later.clear()
             return True
 
     async def _round(self) -> bool:
         if self._read is None:
-            self._read = self._kept = await self._first_position()
+            name, history = self._outlet.name, self._outlet.tells_history
+            position, skipped = await self._database.in_thread(lambda s: begin(s, name, history))
+            self._newest = await self._database.in_thread(lambda s: _newest(s, position))
+            if skipped:
+                logger.warning(
+                    "%s is new in this fleet and begins with what ended in the last hour: "
+                    "it is not told of jobs that ended before event %d",
+                    name,
+                    skipped + 1,
+                )
+            self._read = self._kept = position
         await self._read_again()
         full = self._has_room() and await self._read_on(self._read)
         if self._untold:
@@ -265,32 +282,9 @@ class Tracker:
             self._kept = position
         return full
 
-    async def _first_position(self) -> int:
-        name, history = self._outlet.name, self._outlet.tells_history
-        position, skipped = await self._database.in_thread(lambda s: begin(s, name, history))
-        self._newest = await self._database.in_thread(lambda s: _newest(s, position))
-        if skipped:
-            logger.warning(
-                "%s is new in this fleet and begins with what ended in the last hour: it is not told of jobs that ended before event %d",
-                name,
-                skipped + 1,
-            )
-        return position
-
     def _keep_position(self, session: Session, position: int) -> None:
         _check(session, self._newest)
         keep_position(session, self._outlet.name, position)
-
-    def _begin_anew(self) -> None:
-        """Restart reading from the stored position, and forget what was read before."""
-        logger.warning(
-            "%s: the database has lost events that were there; it is read again from the position that stands in it",
-            self._outlet.name,
-        )
-        self._read, self._newest = None, None
-        self._untold.clear()
-        self._to_one.clear()
-        self._later.clear()
 
     async def _read_on(self, position: int) -> bool:
         newest = self._newest
@@ -323,7 +317,12 @@ class Tracker:
         self._warn_of(pruned)
         for each in ends:
             self._keep(each)
-        self._later = _without(self._later, frozenset(wanted))
+        read = frozenset(wanted)
+        left = {
+            place: deque(n for n in numbers if n not in read)
+            for place, numbers in self._later.items()
+        }
+        self._later = {place: numbers for place, numbers in left.items() if numbers}
 
     def _has_room(self) -> bool:
         numbers = sum(map(len, self._later.values()))
@@ -349,11 +348,6 @@ class Tracker:
                 len(pruned),
                 ", ".join(pruned[:NAMED]) + (", …" if len(pruned) > NAMED else ""),
             )
-
-
-def _without(later: Mapping[str, deque[int]], read: Set[int]) -> dict[str, deque[int]]:
-    left = {place: deque(n for n in numbers if n not in read) for place, numbers in later.items()}
-    return {place: numbers for place, numbers in left.items() if numbers}
 
 
 def position_of(session: Session, name: str) -> int:
@@ -419,13 +413,6 @@ def _told_of(session: Session, ends: Sequence[Event]) -> tuple[list[Ended], list
     return [ended for _, ended in told if ended is not None], pruned
 
 
-def _webhook(request: Any) -> str | None:
-    """The webhook of a row that may be written by hand, and may have been refused because of this value."""
-    document = cast("dict[str, Any]", request) if isinstance(request, dict) else {}
-    found = document.get("webhook")
-    return found if isinstance(found, str) else None
-
-
 def _ended(session: Session, event: Event) -> Ended | None:
     """None: the job has been pruned meanwhile, while its events stay."""
     job = session.get(Job, event.job_id)
@@ -433,6 +420,11 @@ def _ended(session: Session, event: Event) -> Ended | None:
         return None
     attempt = session.get(Attempt, event.epoch) if event.epoch is not None else None
     detail = event.detail or {}
+    # People write rows by hand, and this job may have been refused because of its webhook.
+    request: Any = job.request
+    document = cast("dict[str, Any]", request) if isinstance(request, dict) else {}
+    found = document.get("webhook")
+    webhook = found if isinstance(found, str) else None
     return Ended(
         event_id=event.event_id,
         job_id=job.job_id,
@@ -446,5 +438,5 @@ def _ended(session: Session, event: Event) -> Ended | None:
         failure_class=detail.get("failure_class"),
         failure_reason=detail.get("reason"),
         log_tail=tuple(str(detail.get("tail") or "").splitlines()[-LAST_LINES:]),
-        webhook=_webhook(job.request),
+        webhook=webhook,
     )

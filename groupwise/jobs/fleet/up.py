@@ -55,12 +55,12 @@ from groupwise.jobs.fleet.files.mirror import CheckpointMirror
 from groupwise.jobs.fleet.machines import packing
 from groupwise.jobs.fleet.machines.clearing import Keeping
 from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, same_way
-from groupwise.jobs.fleet.notify.factory import doorbell_of
+from groupwise.jobs.fleet.notify.composite import doorbell_of
 from groupwise.jobs.fleet.notify.nats import NatsLink, access_from
 from groupwise.jobs.fleet.poller import Pace, Poller
 from groupwise.jobs.fleet.processes import API, ROLES
 from groupwise.jobs.fleet.requeue import RequeueManager
-from groupwise.jobs.fleet.settings import DATABASE_FILE, FleetPlace, FleetSettings
+from groupwise.jobs.fleet.settings import DATABASE_FILE, FleetPlace
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database, check_schema, connect, migrate, seconds
@@ -99,7 +99,14 @@ def run(
 
     `address`: where the API of the fleet answers meanwhile; None: nowhere.
     """
-    _set_up_logging(alone=len(roles) == 1)
+    logging.basicConfig(  # all roles together log only problems, since the news say the rest
+        level=logging.INFO if len(roles) == 1 else logging.WARNING,
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    logging.getLogger("asyncssh").setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     with told_in_words(place.folder), contextlib.ExitStack() as locks:
         place.keep_private()
         with contextlib.closing(connect(place.database_url)) as database:
@@ -126,10 +133,7 @@ def keep_what_is_there() -> None:
 def _take(
     locks: contextlib.ExitStack, database: Database, folder: Path, roles: Sequence[str]
 ) -> None:
-    """From here on nobody else plays these roles, and the tables stay those of this version.
-
-    They are looked at twice. Roles that begin at once must not take each other for somebody who works with the tables of before; and who
-    changed them in between has not seen our locks."""
+    """Lock the roles and check the schema: no other process has these roles from here on, and the tables stay those of this version."""
     migrate(database, lambda: processes.who_plays(folder))
     for role in roles:
         locks.enter_context(processes.alone(folder, role))
@@ -141,7 +145,18 @@ def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str
 
     def look(session: Session) -> str | None:
         if set(roles) == set(ROLES):
-            _add_this_machine(session, place)
+            # This machine is the fleet's first one; if it was removed, it stays removed.
+            vm = session.get(VM, LOCAL_MACHINE)
+            if vm is None:
+                new = machines.NewMachine(
+                    LOCAL_MACHINE,
+                    transport=LOCAL,
+                    workdir=str(place.folder / "work"),
+                    python=sys.executable,
+                )
+                machines.add(session, UP, new)
+            elif vm.transport == LOCAL and vm.active and not Path(vm.python).exists():
+                machines.change(session, UP, LOCAL_MACHINE, python=sys.executable)
         # with a database of its own, a fleet is not the one of its folder; and an API speaks with no machine
         if place.settings.database is not None or API in roles:
             return None
@@ -151,21 +166,6 @@ def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str
         return _followed(session, vm, place.folder)
 
     return look
-
-
-def _add_this_machine(session: Session, place: FleetPlace) -> None:
-    """Add the machine that the fleet runs on as its first one; if it was removed, it stays removed."""
-    vm = session.get(VM, LOCAL_MACHINE)
-    if vm is None:
-        new = machines.NewMachine(
-            LOCAL_MACHINE,
-            transport=LOCAL,
-            workdir=str(place.folder / "work"),
-            python=sys.executable,
-        )
-        machines.add(session, UP, new)
-    elif vm.transport == LOCAL and vm.active and not Path(vm.python).exists():
-        machines.change(session, UP, LOCAL_MACHINE, python=sys.executable)
 
 
 def _followed(session: Session, vm: VM, folder: Path) -> str | None:
@@ -211,18 +211,6 @@ def _is_same(one: Path, other: Path) -> bool:
     with contextlib.suppress(OSError):
         return one.samefile(other)
     return False
-
-
-def _set_up_logging(*, alone: bool) -> None:
-    """One role alone tells what it does; of all together only what is wrong is told, since the news say the rest."""
-    logging.basicConfig(
-        level=logging.INFO if alone else logging.WARNING,
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
-    logging.getLogger("asyncssh").setLevel(logging.WARNING)
-    logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
 # --- the process ----------------------------------------------------------------------------------
@@ -319,30 +307,28 @@ class _ControlPlane:
 
     async def run(self, address: Address | None) -> int:
         """Until a signal comes."""
-        self._listen_for_signals()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._asked_to_stop, number)
         self._bell.open()
         try:
-            async with self._answering(address) as url:
-                await self._play_all(url)
+            async with self._answering(address) as url, asyncio.TaskGroup() as group:
+                playing = [group.create_task(self._play(role)) for role in self._roles]
+                beside = [group.create_task(self._heartbeats())]
+                if len(self._roles) == len(ROLES):
+                    news = Newsreader(self._place, self._database, self._say, url)
+                    beside.append(group.create_task(news.run()))
+                elif url is not None:
+                    self._say(f"The API answers at {url}.")
+                await self._stopping.wait()
+                await asyncio.wait(playing)
+                for task in beside:
+                    task.cancel()
         finally:
             await self._bell.close()
             await self._hosts.close()
         await self._sign_off()
         return 0
-
-    async def _play_all(self, url: str | None) -> None:
-        async with asyncio.TaskGroup() as group:
-            playing = [group.create_task(self._play(role)) for role in self._roles]
-            beside = [group.create_task(self._heartbeats())]
-            if len(self._roles) == len(ROLES):
-                news = Newsreader(self._place, self._database, self._say, url)
-                beside.append(group.create_task(news.run()))
-            elif url is not None:
-                self._say(f"The API answers at {url}.")
-            await self._stopping.wait()
-            await asyncio.wait(playing)
-            for task in beside:
-                task.cancel()
 
     @contextlib.asynccontextmanager
     async def _answering(self, address: Address | None) -> AsyncGenerator[str | None]:
@@ -360,11 +346,6 @@ class _ControlPlane:
     async def _answer(self, _: _Role) -> None:
         """Wait for the stop: the API runs beside all roles (`_answering`)."""
         await self._stopping.wait()
-
-    def _listen_for_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._asked_to_stop, number)
 
     def _asked_to_stop(self, number: int) -> None:
         now = time.monotonic()
@@ -392,7 +373,9 @@ class _ControlPlane:
             if loop.time() - began > 2 * LONGEST_PAUSE:
                 pause = FIRST_PAUSE
             if not self._stopping.is_set():
-                await _at_most(self._stopping.wait(), pause)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._stopping.wait()
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     def _crashed(self, role: _Role, reason: str) -> None:
@@ -444,7 +427,9 @@ class _ControlPlane:
             Tuning(
                 rhythm=rhythm,
                 concurrency=settings.concurrency,
-                keeping=_keeping(settings),
+                keeping=Keeping(
+                    3600 * settings.keep_completed_hours, 3600 * settings.keep_failed_hours
+                ),
                 began=await self._began_with_a_poller(),
             ),
             owner=role.owner,
@@ -585,10 +570,6 @@ def _nats_shown(url: str | None) -> dict[str, Any] | None:
     return {"url": access.shown, "whole": access.is_shown_whole}
 
 
-def _keeping(settings: FleetSettings) -> Keeping:
-    return Keeping(3600 * settings.keep_completed_hours, 3600 * settings.keep_failed_hours)
-
-
 def _farewell(running: Sequence[str]) -> str:
     if not running:
         return "The fleet has ended. Jobs that wait begin when `groupwise fleet up` runs again."
@@ -597,9 +578,3 @@ def _farewell(running: Sequence[str]) -> str:
     return (
         f"The fleet has ended; {named} {runs} on. `groupwise fleet up` picks up where it is then."
     )
-
-
-async def _at_most(work: Awaitable[object], limit: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(limit):
-            await work

@@ -41,12 +41,12 @@ PAUSES = (2.0, 10.0, 60.0, 300.0, 900.0, 1800.0)
 ANSWERED = 10.0
 """Seconds for the name, the connection and the answer together."""
 CONNECTED = ANSWERED / 2
-"""Of those, for the connection: nobody there is told from somebody who says nothing."""
+"""Seconds of those for the connection, so that an absent host is told apart from one that does not answer."""
 AT_ONCE = 64
 AT_ONCE_MUTE = 16
 """Further slots, for destinations that did not answer the last time."""
 AT_ONE_PLACE = 4
-"""But one where nobody has answered yet, or not the last time."""
+"""Requests at once to one destination; only one to a destination that has not answered yet, or not the last time."""
 MUTE = 2 * PAUSES[-1]
 """Seconds for which a destination counts as mute: until everything waiting there has been tried again."""
 AWAY = 3
@@ -71,7 +71,7 @@ class Forbidden(Exception):
 
 @dataclass(slots=True)
 class _Trial:
-    """What has been tried for one event."""
+    """Attempts to deliver one event."""
 
     attempts: int = 0
     next_at: float = 0.0
@@ -83,7 +83,7 @@ class _Trial:
 
 @dataclass(slots=True)
 class _Destination:
-    """Where some of them go."""
+    """A destination: a host and port to which some of the webhooks go."""
 
     queue: dict[int, Ended] = field(default_factory=dict[int, Ended])
     workers: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
@@ -151,7 +151,9 @@ class WebhookOutlet:
 
     async def close(self) -> None:
         """Give up what is under way, which the next tracker tries again, and end the connections."""
-        await tasks.ended(*(worker for place in self._to.values() for worker in place.workers))
+        await tasks.cancel_and_wait(
+            *(worker for place in self._to.values() for worker in place.workers)
+        )
         await self._http.aclose()
 
     def _queue(self, ended: Ended) -> None:
@@ -191,7 +193,15 @@ class WebhookOutlet:
             event_id = min(place.queue, key=lambda each: (self._trials[each].attempts, each))
             ended = place.queue.pop(event_id)
             async with self._mute if self._clock() < place.mute_until else self._places:
-                await self._try(ended, place)
+                trial = self._trials[ended.event_id]
+                try:
+                    if trial.end is None:
+                        trial.attempts += 1
+                        await self._ask(ended, trial, place)
+                    if trial.end is not None:
+                        await self._settle(ended, trial, *trial.end)
+                finally:
+                    trial.is_queued = False
 
     async def _known(self, ended: Sequence[Ended]) -> frozenset[int]:
         """Those that were settled before this process began, or by another tracker."""
@@ -201,17 +211,6 @@ class WebhookOutlet:
         )
         details = await self._database.read_in_thread(lambda s: list(s.scalars(query)))
         return frozenset(d["event_id"] for d in details if d) & {e.event_id for e in ended}
-
-    async def _try(self, ended: Ended, place: _Destination) -> None:
-        trial = self._trials[ended.event_id]
-        try:
-            if trial.end is None:
-                trial.attempts += 1
-                await self._ask(ended, trial, place)
-            if trial.end is not None:
-                await self._settle(ended, trial, *trial.end)
-        finally:
-            trial.is_queued = False
 
     async def _ask(self, ended: Ended, trial: _Trial, place: _Destination) -> None:
         assert ended.webhook is not None
@@ -350,7 +349,7 @@ _INNER = [
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is of the public internet, also where one of IPv4 stands within it."""
+    """True if an address is on the public internet, also if it is IPv4 embedded in IPv6."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if any(ip in network for network in _INNER if network.version == ip.version):
         return False

@@ -15,7 +15,7 @@ from groupwise.jobs.fleet.notify.nats import NatsAccess, NatsLink
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import Cursor, Job
-from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.fleet.tasks import cancel_and_wait
 from groupwise.jobs.fleet.tracker import NatsOutlet, Tracker, position_of
 from tests import nats
 from tests.processes import TIMEOUT_S, wait_until_async
@@ -38,7 +38,7 @@ async def tracking(server: nats.Nats, database: Database):
     try:
         yield
     finally:
-        await ended(running)
+        await cancel_and_wait(running)
         await link.close()
 
 

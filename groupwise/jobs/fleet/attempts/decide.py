@@ -33,24 +33,24 @@ from groupwise.jobs.hosts.answers import ExitReason, ExitRecord
 from groupwise.jobs.hosts.failures import FailureClass, classify, succeeded
 
 DEADMAN_MARGIN = 60.0
-"""Seconds after which a runner's deadman has ended a job for certain: its clock began before ours."""
+"""Seconds beyond its timeout after which a runner's deadman has ended a job for certain: its clock started before ours."""
 
 
 class Reading(StrEnum):
-    """What is known of a member on its machine at this moment: a `MemberState`'s state, or that it is not known."""
+    """What is known now of a member on its machine: the state of a `MemberState`, or that it is not known."""
 
     UNREACHABLE = "unreachable"
     UNKNOWN = "unknown"
-    """Not asked yet, or asked without an answer: anything may be true."""
+    """Not asked yet, or no answer came: anything may be true."""
     ABSENT = "absent"
     QUEUED = "queued"
-    """Laid out there; an engine begins it when it likes."""
+    """Laid out there; an engine will start it at some time."""
     CLAIMED = "claimed"
-    """Its supervisor lives, the command has not begun."""
+    """Its supervisor is alive; the command has not begun."""
     RUNNING = "running"
     EXITED = "exited"
     LOST = "lost"
-    """Its supervisor is gone and has left no exit record; the command may still run."""
+    """Its supervisor is gone without an exit record; the command may still run."""
     REBOOTED = "rebooted"
     VOIDED = "voided"
     REFUSED = "refused"
@@ -59,7 +59,7 @@ class Reading(StrEnum):
 SILENT = frozenset({Reading.UNREACHABLE, Reading.UNKNOWN})
 BEGUN = frozenset({Reading.RUNNING, Reading.EXITED, Reading.LOST, Reading.REBOOTED})
 NEVER = frozenset({Reading.VOIDED, Reading.REFUSED})
-"""Nothing of it ran there, and nothing will."""
+"""It never ran there, and never will."""
 _MAY_GO_ON = SILENT | {Reading.CLAIMED, Reading.RUNNING}
 
 
@@ -71,51 +71,51 @@ class MemberView:
     vm_id: str
     reading: Reading
     exit: ExitRecord | None = None
-    """As read now or before."""
+    """The exit record, read now or earlier."""
     ended: float | None = None
-    """When that was, by a clock that all members share; None: nobody has said how long ago it was."""
+    """When it exited, by a clock that all members share; None: unknown."""
     refusal: str | None = None
-    """`code: message` of a runner that would not, or of a launch that could not be put together."""
+    """`code: message` of a runner's refusal, or why the launch request could not be made."""
     highest: int | None = None
-    """Of a refusal as `lower_epoch`: that its machine has seen of the job."""
+    """With a refusal `lower_epoch`: the highest epoch of the job that its machine has seen."""
     provided: bool = True
-    """Its machine has the files of the attempt, as far as is known: a launch that finds them lacking says so."""
+    """Its machine has the attempt's files, as far as is known: a launch request that finds some missing says so."""
     given: bool = True
-    """Its engine has it, as far as is known; False: whoever laid it out did not come so far as to submit it."""
+    """Its engine has it, as far as is known; False: it was laid out, but submitting it was cut off."""
     engine_says: str = ""
-    """What its engine told of it last."""
+    """The last message of its engine about it."""
     rejected: bool = False
-    """The launch was turned down before the runner had claimed anything, so that the folder is absent and no launch will help."""
+    """The launch was refused before the runner claimed anything, so the folder is absent and no further launch request will help."""
     lost: bool = False
-    """An operator said that the machine does not come back."""
+    """An operator has declared the machine lost."""
     deadman_over: bool = False
-    """It has been silent for longer than its deadman and the margin."""
+    """It has been silent for longer than the deadman timeout and the margin."""
     drained: bool = False
-    """Nothing new is to begin there."""
+    """No new attempt is to begin there."""
     collected: bool = False
-    """Log and artefacts are on the control side, or it is known that they never will be."""
+    """Log and artefacts are on the control side, or are known to be unobtainable."""
     collection_problem: str | None = None
-    """Why artefacts are not whole."""
+    """Why the artefacts are incomplete."""
     left_out: int = 0
-    """Links, devices and the like among them, which are never fetched."""
+    """Number of links, devices and the like among them, which are never fetched."""
     quiet: bool | None = None
-    """Whether its machine was seen to run nothing of it; None: not looked."""
+    """Whether its machine was seen to run nothing of it any more; None: not checked."""
     released: bool = False
     """Its machine was seen to hold nothing of it."""
     abandoned: bool = False
-    """What it held was given back without looking, because its machine was declared lost."""
+    """Its reservations were closed without looking, because its machine was declared lost."""
     gpu_problems: tuple[str, ...] = ()
-    """What its machine says is wrong with the GPUs that it holds."""
+    """Problems that its machine reports of the GPUs that it holds."""
 
     @property
     def gone(self) -> bool:
-        """Nothing will be heard of it. A machine that answers is not gone, whatever was said about it."""
+        """True if nothing more will be heard of it. A machine that answers is not gone, whatever was declared."""
         return (self.lost or self.deadman_over) and self.reading in SILENT
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that a decision is made of."""
+    """Everything that a decision depends on."""
 
     job_id: str
     epoch: int
@@ -127,28 +127,28 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Provide:
-    """Bring the files of the attempt there, for as long as this is wanted; safe to repeat."""
+    """Provide the attempt's files there, for as long as this effect is wanted; safe to repeat."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Have it begun there; safe to repeat."""
+    """Launch it there; safe to repeat."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Void:
-    """Make it impossible that it ever begins there."""
+    """Make sure that it never begins there."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """TERM, grace, KILL for all that carries the mark of this attempt there."""
+    """TERM, grace period, KILL for all processes there that carry the mark of this attempt."""
 
     rank: int
 
@@ -169,7 +169,7 @@ class CheckRelease:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Give back what it held without looking: an operator says that its machine does not come back."""
+    """Close its reservations without looking: an operator has declared its machine lost."""
 
     rank: int
 
@@ -182,7 +182,7 @@ class Move:
     outcome: Outcome | None = None
     failure: FailureClass | None = None
     because: str = ""
-    """For people."""
+    """The reason in words."""
     evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -190,7 +190,7 @@ Effect = Provide | Launch | Void | Kill | Collect | CheckRelease | Abandon | Mov
 
 
 def decide(view: View) -> tuple[Effect, ...]:
-    """What to do now; nothing means: wait until something changes."""
+    """Decide what to do now. No effects means: wait until something changes."""
     assert view.members, (
         f"attempt {view.job_id}.{view.epoch} has no members: nobody knows where it runs"
     )
@@ -208,7 +208,7 @@ def decide(view: View) -> tuple[Effect, ...]:
 
 
 def over(view: View) -> bool:
-    """Nothing is left to do about it, ever."""
+    """True once nothing is left to do about the attempt."""
     return view.state is AttemptState.ENDED and view.cleanup is Cleanup.CLEAN
 
 
@@ -235,7 +235,7 @@ def _launching(view: View) -> tuple[Effect, ...]:
 
 
 def _launch_given_up(view: View) -> Move | None:
-    """How a launch ends that is not to go on; None: it goes on."""
+    """How the attempt ends if its launch is not to go on; None: it goes on."""
     ran = any(m.reading in BEGUN for m in view.members)
     if gone := [m for m in view.members if m.gone]:
         return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_because(gone[0]))
@@ -259,7 +259,7 @@ def _launch_given_up(view: View) -> Move | None:
 
 
 def _begin(view: View) -> tuple[Effect, ...]:
-    """What is to begin, once all of it has its files: a member that begins long before another one gives up waiting for it."""
+    """Launch once all members have their files, since a member that begins long before another gives up waiting for it."""
     to_begin = [m for m in view.members if m.reading in SILENT or m.reading is Reading.ABSENT]
     absent = [m for m in to_begin if m.reading is Reading.ABSENT]
     if all(m.provided for m in to_begin):
@@ -269,7 +269,7 @@ def _begin(view: View) -> tuple[Effect, ...]:
 
 
 def _refused_because(member: MemberView) -> tuple[FailureClass, str]:
-    """A machine is named only for what it said itself."""
+    """Failure class and reason of a refused launch. A machine is named only for its own refusals."""
     if refusals.code_of(member.refusal) in refusals.OURS:
         message = refusals.message_of(member.refusal)
         because = f"the control machine cannot give what the job needs: {message}"
@@ -287,7 +287,7 @@ def _running(view: View) -> tuple[Effect, ...]:
 
 
 def _has_failed(member: MemberView) -> bool:
-    """One member that cannot go on is the end of the gang; one that has done its part is not."""
+    """True if the member cannot go on, which ends the gang; a member that has succeeded does not end it."""
     if member.reading is Reading.EXITED:
         return member.exit is None or not succeeded(member.exit)
     return member.lost or member.gone or member.reading not in _MAY_GO_ON
@@ -394,7 +394,15 @@ def _result(view: View) -> Move:
     """The end of an attempt all of whose members left an exit record."""
     failing = [m for m in view.members if m.exit is None or not succeeded(m.exit)]
     if not failing:
-        return _fetched(view)
+        if unfetched := [m for m in view.members if not m.collected]:
+            because = (
+                f"it succeeded, but {unfetched[0].vm_id} was lost before its artefacts were fetched"
+            )
+            return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, because)
+        if spoilt := [m for m in view.members if m.collection_problem]:
+            because = str(spoilt[0].collection_problem)
+            return _end(view, Outcome.FAILED, FailureClass.ARTEFACTS, because)
+        return _end(view, Outcome.SUCCEEDED, because="exit code 0")
     first = min(failing, key=_cause_order)
     if first.exit is None:
         return _end(view, Outcome.FAILED, FailureClass.SUPERVISOR_LOST, "it left no exit record")
@@ -411,19 +419,6 @@ def _cause_order(member: MemberView) -> tuple[bool, float, int]:
     record = member.exit
     killed = record is not None and record.reason is ExitReason.CANCELLED
     return killed, member.ended or 0.0, member.rank
-
-
-def _fetched(view: View) -> Move:
-    """The command succeeded; has what it made arrived?"""
-    if unfetched := [m for m in view.members if not m.collected]:
-        because = (
-            f"it succeeded, but {unfetched[0].vm_id} was lost before its artefacts were fetched"
-        )
-        return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, because)
-    if spoilt := [m for m in view.members if m.collection_problem]:
-        because = str(spoilt[0].collection_problem)
-        return _end(view, Outcome.FAILED, FailureClass.ARTEFACTS, because)
-    return _end(view, Outcome.SUCCEEDED, because="exit code 0")
 
 
 def _end(
@@ -515,10 +510,10 @@ class Stray(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the database knows of a job that a machine reports."""
+    """A job that a machine reports, as the database knows it."""
 
     live_epoch: int | None
-    """Of its live attempt, if there is one with a member on this machine."""
+    """The epoch of its live attempt, if there is one with a member on this machine."""
     highest_epoch: int
 
 

@@ -1,12 +1,12 @@
 """The gateway: everything that a dispatcher changes outside itself goes through here, one effect after the other, by name.
 
 There are three kinds: a transaction on the database (`commit`), a request to a machine (`ask`), and a durable write on the control side's
-own disk (`write`). Between two of them a dispatcher may die, and whatever it does next has to be right for whoever goes on after it. That
-all of them pass one place makes this testable to the last instant: a hook is called before and after each, counts them in a run that
-goes well, and then dies before and after the k-th, for every k.
+own disk (`write`). A dispatcher may die between any two of them, and the next one must be able to go on. As all effects pass one place,
+tests can check every such moment: a hook is called before and after each, counts them in a run that goes well, and then dies before and
+after the k-th, for every k.
 
-A death is a `BaseException` that unwinds the dispatcher. Once it has been raised the gateway is shut: no `finally`, no other task of the
-dying process changes anything any more, as after kill -9. What was under way is not taken back, for it may have arrived.
+A death is a `BaseException` that unwinds the dispatcher. Once it has been raised the gateway is shut: no `finally` and no other task of the
+dying process changes anything any more, as after kill -9. Effects under way are not taken back, for they may have arrived.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Key = TypeVar("Key")
 
 
 class Side(StrEnum):
-    """Of an effect."""
+    """The two moments at which a hook is called: before an effect and after it."""
 
     BEFORE = "before"
     AFTER = "after"

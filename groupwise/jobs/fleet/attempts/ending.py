@@ -34,11 +34,19 @@ from groupwise.jobs.fleet.states import (
     Outcome,
 )
 from groupwise.jobs.fleet.store import epochs, events
-from groupwise.jobs.fleet.store.checkpoints import NEWEST_FIRST
 from groupwise.jobs.fleet.store.database import seconds
-from groupwise.jobs.fleet.store.gpus import note_observed
+from groupwise.jobs.fleet.store.events import note_observed
 from groupwise.jobs.fleet.store.steps import Step, Steps, in_steps
-from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Checkpoint, Job, Member, Reservation
+from groupwise.jobs.fleet.store.tables import (
+    GPU,
+    NEWEST_FIRST,
+    VM,
+    Attempt,
+    Checkpoint,
+    Job,
+    Member,
+    Reservation,
+)
 from groupwise.jobs.hosts.failures import FailureClass
 
 ACCUSATION_SECONDS = 86_400.0

@@ -1,8 +1,8 @@
-"""What a machine is told when an attempt begins there: the job's spec, with what only this attempt has.
+"""The launch request of an attempt: the job's spec, with what belongs to this attempt alone.
 
-That is its number and why the one before failed, the checkpoint that it goes on from, the values of its secrets (read now, from where the
-references point on the control machine; kept nowhere), and, in a gang, who leads and how the others find it. The meeting point of a gang is
-named after the attempt and its port follows from that, so that what is left of an earlier attempt is never met.
+That is its number and why the previous one failed, the checkpoint from which it resumes, the values of its secrets (read now from the
+control machine, stored nowhere), and, in a gang, the address of rank 0. The meeting point of a gang is named after the attempt, and its
+port is derived from that name, so that processes left over from an earlier attempt are never met.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from groupwise.jobs.hosts.spec import FileEntry, Manifest, from_json
 
 
 def launch_of(row: Snapshot, member: MemberRow, secrets: Secrets) -> Launch:
-    """What the machine of this member is told. SecretMissing where a secret cannot be read."""
+    """The launch request for this member's machine. Raises SecretMissing if a secret cannot be read."""
+    environment = {"ATTEMPT": str(row.number), "PREVIOUS_FAILURE": row.previous_failure or ""}
+    if len(row.members) > 1:
+        environment |= meeting_of(
+            member.rank, len(row.members), row.members[0].machine.ip_address, row.key
+        )
     return Launch(
         job=row.job_id,
         epoch=row.epoch,
@@ -28,7 +33,7 @@ def launch_of(row: Snapshot, member: MemberRow, secrets: Secrets) -> Launch:
         gpus=member.gpus,
         share_mb=member.share_mb,
         slot=member.slot if member.machine.engine is None else None,
-        environment=_environment(row, member),
+        environment=environment,
         secrets=secrets(row.secrets),
         resume=resume_of(row),
         deadman=deadman_of(member),
@@ -37,7 +42,7 @@ def launch_of(row: Snapshot, member: MemberRow, secrets: Secrets) -> Launch:
 
 
 def _engine_of(row: Snapshot, member: MemberRow) -> Engine | None:
-    """What is to begin it, with what that is asked for. The place that it has in the fleet's tables is none of the machine's."""
+    """The engine that is to start it and what is requested from that, if the machine has one."""
     if member.machine.engine is None:
         return None
     wanted = Resources.model_validate(row.resources)
@@ -45,34 +50,25 @@ def _engine_of(row: Snapshot, member: MemberRow) -> Engine | None:
 
 
 async def timed(launch: Launch, runner: Runner) -> Launch:
-    """With the clock of its machine, from which its deadman counts: where it arrives later than that, nothing begins there any more."""
+    """Add the present time of the machine, from which the deadman counts: a request that arrives after the timeout starts nothing."""
     if launch.deadman is None:
         return launch
     return replace(launch, clock=(await runner.status(launch.job, launch.epoch)).clock)
 
 
 def deadman_of(member: MemberRow) -> float | None:
-    """The one that was on record before its machine was told anything."""
+    """The deadman timeout in seconds, as recorded before the first launch request."""
     return member.handle.get("deadman")
 
 
 def files_of(row: Snapshot) -> Manifest:
-    """Everything whose content a machine must have before it can begin."""
+    """All files that a machine must have before the attempt can begin there."""
     resume = resume_of(row)
     return {**from_json(row.spec).files, **(resume.manifest if resume else {})}
 
 
-def _environment(row: Snapshot, member: MemberRow) -> dict[str, str]:
-    found = {"ATTEMPT": str(row.number), "PREVIOUS_FAILURE": row.previous_failure or ""}
-    if len(row.members) > 1:
-        found |= meeting_of(
-            member.rank, len(row.members), row.members[0].machine.ip_address, row.key
-        )
-    return found
-
-
 def resume_of(row: Snapshot) -> Resume | None:
-    """The checkpoint that it goes on from."""
+    """The checkpoint from which the attempt resumes."""
     if row.resume_from is None:
         return None
     manifest = {path: FileEntry(*entry) for path, entry in row.resume_from["manifest"].items()}

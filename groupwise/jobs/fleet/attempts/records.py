@@ -1,11 +1,11 @@
-"""What the database knows of attempts, and how their owner writes it.
+"""Attempts in the database: what is recorded about them, and how their owner writes it.
 
-A dispatcher owns an attempt for as long as its lease runs, by the clock of the database. Everything that it writes about one is guarded:
-the row is looked up by epoch *and* owner, and locked. Nobody found means that another has taken over: `Stale` is raised, and whoever gets
-it drops what it has and touches nothing. A lease that ran out is no reason by itself; only who has been replaced is stale.
+A dispatcher owns an attempt for as long as its lease runs, by the clock of the database. Every write is guarded: the row is looked up by
+epoch *and* owner, and locked. If there is no such row, another dispatcher has taken over: `Stale` is raised, and the controller that gets
+it drops the attempt and touches nothing. An expired lease alone does not make an owner stale; being replaced does.
 
-All functions here run inside a transaction that somebody else begins and commits (`Gateway.commit`). How an attempt ends, and its job with
-it, is told in `ending.py`.
+All functions here run inside a transaction that the caller begins and commits (`Gateway.commit`). `ending.py` holds how an attempt ends,
+and its job with it.
 """
 
 from __future__ import annotations
@@ -38,28 +38,29 @@ from groupwise.jobs.hosts import answers
 from groupwise.jobs.hosts.answers import ExitRecord, MemberState, RunnerState
 
 LEASE = 25.0
-"""Seconds without renewal after which another dispatcher takes over; with the next look and some work, under half a minute."""
+"""Seconds without renewal after which another dispatcher takes over; with its next round and some work, that takes under half a minute."""
 LONGEST_LEASE = 120.0
-"""That anybody may set; one that ends later than in twice as long was given by another clock."""
+"""The longest lease that may be set. One that ends later than twice this from now was written before the database's clock was set back."""
 AHEAD = 5.0
-"""Seconds that a time may lie ahead and still be one of now: two processes ask for the time, and write it down, in either order."""
+"""Seconds that a time may lie in the future and still count as now: two processes may write their times in either order."""
 ADOPTED_AT_ONCE = 200
-"""The rest is there for other dispatchers, or for the next look."""
+"""Attempts adopted at once. The rest is left to other dispatchers, or to the next round."""
 NO_PROBE = ("true",)
-"""Of who wants to know of attempts alone."""
+"""The probe command of a caller that only wants to know about attempts."""
 WAITS = "waits"
-"""In the handle of a member: what it waits for in the queue of its engine."""
+"""Key in a member's handle: what it waits for in the queue of its engine."""
 GONE_IN_A_ROW = 3
-"""Checkpoints that were gone before they had come, until somebody is told: one now and then is how trainers keep only their newest."""
+"""Checkpoints in a row that were deleted before they were fetched, until an operator is alerted. One now and then is normal, since trainers
+delete all but their newest."""
 
 
 class Stale(Exception):
-    """Somebody else owns this attempt now: drop everything, touch nothing."""
+    """Another dispatcher owns this attempt now: drop everything, touch nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine as its row says it is reached and used."""
+    """How a machine is reached and used, from its row."""
 
     vm_id: str
     transport: str
@@ -76,9 +77,9 @@ class Machine:
     idle_memory_mb: int
     lost: bool
     takes_new: bool
-    """Nobody has said that nothing new is to begin there."""
+    """False if the machine is draining or cordoned."""
     engine: Elastic | None = None
-    """What begins jobs in its place."""
+    """The engine that starts jobs instead of the machine, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class MemberRow:
     rank: int
     machine: Machine
     recorded: Reading | None
-    """What its runner said last; None where it has said nothing yet."""
+    """The last state that its runner reported; None: none yet."""
     handle: Mapping[str, Any]
     log_offset: int
     released: bool
@@ -100,7 +101,7 @@ class MemberRow:
 
     @property
     def exit(self) -> ExitRecord | None:
-        """As it was read before."""
+        """The recorded exit of its command, if any."""
         document = self.handle.get("exit")
         if document is None:
             return None
@@ -109,22 +110,22 @@ class MemberRow:
 
     @property
     def silent_since(self) -> float | None:
-        """Seconds of the database's clock; None: it answers."""
+        """Since when its machine is silent, by the database's clock; None: it answers."""
         return self.handle.get("silent_since")
 
     @property
     def elsewhere(self) -> bool:
-        """Who answers has another root than the one in which it was begun."""
+        """True if what answers has another root folder than the one in which the attempt began."""
         return bool(self.handle.get("elsewhere"))
 
     @property
     def abandoned(self) -> bool:
-        """What it held was given back without looking."""
+        """True if its reservations were closed without looking, because its machine was declared lost."""
         return bool(self.handle.get("abandoned"))
 
     @property
     def waits(self) -> str | None:
-        """In the queue of its engine: what for, as that said last."""
+        """What it waits for in the queue of its engine, as last reported."""
         return self.handle.get(WAITS)
 
 
@@ -153,7 +154,7 @@ class Snapshot:
 
     @property
     def key(self) -> str:
-        """As machines call it."""
+        """`job_id.epoch`, its name on machines."""
         return f"{self.job_id}.{self.epoch}"
 
 
@@ -163,9 +164,14 @@ class Snapshot:
 
 
 def snapshots(session: Session, epochs: Sequence[int], owner: str) -> dict[int, Snapshot]:
-    """Those of these attempts that are still this owner's, as they all stood at one moment."""
+    """The attempts among these that this owner still has, all read at one moment."""
     rows = session.execute(_ATTEMPTS, {"epochs": epochs, "owner": owner}).all()
-    members = _members(session, [row.epoch for row in rows])
+    epochs = [row.epoch for row in rows]
+    held = _held(session, epochs)
+    members: dict[int, list[MemberRow]] = {}
+    for row in session.execute(_MEMBERS, {"epochs": epochs}):
+        own = held.get((row.epoch, row.rank), ())
+        members.setdefault(row.epoch, []).append(_member(row, own))
     now = seconds(session)
     return {
         row.epoch: Snapshot(
@@ -239,17 +245,8 @@ _HELD = (
 """Columns by name, and made once: every driven attempt is read so again and again."""
 
 
-def _members(session: Session, epochs: Sequence[int]) -> dict[int, list[MemberRow]]:
-    held = _held(session, epochs)
-    found: dict[int, list[MemberRow]] = {}
-    for row in session.execute(_MEMBERS, {"epochs": epochs}):
-        own = held.get((row.epoch, row.rank), ())
-        found.setdefault(row.epoch, []).append(_member(row, own))
-    return found
-
-
 def _held(session: Session, epochs: Sequence[int]) -> dict[tuple[int, int], list[Any]]:
-    """By epoch and rank; also what has been released, for a launch that is repeated is the same launch."""
+    """Reservations by epoch and rank, released ones too, since a repeated launch must be the same launch."""
     held: dict[tuple[int, int], list[Any]] = {}
     for row in session.execute(_HELD, {"epochs": epochs}):
         held.setdefault((row.epoch, row.rank), []).append(row)
@@ -278,7 +275,7 @@ def _member(row: Any, held: Sequence[Any]) -> MemberRow:
 
 
 def machine(vm: VM) -> Machine:
-    """What a row says of a machine. Behind an engine nobody is asked for GPUs, and nothing ends for want of word from here."""
+    """The machine of a row. Behind an engine no GPUs are probed, and there is no deadman."""
     engine = elastic_of(vm.engine)
     probe = vm.probe if engine is None else NO_PROBE
     return Machine(
@@ -307,12 +304,12 @@ def machines(session: Session) -> list[Machine]:
 
 
 def names(session: Session) -> list[str]:
-    """Of all machines that have a row, in use or not."""
+    """All machines that have a row, in use or not."""
     return list(session.scalars(select(VM.vm_id)))
 
 
 def pending_requests(session: Session, owner: str) -> dict[int, tuple[bool, tuple[str, ...]]]:
-    """What people want of the open attempts of this owner: epoch → whether cancelled, and which of its machines are declared lost."""
+    """What people asked for the open attempts of this owner, by epoch: whether cancelled, and which of its machines were declared lost."""
     found: dict[int, tuple[bool, tuple[str, ...]]] = {
         epoch: (cancelled is not None, ())
         for epoch, cancelled in session.execute(
@@ -334,7 +331,7 @@ def pending_requests(session: Session, owner: str) -> dict[int, tuple[bool, tupl
 
 
 def boot_observations(session: Session, owner: str) -> dict[str, tuple[str | None, bool]]:
-    """What the poller saw of the machines on which this owner has open attempts: machine → its boot, and whether it answers."""
+    """What the poller observed of machines on which this owner has open attempts: the boot id by machine, and whether it answers."""
     rows = session.execute(
         select(VM.vm_id, VM.boot_id, VM.contact)
         .join(Member, Member.vm_id == VM.vm_id)
@@ -346,7 +343,7 @@ def boot_observations(session: Session, owner: str) -> dict[str, tuple[str | Non
 
 
 def known(session: Session, vm_id: str, jobs: Iterable[str]) -> dict[str, Known]:
-    """What the database knows of jobs that a machine reports."""
+    """The jobs that a machine reports, as the database knows them."""
     found: dict[str, Known] = {}
     here = exists().where(Member.epoch == Attempt.epoch, Member.vm_id == vm_id)
     for job_id, epoch, live in session.execute(
@@ -400,12 +397,12 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
 
 
 def release_ownership(session: Session, owner: str) -> None:
-    """This owner stops: whoever wants to may adopt its attempts at once. What runs, runs on."""
+    """Give up all leases: this owner stops, and other dispatchers may adopt its attempts at once. What runs, runs on."""
     session.execute(update(Attempt).where(Attempt.owner == owner, _open()).values(lease_until=0.0))
 
 
 def let_all_go(session: Session) -> None:
-    """Whoever drove attempts is known to be gone: they may be adopted at once."""
+    """End the leases of owners that are known to be gone, so that their attempts may be adopted at once."""
     session.execute(update(Attempt).where(_open()).values(lease_until=0.0))
 
 
@@ -467,7 +464,7 @@ def job_of(session: Session, attempt: Attempt) -> Job:
 
 
 def members_of(session: Session, epoch: int) -> Sequence[Member]:
-    """In the order of their ranks."""
+    """The members of an attempt, by rank."""
     read: dict[int, list[Member]] = session.info.get(_READ, {})
     if epoch in read:
         return read[epoch]
@@ -510,7 +507,7 @@ _LAUNCHES = (
 
 
 def record(session: Session, epoch: int, owner: str, state: MemberState, rank: int) -> None:
-    """What a runner said of a member."""
+    """Record what a runner reported about a member."""
     guarded(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     member.state = str(state.state)
@@ -529,7 +526,7 @@ def waits_for(state: MemberState) -> str | None:
 
 
 def sending(session: Session, epoch: int, owner: str, rank: int, deadman: float) -> None:
-    """From here on a machine may have been told, with this deadman."""
+    """Record the deadman timeout before the first launch request is sent."""
     guarded(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     member.handle = {**member.handle, "deadman": deadman}
@@ -538,9 +535,10 @@ def sending(session: Session, epoch: int, owner: str, rank: int, deadman: float)
 def contact(
     session: Session, epoch: int, owner: str, rank: int, *, silent: bool, elsewhere: bool = False
 ) -> None:
-    """Its machine has fallen silent, or speaks again. Since when is written once, and by the clock of the database.
+    """Record that the machine fell silent, or answers again. The time of falling silent is written once, by the database's clock.
 
-    `elsewhere`: somebody answers, but from another root than the one in which it was begun, so that nothing is known of it either.
+    `elsewhere`: something answers, but from another root folder than the one in which the attempt began, so nothing is known about it
+    either. An attempt is unreachable from the moment when the first of its members is.
     """
     attempt = guarded(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
@@ -554,11 +552,6 @@ def contact(
         handle["elsewhere"] = True
     member.handle = handle
     session.flush()
-    _sum_up_contact(session, attempt, owner, member.vm_id)
-
-
-def _sum_up_contact(session: Session, attempt: Attempt, owner: str, vm_id: str) -> None:
-    """An attempt is unreachable since the first of its members is."""
     members = members_of(session, attempt.epoch)
     since = [m.handle["silent_since"] for m in members if "silent_since" in m.handle]
     before = attempt.contact
@@ -568,12 +561,12 @@ def _sum_up_contact(session: Session, attempt: Attempt, owner: str, vm_id: str) 
         kind = events.ATTEMPT_UNREACHABLE if since else events.ATTEMPT_REACHABLE
         _tell(
             session, attempt, owner, kind,
-            {"contact": before}, {"contact": attempt.contact}, vm_id=vm_id,
+            {"contact": before}, {"contact": attempt.contact}, vm_id=member.vm_id,
         )  # fmt: skip
 
 
 def stuck(session: Session, epoch: int, owner: str, rank: int, why: str) -> None:
-    """It does not get on, for a reason that does not lie in the job: the operator is told once for each reason."""
+    """Mark an attempt as stuck for a reason that is not the job's; the operator is alerted once for each reason."""
     attempt = guarded(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     if member.handle.get("stuck") == why:
@@ -684,13 +677,13 @@ def _asked_at(observed: float, facts: Mapping[str, Any], now: float) -> float:
 
 
 def missed_at(facts: Mapping[str, Any]) -> float:
-    """When a machine gave no answer last; 0.0 where it has since, or where somebody has written no time there."""
+    """When a machine last failed to answer; 0.0 if it has answered since, or if the column holds no time."""
     found = facts.get("missed_at")
     return found if isinstance(found, int | float) else 0.0
 
 
 def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:
-    """What may still be on a machine that was declared lost."""
+    """A member that may still be on a machine which was declared lost."""
     rows = session.execute(
         select(Attempt.job_id, Member.epoch, Member.rank)
         .join(Attempt, Attempt.epoch == Member.epoch)

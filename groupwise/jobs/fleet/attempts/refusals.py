@@ -14,42 +14,42 @@ from groupwise.jobs.hosts.failures import LONGEST_LINE
 
 SECRET, BLOB, CHECKPOINT, DISK = "secret", "blob", "checkpoint", "disk"
 OURS = frozenset({SECRET, BLOB, CHECKPOINT, DISK})
-"""Of the control machine."""
+"""Refusals by the control machine."""
 OF_JOBS = frozenset({"bad_spec", "unknown_program", "lower_epoch"})
-"""Of a runner, about the job or this attempt of it."""
+"""Refusals by a runner, about the job or this attempt of it."""
 OF_GPUS = {
     "gpu_busy": Observed.FOREIGN_BUSY,
     "foreign_busy": Observed.FOREIGN_BUSY,
     "gpu_missing": Observed.DEGRADED,
 }
-"""Of a runner, about a GPU; and as what the poller would have seen that."""
+"""Refusals by a runner, about a GPU, with the state that a poller would have observed."""
 TAKEN = frozenset({"gpu_busy"})
-"""Of a runner: another attempt, which it knows by name, has the GPU or the slot."""
+"""Refusals by a runner because another attempt, which it names, holds the GPU or the slot."""
 VOIDED = "voided"
-"""Of a runner: an engine gave the attempt up before it began."""
+"""Refusal by a runner: an engine gave the attempt up before it began."""
 FOR_GOOD = frozenset({"bad_spec", BLOB})
-"""No later attempt would be begun either."""
+"""Refusals that every later attempt would meet too."""
 _NAMED = 3
-"""Files that a message names."""
+"""File names shown in a message."""
 
 
 def code_of(refusal: str | None) -> str:
-    """Its first word."""
+    """The code of a refusal."""
     return (refusal or "").partition(":")[0]
 
 
 def message_of(refusal: str | None) -> str:
-    """The rest of it."""
+    """The message of a refusal, without the code."""
     return (refusal or "").partition(":")[2].strip()
 
 
 def of_engine(refusal: str | None) -> str | None:
-    """Why an engine gave up what it was to begin; None: it did not."""
+    """Why an engine gave the attempt up before it began; None: it did not."""
     return message_of(refusal) if code_of(refusal) == VOIDED else None
 
 
 def of_files(job_id: str, lacking: Sequence[str], error: Exception) -> str:
-    """Files that the store does not have will not come back by themselves: whoever sent them has them."""
+    """The refusal for lost files of a job. They do not come back by themselves: the submitter has them."""
     return (
         f"{BLOB}: {_not_there(lacking)}: {error}. Submit the job anew, which sends its files, or put them back and "
         f"`groupwise fleet retry {job_id}`"
@@ -57,7 +57,7 @@ def of_files(job_id: str, lacking: Sequence[str], error: Exception) -> str:
 
 
 def of_checkpoint(step: int, path: str, lacking: Sequence[str], error: Exception) -> str:
-    """Nobody has it but the store; the job can begin with another one."""
+    """The refusal for a lost checkpoint. Only the store had it; the job can resume from another one."""
     return f"{CHECKPOINT}: the checkpoint of step {step}, {path}, is damaged: {_not_there(lacking)}: {error}"
 
 

@@ -1,12 +1,12 @@
 """One long poll for each machine, shared by all attempts that are driven there.
 
-Whoever drives an attempt asks its machine itself when it wants to know; here it is told that something has changed. `Watch` keeps one
-`wait` open per machine that names every attempt of which news may come, and hands each state to whom it concerns. A `wait` also tells the
-runner's deadman that somebody listens. So an attempt is named only while its driver hears it and has said so in the database (`hearing`):
-of a machine that is written down as silent no deadman is kept quiet, however many of our requests still reach it.
+A controller asks the machine itself when it wants to know something; a `Watch` tells it that something has changed. It keeps one `wait`
+request open per machine that names every attempt of which news may come, and hands each state to its listener. A `wait` also resets the
+runner's deadman. So an attempt is named only while its controller has recorded in the database that the machine answers (`hearing`): the
+deadman of an attempt on a machine recorded as silent keeps running, however many of our requests still reach it.
 
-A machine that does not answer is asked again with growing pauses, by `status`, which quiets nothing; as soon as it answers, everyone who
-has an attempt there is told to look.
+A machine that does not answer is asked again with growing pauses, by `status`, which resets no deadman; as soon as it answers, all
+listeners are told to look.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Listener(Protocol):
 
     @property
     def last(self) -> MemberState | None:
-        """What was heard of it last; None: nothing, or that is not to be relied on."""
+        """The last state heard of it; None: none, or it is out of date."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class Pauses:
 
 @dataclass(slots=True)
 class Watch:
-    """The long poll of one machine; `run` goes on as long as somebody listens."""
+    """The long poll of one machine; `run` goes on as long as there are listeners."""
 
     vm_id: str
     runner: Runner
@@ -83,25 +83,25 @@ class Watch:
     down: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     seen: asyncio.Event = field(default_factory=asyncio.Event)
-    """Somebody else has heard of it."""
+    """A listener has just reached the machine by other means."""
 
     def add(self, listener: Listener) -> None:
-        """Tell it from now on."""
+        """Tell the listener of news from now on."""
         self.listeners[listener.name] = listener
         self.changed.set()
 
     def remove(self, listener: Listener) -> None:
-        """Tell it no more."""
+        """Stop telling the listener."""
         if self.listeners.get(listener.name) is listener:
             del self.listeners[listener.name]
             self.changed.set()
 
     def look_again(self) -> None:
-        """What a listener knows has changed otherwise than by this watch."""
+        """A listener's knowledge has changed otherwise than by this watch: choose again which attempts to name."""
         self.changed.set()
 
     async def run(self) -> None:
-        """Until nobody listens."""
+        """Poll until there are no listeners left."""
         pause = self.pauses.first
         while self.listeners:
             self.changed.clear()
@@ -114,7 +114,7 @@ class Watch:
                 pause = min(2 * pause, self.pauses.longest)
 
     async def _rest(self, pause: float) -> None:
-        """Before it is asked again; shorter where somebody else has heard of it meanwhile."""
+        """Pause before the next poll; shorter if a listener has reached the machine meanwhile."""
         self.seen.clear()
         try:
             async with asyncio.timeout(pause):
@@ -138,7 +138,7 @@ class Watch:
             listener.contact_again()
 
     async def _poll(self) -> None:
-        """One `wait`, given up as soon as it should name others."""
+        """One `wait` request, cancelled as soon as other attempts should be named."""
         known = {
             name: Known(last.state, last.log_size, last.checkpoints, last.step, last.clock)
             for name, listener in self.listeners.items()
@@ -148,7 +148,17 @@ class Watch:
             await self.changed.wait()
             return
         asked, news = time.monotonic(), False
-        states = await self._until_changed(known)
+        states: tuple[MemberState, ...] | None = None
+        waiting = asyncio.ensure_future(self.runner.wait(known, seconds=self.pauses.poll))
+        changed = asyncio.ensure_future(self.changed.wait())
+        try:
+            await asyncio.wait({waiting, changed}, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                states = waiting.result()
+        finally:
+            for task in (waiting, changed):
+                task.cancel()
+            await asyncio.gather(waiting, changed, return_exceptions=True)
         for state in states or ():
             name = (state.job, state.epoch)
             news |= name in known and _differs(state, known[name])
@@ -158,19 +168,6 @@ class Watch:
             # a machine that answers at once, whatever is asked, is not asked at once again
             pause = self.pauses.first / (10 if news else 1)
             await self._rest(max(0.0, asked + pause - time.monotonic()))
-
-    async def _until_changed(
-        self, known: dict[tuple[str, int], Known]
-    ) -> tuple[MemberState, ...] | None:
-        waiting = asyncio.ensure_future(self.runner.wait(known, seconds=self.pauses.poll))
-        changed = asyncio.ensure_future(self.changed.wait())
-        try:
-            await asyncio.wait({waiting, changed}, return_when=asyncio.FIRST_COMPLETED)
-            return waiting.result() if waiting.done() else None
-        finally:
-            for task in (waiting, changed):
-                task.cancel()
-            await asyncio.gather(waiting, changed, return_exceptions=True)
 
 
 def _differs(state: MemberState, known: Known) -> bool:
@@ -200,12 +197,12 @@ class Watches:
         return watch
 
     def seen(self, vm_id: str) -> None:
-        """The machine answers others: who waits before it is asked again need not."""
+        """The machine answers other requests: end the pause before the next poll."""
         if watch := self._by_machine.get(vm_id):
             watch.seen.set()
 
     def ended(self, vm_id: str, watch: Watch) -> None:
-        """It runs no more; one that still has listeners, because it crashed, is begun anew."""
+        """The watch has ended; if it crashed and still has listeners, a new one starts."""
         if self._by_machine.get(vm_id) is not watch:
             return
         del self._by_machine[vm_id]

@@ -1,12 +1,4 @@
-"""What many drives want of the database at the same moment, as one transaction.
-
-A transaction costs more than the little that a drive reads or writes in it: its begin, its flush to the disk, the statements that all of
-them repeat. So while one is under way, whatever else is asked for gathers, and goes together in the next. A drive that is alone waits for
-nobody, a thousand that begin at once share a few dozen transactions.
-
-Nobody is to suffer for another: where one of the writes raises, or has to wait for a lock that somebody else holds, none of them is kept,
-and each is done again in a transaction of its own, beside the others.
-"""
+"""Batching: what many controllers want of the database at the same moment becomes one transaction."""
 
 from __future__ import annotations
 
@@ -36,14 +28,14 @@ One = TypeVar("One")
 Result = TypeVar("Result")
 
 MOST = 64
-"""In one transaction."""
+"""Most requests in one transaction."""
 LOCK_SECONDS = 0.2
-"""That all together wait for a lock of somebody else; alone each waits as long as any transaction does."""
+"""Seconds that a batch waits for a lock of another process; each request by itself then waits as long as any transaction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Later(Generic[Result]):
-    """An answer that nobody else is to wait for."""
+    """An answer that takes longer, for which the rest of the batch does not wait."""
 
     task: asyncio.Task[Result]
 
@@ -115,23 +107,23 @@ async def _settled(answer: asyncio.Future[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A transaction about one attempt."""
+    """A write about one attempt."""
 
     epoch: int
     fn: Callable[[Session], Any]
     ends: bool
-    """And so writes its job as well."""
+    """It ends the attempt, and so writes the job as well."""
 
 
 class Writes:
-    """Transactions of many, as few."""
+    """Combines the writes of many controllers into few transactions."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._gathered = Gathered[Write, Any](self._deal)
 
     async def commit(self, epoch: int, fn: Callable[[Session], Any], *, ends: bool = False) -> Any:
-        """As `Database.in_thread`, for what is about this attempt. Whether it `ends` it."""
+        """Like `Database.in_thread`, for a write about this attempt. `ends`: it ends the attempt."""
         return await self._gathered.ask(Write(epoch, fn, ends))
 
     async def _deal(self, writes: Sequence[Write]) -> Sequence[Any]:
@@ -159,7 +151,7 @@ class Reads(Generic[One, Result]):
         self._gathered = Gathered[One, Result | None](self._deal)
 
     async def look(self, one: One) -> Result | None:
-        """As `Database.read_in_thread`."""
+        """Like `Database.read_in_thread`, for one key."""
         return await self._gathered.ask(one)
 
     async def _deal(self, keys: Sequence[One]) -> Sequence[Result | BaseException | None]:

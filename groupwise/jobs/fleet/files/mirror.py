@@ -36,9 +36,8 @@ from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import guarded, mirrored, not_mirrored
 from groupwise.jobs.fleet.disk_full import no_room
 from groupwise.jobs.fleet.store import rights
-from groupwise.jobs.fleet.store.checkpoints import NEWEST_FIRST
 from groupwise.jobs.fleet.store.database import seconds
-from groupwise.jobs.fleet.store.tables import Checkpoint, Job
+from groupwise.jobs.fleet.store.tables import NEWEST_FIRST, Checkpoint, Job
 from groupwise.jobs.hosts.answers import CheckpointTree
 from groupwise.jobs.hosts.files import SLOWEST_DISK, BlobBusy, BlobError, BlobStore
 from groupwise.jobs.hosts.port import RunnerRefused

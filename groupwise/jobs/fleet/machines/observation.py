@@ -34,7 +34,7 @@ from groupwise.jobs.fleet.queue import capacity, requeue_pending, untracked_proc
 from groupwise.jobs.fleet.states import Contact, Observed
 from groupwise.jobs.fleet.store import epochs, events
 from groupwise.jobs.fleet.store.database import seconds
-from groupwise.jobs.fleet.store.gpus import note_observed
+from groupwise.jobs.fleet.store.events import note_observed
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, GPUHistory, Reservation
 from groupwise.jobs.hosts import keys
 from groupwise.jobs.hosts.answers import (

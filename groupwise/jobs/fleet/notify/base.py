@@ -1,17 +1,20 @@
-"""The doorbell: whoever has made a job rings, a dispatcher that waits hears it and looks into the database.
+"""The doorbell: the process that has made a job rings, and a waiting dispatcher hears it and looks into the database.
 
-The database is the truth. A ring says no more than "look, and look at these first", so nothing depends on one: lost, doubled, late,
-reordered or forged rings are harmless, and with every doorbell dead the dispatcher's own sweep finds the same jobs two seconds later.
-What is rung are ids of jobs; whoever hears one looks it up and believes the row.
+The database is authoritative. A ring only says "look, and look at these first", so nothing depends on one: lost, doubled, late, reordered
+or forged rings are harmless, and with every doorbell dead the dispatcher's own sweep finds the same jobs two seconds later. A ring carries
+ids of jobs; the receiver looks them up and trusts only the row.
 
-There are four: in this process and through a socket in the fleet's folder (`local.py`), through PostgreSQL (`postgres.py`), through NATS
-(`nats.py`), and all of them together (`composite.py`). How messages read is told here, `pending_ids.py` is where ids wait.
+There are four: within this process and through a socket in the fleet's folder (`local.py`), through PostgreSQL (`postgres.py`), through
+NATS (`nats.py`), and all of them together (`composite.py`). Here are the protocol, the format of messages, and the set of pending ids.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, cast
 
 from groupwise.jobs.hosts.spec import JOB_ID
@@ -19,7 +22,9 @@ from groupwise.jobs.hosts.spec import JOB_ID
 LARGEST = 64 * 1024
 """Bytes of a message that is still read; no list of ids that anybody means is longer."""
 DEEPEST = 8
-"""Brackets within brackets; more is no list of ids."""
+"""Most nested brackets of a list of ids."""
+MOST_PENDING = 10_000
+"""Ids that are kept for a waiter that does not come."""
 
 
 class Doorbell(Protocol):
@@ -98,3 +103,61 @@ def _message(job_ids: Sequence[str]) -> bytes:
     if len(job_ids) == 1:
         return job_ids[0].encode()
     return json.dumps(list(job_ids), separators=(",", ":")).encode()
+
+
+class PendingIds:
+    """A bounded set of ids with one waiter, which takes all at once: what was heard, for a dispatcher; what was rung, for the sending task.
+
+    Ids are put from the loop's thread or another one. Further ids than MOST_PENDING are forgotten: the waiter is awake anyway, and a
+    dispatcher that is woken looks at the whole queue.
+    """
+
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+        self._lock = threading.Lock()
+        self._some = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def put(self, job_ids: Iterable[str]) -> None:
+        """Keep the ids and wake the waiter; from any thread."""
+        with self._lock:
+            for name in job_ids:
+                if len(self._ids) >= MOST_PENDING:
+                    break
+                self._ids.add(name)
+            anything = bool(self._ids)
+        if anything:
+            self._wake()
+
+    def _wake(self) -> None:
+        loop = self._loop
+        if loop is None:
+            self._some.set()  # nobody waits yet; the event only remembers
+            return
+        try:
+            here = asyncio.get_running_loop() is loop
+        except RuntimeError:
+            here = False
+        if here:
+            self._some.set()
+        else:
+            with suppress(RuntimeError):  # the loop has ended, and the waiter with it
+                loop.call_soon_threadsafe(self._some.set)
+
+    async def wait(self, timeout: float | None) -> frozenset[str]:
+        """All ids, as soon as there are any; empty after `timeout` seconds without. None: for as long as it takes."""
+        self._loop = asyncio.get_running_loop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while True:
+                    await self._some.wait()
+                    if ids := self.take():
+                        return ids
+        return self.take()
+
+    def take(self) -> frozenset[str]:
+        """All ids, now."""
+        with self._lock:
+            self._some.clear()
+            ids, self._ids = frozenset(self._ids), set()
+        return ids

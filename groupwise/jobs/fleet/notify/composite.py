@@ -1,17 +1,20 @@
-"""Several doorbells as one: rings all of them and hears whichever rings first. One that is dead changes nothing.
+"""All doorbells of a fleet as one: the one of its folder, PostgreSQL's if it has that, NATS if its settings name it.
 
-Each is listened to by a task of its own that puts what it hears on a common pile.
+It rings all of them and hears whichever rings first; a dead one changes nothing. Each is listened to by a task of its own, which puts what
+it hears into one set of pending ids.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
-from groupwise.jobs.fleet.notify.base import Doorbell
-from groupwise.jobs.fleet.notify.pending_ids import Pile
-from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.fleet.notify.base import Doorbell, PendingIds
+from groupwise.jobs.fleet.notify.local import LocalDoorbell
+from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.fleet.tasks import cancel_and_wait
 
 LISTENING = 60.0
 """Seconds for which one doorbell is listened to at a time."""
@@ -29,7 +32,7 @@ class SeveralDoorbells:
     ) -> None:
         self.doorbells = tuple(doorbells)
         self._after_an_error = after_an_error
-        self._heard = Pile()
+        self._heard = PendingIds()
         self._listeners: list[asyncio.Task[None]] = []
 
     def open(self) -> None:
@@ -54,7 +57,7 @@ class SeveralDoorbells:
 
     async def close(self) -> None:
         """See `Doorbell`."""
-        await ended(*self._listeners)
+        await cancel_and_wait(*self._listeners)
         await asyncio.gather(*(d.close() for d in self.doorbells), return_exceptions=True)
 
     async def _listen(self, doorbell: Doorbell) -> None:
@@ -68,3 +71,29 @@ class SeveralDoorbells:
                     logger.warning("%s cannot be heard: %s", type(doorbell).__name__, error)
                 said = True
                 await asyncio.sleep(self._after_an_error)
+
+
+def doorbell_of(
+    folder: Path, database: Database, nats_url: str | None, environment: Mapping[str, str]
+) -> SeveralDoorbells:
+    """The doorbells that the fleet has; libraries of others are not loaded. NATS secrets come from the environment (`access_from`)."""
+    doorbells: list[Doorbell] = [LocalDoorbell(folder)]
+    if database.dialect == "postgresql":
+        from groupwise.jobs.fleet.notify.postgres import PostgresDoorbell
+
+        doorbells.append(PostgresDoorbell(database.connection_arguments()))
+    if nats_url is not None:
+        from groupwise.jobs.fleet.notify.nats import NatsDoorbell, access_from
+
+        doorbells.append(NatsDoorbell(access_from(nats_url, environment)))
+    return SeveralDoorbells(doorbells)
+
+
+def ring_and_leave(doorbell: Doorbell, job_ids: Iterable[str]) -> None:
+    """Ring, and give the messages a moment to be sent: for a command that ends right after."""
+
+    async def ring() -> None:
+        doorbell.ring(job_ids)
+        await doorbell.close()
+
+    asyncio.run(ring())

@@ -25,8 +25,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from groupwise.jobs.fleet.notify.base import LARGEST, ids_in, messages
-from groupwise.jobs.fleet.notify.pending_ids import Pile
+from groupwise.jobs.fleet.notify.base import LARGEST, PendingIds, ids_in, messages
 
 FOLDER = "doorbells"
 DESCRIPTORS = Path("/proc/self/fd")
@@ -42,7 +41,7 @@ class LocalDoorbell:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder / FOLDER if folder is not None else None
-        self._heard = Pile()
+        self._heard = PendingIds()
         self._socket: socket.socket | None = None
         self._system = _system()
         self._name = f"{self._system}-{os.getpid()}-{secrets.token_hex(4)}.sock"
@@ -131,7 +130,7 @@ class _Opened:
         os.close(self._descriptor)
 
     def address(self, name: str) -> str:
-        """Of the socket `name` in the folder."""
+        """The address of the socket `name` in the folder."""
         if DESCRIPTORS.is_dir():
             return str(DESCRIPTORS / str(self._descriptor) / name)
         return str(self._folder / name)

@@ -1,10 +1,10 @@
-"""NATS as a doorbell, and as the wire on which ends of jobs are told: `jobs.new`, `jobs.completed`, `jobs.errored`.
+"""NATS as a doorbell, and as the wire for ends of jobs: `jobs.new`, `jobs.completed`, `jobs.errored`.
 
-`NatsLink` keeps one connection in the background: nobody waits for it to start, it tries for ever, and the log has one line when the server
-goes and one when it comes. Each connection is a new client with a new subscription, asked every few seconds whether it still answers:
-one that reconnects by itself, or whose reader has died of a message that it could not read, can be deaf without anybody noticing.
+`NatsLink` keeps one connection in the background: nothing waits for it to start, it retries for ever, and the log has one line when the
+server goes and one when it comes back. Each connection is a new client with a new subscription, pinged every few seconds: a client that
+reconnects by itself, or whose reader has died of an unreadable message, can be deaf without any sign.
 
-`NatsDoorbell` rings and hears ids of jobs on a subject of core NATS. It is not told who published, and believes nobody.
+`NatsDoorbell` sends and receives ids of jobs on a subject of core NATS. It does not know who published, and trusts no message.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from urllib.parse import urlsplit
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from groupwise.jobs.fleet.notify.base import LARGEST, ids_in, messages
-from groupwise.jobs.fleet.notify.pending_ids import Pile
-from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.fleet.notify.base import LARGEST, PendingIds, ids_in, messages
+from groupwise.jobs.fleet.tasks import cancel_and_wait
 
 NEW_JOBS = "jobs.new"
 CONNECTING = 2
@@ -41,13 +40,13 @@ SENDING = 1.0
 SENT = LARGEST // 4
 """Bytes of one message."""
 KEPT_MESSAGES, KEPT_BYTES = 10_000, 16 * 1024 * 1024
-"""Of one subscription, not yet read; more are dropped."""
+"""Limits of one subscription's unread messages; further ones are dropped."""
 
 logger = logging.getLogger(__name__)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Not that a pong came after its ping was given up: that ends the reader of nats-py, which is noticed by asking it."""
+    """Filter out a pong that came after its ping timed out: that ends the reader of nats-py, which our own pings detect."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.InvalidStateError))
 
 
@@ -64,7 +63,7 @@ class NatsRefused(NatsAway):
 
 @dataclass(frozen=True, slots=True)
 class NatsAccess:
-    """Where NATS is and how it lets us in. What is secret stands in no settings: `access_from` finds it in the environment."""
+    """The address of NATS and how to log in. Secrets are not in the settings: `access_from` reads them from the environment."""
 
     url: str
     """One or several, separated by commas: nats://localhost:4222, tls://…"""
@@ -87,7 +86,7 @@ class NatsAccess:
 
     @property
     def is_shown_whole(self) -> bool:
-        """Whether `shown` is enough to get there, with what stands in the environment."""
+        """True if `shown` and the environment are enough to connect."""
         return "@" not in self.url
 
     def __repr__(self) -> str:
@@ -138,13 +137,13 @@ class NatsLink:
         self._last_error: Exception | None = None
         self._complained: set[str] = set()
         self._refusals: list[str] = []
-        """What the server has not allowed of the publication that is under way, in its words."""
+        """What the server refused of the present publication, in its words."""
         self._refused: dict[str, str] = {}
-        """By subject, until something is taken there."""
+        """The server's refusal by subject, until a message is accepted there."""
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a connection now."""
+        """True while there is a connection."""
         return self._there.is_set()
 
     @property
@@ -163,7 +162,7 @@ class NatsLink:
             self._keeper = asyncio.create_task(self._keep())
 
     def listen(self) -> None:
-        """From now on, hear what is published on the subject."""
+        """Begin to receive what is published on the subject."""
         if not self._listening:
             self._listening = True
             self._stirred.set()
@@ -203,7 +202,7 @@ class NatsLink:
 
     async def close(self) -> None:
         """End the connection."""
-        await ended(self._keeper)
+        await cancel_and_wait(self._keeper)
         self._keeper = None
 
     async def _keep(self) -> None:
@@ -214,7 +213,13 @@ class NatsLink:
             try:
                 await self._connect(client)
                 pause = FIRST_PAUSE
-                self._came(client)
+                self._client = client
+                self._last_error = None
+                self._there.set()
+                self._tried.set()
+                if self._was_there is not True:
+                    logger.info("NATS at %s is there", self._access.shown)
+                self._was_there = True
                 await self._stay(client)
             except Exception as error:  # noqa: BLE001 — whatever a foreign server and its library raise: the fleet goes on without them
                 reason = _said(self._last_error or error)
@@ -223,7 +228,16 @@ class NatsLink:
                 self._there.clear()
                 await _closed(client)
             self._tried.set()
-            self._went(reason)
+            if self._was_there is not False:
+                logger.log(
+                    self._absent if self._was_there is None else logging.WARNING,
+                    "NATS at %s %s (%s). It is tried again until it comes; "
+                    "the database is looked at regularly, so that no job waits for it",
+                    self._access.shown,
+                    "is not there" if self._was_there is None else "has gone",
+                    reason,
+                )
+            self._was_there = False
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -270,7 +284,7 @@ class NatsLink:
         self._stirred.set()
 
     async def _failed(self, error: Exception) -> None:
-        """What the library says beside its calls: while it connects the reason of the failure, later that something is not permitted."""
+        """Receives errors outside our calls: while connecting, the reason of the failure; later, missing permissions."""
         self._last_error = error
         said = _said(error)
         if not self.is_there or "permissions" not in said.lower():
@@ -281,34 +295,14 @@ class NatsLink:
             self._complained.add(said)
             logger.warning("NATS at %s: %s", self._access.shown, said)
 
-    def _came(self, client: Client) -> None:
-        self._client = client
-        self._last_error = None
-        self._there.set()
-        self._tried.set()
-        if self._was_there is not True:
-            logger.info("NATS at %s is there", self._access.shown)
-        self._was_there = True
-
-    def _went(self, reason: str) -> None:
-        if self._was_there is not False:
-            logger.log(
-                self._absent if self._was_there is None else logging.WARNING,
-                "NATS at %s %s (%s). It is tried again until it comes; the database is looked at regularly, so that no job waits for it",
-                self._access.shown,
-                "is not there" if self._was_there is None else "has gone",
-                reason,
-            )
-        self._was_there = False
-
 
 class NatsDoorbell:
     """Ids on a subject of core NATS. `link` is not shared: closing this closes it."""
 
     def __init__(self, access: NatsAccess, subject: str = NEW_JOBS) -> None:
         self._subject = subject
-        self._heard = Pile()
-        self._unsent = Pile()
+        self._heard = PendingIds()
+        self._unsent = PendingIds()
         self._link = NatsLink(access, subject, lambda payload: self._heard.put(ids_in(payload)))
         self._sender: asyncio.Task[None] | None = None
 
@@ -332,7 +326,7 @@ class NatsDoorbell:
 
     async def close(self) -> None:
         """See `Doorbell`."""
-        await ended(self._sender)
+        await cancel_and_wait(self._sender)
         if rung := self._unsent.take():
             self._link.open()
             with suppress(NatsAway, TimeoutError):
@@ -366,7 +360,7 @@ def _said(error: Exception) -> str:
 
 
 def credentials(access: NatsAccess) -> dict[str, Any]:
-    """What a client connects with. Raises OSError where one of its files cannot be read."""
+    """The options of a client. Raises OSError if one of its files cannot be read."""
     options: dict[str, Any] = {
         "token": access.token,
         "user": access.user,

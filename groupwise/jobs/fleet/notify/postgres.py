@@ -1,8 +1,8 @@
-"""PostgreSQL as a doorbell: LISTEN and NOTIFY, on connections of its own that come back by themselves.
+"""PostgreSQL as a doorbell: LISTEN and NOTIFY, on connections of its own that are reopened when they break.
 
-A dispatcher listens on one connection, whoever rings sends on another; neither holds up the transactions of the fleet. The first ring is
-sent at once, those of the next moment together, because NOTIFY takes a lock of the whole server at commit. With more ids than fit into
-one message the rest is left out: whoever is woken looks at the whole queue.
+A dispatcher listens on one connection and sends on another; neither holds up the transactions of the fleet. The first ring is sent at once,
+those of the next moment together, because NOTIFY takes a lock of the whole server at commit. If more ids wait than fit into one message,
+the rest is left out: a woken dispatcher looks at the whole queue.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import Any
 import psycopg
 from psycopg.sql import SQL, Identifier
 
-from groupwise.jobs.fleet.notify.base import ids_in, messages
-from groupwise.jobs.fleet.notify.pending_ids import Pile
-from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.fleet.notify.base import PendingIds, ids_in, messages
+from groupwise.jobs.fleet.tasks import cancel_and_wait
 
 CHANNEL = "groupwise_jobs"
 SENT = 7_900
@@ -45,14 +44,14 @@ class PostgresDoorbell:
     def __init__(self, arguments: Mapping[str, Any], channel: str = CHANNEL) -> None:
         self._arguments: dict[str, Any] = {**arguments, "application_name": "groupwise-doorbell"}
         self._channel = channel
-        self._heard = Pile()
-        self._unsent = Pile()
+        self._heard = PendingIds()
+        self._unsent = PendingIds()
         self._listener: asyncio.Task[None] | None = None
         self._sender: asyncio.Task[None] | None = None
         self._silent = False
         self._refusal_is_told = False
         self.is_listening = False
-        """Whether notifications are heard now."""
+        """True while notifications are received."""
 
     def open(self) -> None:
         """See `Doorbell`."""
@@ -74,7 +73,7 @@ class PostgresDoorbell:
 
     async def close(self) -> None:
         """See `Doorbell`."""
-        await ended(self._sender, self._listener)
+        await cancel_and_wait(self._sender, self._listener)
         if rung := self._unsent.take():
             with suppress(psycopg.Error, OSError, TimeoutError):
                 async with asyncio.timeout(SENDING), await self._connected() as connection:
@@ -91,7 +90,13 @@ class PostgresDoorbell:
                 async with connection:
                     await work(connection)
             except (psycopg.Error, OSError, TimeoutError) as error:
-                self._broke(error)
+                if not self._silent:
+                    logger.warning(
+                        "notifications of PostgreSQL are not heard (%s). It is tried again until it comes; "
+                        "the database is looked at regularly, so that no job waits for it",
+                        str(error).strip() or type(error).__name__,
+                    )
+                self._silent = True
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -138,12 +143,3 @@ class PostgresDoorbell:
         if not self._refusal_is_told:
             logger.warning("PostgreSQL refuses notifications (%s): sweeps find their jobs", error)
         self._refusal_is_told = True
-
-    def _broke(self, error: Exception) -> None:
-        if not self._silent:
-            logger.warning(
-                "notifications of PostgreSQL are not heard (%s). It is tried again until it comes; "
-                "the database is looked at regularly, so that no job waits for it",
-                str(error).strip() or type(error).__name__,
-            )
-        self._silent = True

@@ -48,10 +48,10 @@ from groupwise.jobs.fleet.queue.resource_shapes import QUEUED, RankKey
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.states import AttemptState, JobStatus, Outcome
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.checkpoints import NEWEST_FIRST
 from groupwise.jobs.fleet.store.database import seconds
 from groupwise.jobs.fleet.store.tables import (
     GPU,
+    NEWEST_FIRST,
     VM,
     Attempt,
     Checkpoint,

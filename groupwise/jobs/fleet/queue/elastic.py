@@ -28,20 +28,20 @@ from groupwise.jobs.hosts.spec import Limits
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """What stands behind a machine."""
+    """The engine behind a machine."""
 
     said: EngineBody
     problem: str | None = None
-    """Why nothing is given to it."""
+    """Why it gets no jobs."""
 
     @property
     def title(self) -> str:
-        """Of the engine, for people."""
+        """The engine's name for people."""
         kind = ENGINES.get(self.said.name)
         return self.said.name if kind is None else kind.title
 
     def engine(self, resources: Resources, limits: Limits) -> Engine:
-        """What is asked of it for a job. Raises UsageError where its options are none."""
+        """The request to the engine for a job. Raises UsageError if its options are invalid."""
         wanted = EngineRequest(
             resources.gpu_count,
             self.said.gpu_model,
@@ -54,7 +54,7 @@ class Elastic:
 
 
 def elastic_of(document: object) -> Elastic | None:
-    """What stands in a row; None: the machine begins jobs itself."""
+    """Read the column of a row; None: the machine starts jobs itself."""
     if document is None:
         return None
     try:
@@ -66,7 +66,7 @@ def elastic_of(document: object) -> Elastic | None:
 
 
 def problems(document: Mapping[str, Any]) -> list[str]:
-    """What is wrong with what somebody says of an engine."""
+    """Everything that is wrong with a description of an engine."""
     try:
         said = EngineBody.model_validate(dict(document))
     except ValidationError as error:
@@ -94,7 +94,7 @@ def _unusable(said: EngineBody) -> str | None:
 
 
 def unfit(resources: Resources, elastic: Elastic) -> str | None:
-    """Why a job is nothing for it, however many places are free."""
+    """Why the engine cannot run the job, however many places are free, if so."""
     said, title = elastic.said, elastic.title
     if resources.machines > 1:
         return f"a job on several machines is not given to {title}, which begins each when it likes"

@@ -1,12 +1,4 @@
-"""What follows for a job when its attempt has failed: pure functions.
-
-A runner leaves an exit record and the last bytes of the log; the control plane knows which machine was lost or rebooted. Of that comes a
-failure class (`groupwise.jobs.hosts.failures`). When the attempt ends, in the same transaction, `after_end` says where the job goes:
-completed, cancelled, failed for good, or back into the queue, and not before when.
-
-A failure is charged where the job may be at fault: two such retries are given. Losing a machine, a GPU or a race for one is not the job's
-fault and costs it nothing, but it is counted as well, because a job that brings down every machine it meets must come to an end.
-"""
+"""Retries: what follows for a job when its attempt has failed. Pure functions."""
 
 from __future__ import annotations
 
@@ -48,7 +40,7 @@ BUDGETS: Mapping[FailureClass, Budget] = {
 }
 CHARGED_RETRIES = 2
 FREE_RETRIES = 30
-"""Of one generation: so often may machines fail under a job before it is taken to be the cause."""
+"""Failures of machines within one generation after which the job is taken to be their cause."""
 TAKEN = "taken"
 """Beside the classes in `jobs.spent`: launches that found taken what they were to have. There is no end to them, they only space out."""
 BACKOFF_BASE, BACKOFF_CAP = 10.0, 600.0
@@ -70,7 +62,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """What decides where a job goes when its attempt has ended."""
+    """The facts that decide what follows for a job when its attempt has ended."""
 
     cancel_requested: bool = False
     spent: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -81,18 +73,18 @@ class JobFacts:
     same_machine: bool = False
     """The machine that would not start it had refused it before: while the others are busy, one that starts nothing is all there is."""
     taken: bool = False
-    """Some other attempt has what it was placed on, and gives it back one day: nobody has failed."""
+    """Another attempt holds what this one was given and will release it one day: this is no failure."""
     steps_back: bool = False
     """The checkpoint that it was to go on from is damaged. It begins with the one before, or without: there are only so many of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Where a job goes, to be written together with the end of its attempt."""
+    """The job's next status and why; written in one transaction with the end of its attempt."""
 
     status: JobStatus
     reason: str | None = None
-    """For people: `jobs.failure_reason`."""
+    """The reason in words: `jobs.failure_reason`."""
     delay: float = 0.0
     """Seconds before it may be claimed again."""
     charged: bool = False
@@ -108,7 +100,7 @@ def after_end(
     because: str,
     chance: random.Random,
 ) -> Verdict:
-    """What follows for the job. Success is success, however late somebody wanted it cancelled."""
+    """What follows for the job. A success stays one, even if cancellation was requested meanwhile."""
     if outcome is Outcome.SUCCEEDED:
         return Verdict(JobStatus.COMPLETED, spent=job.spent)
     if job.cancel_requested or outcome is Outcome.CANCELLED:

@@ -200,7 +200,7 @@ def from_document(document: Mapping[str, Any]) -> JobRequest:
 
 
 def beyond_from_document(document: Mapping[str, Any]) -> Beyond:
-    """What stands in `jobs.request`; InvalidRequest lists all that is wrong with it."""
+    """Read the document of `jobs.request`; InvalidRequest lists all that is wrong with it."""
     return _read(Beyond, document)
 
 
@@ -219,8 +219,14 @@ def _read(model: type[M], document: Mapping[str, Any]) -> M:
 
 
 def problems(request: Beyond) -> list[str]:
-    """What of it is wrong though each value has the right type, in words. What the spec checks is left to the spec."""
-    return [
+    """Everything that is wrong although each value has the right type, in words. What the spec checks is left to the spec."""
+    retry, most = request.retry, request.limits.artefact_files
+    said = [
+        *(["retry.charged"] if retry.charged else []),
+        *(["retry.per_class"] if any(retry.per_class.values()) else []),
+        *(["allow_smaller_batch"] if request.allow_smaller_batch else []),
+    ]
+    found = [
         *(f"resources: {problem}" for problem in resource_problems(request.resources)),
         *(problem for path, entry in request.files.items() for problem in _file(path, entry)),
         *(
@@ -234,28 +240,16 @@ def problems(request: Beyond) -> list[str]:
             if not _AFTER.fullmatch(word)
         ),
         *_webhook(request.webhook),
-        *_retries(request),
-        *_files(request.limits.artefact_files),
     ]
-
-
-def _retries(request: Beyond) -> list[str]:
-    """A job that is to run once has no retries to speak of."""
-    retry = request.retry
-    said = [
-        *(["retry.charged"] if retry.charged else []),
-        *(["retry.per_class"] if any(retry.per_class.values()) else []),
-        *(["allow_smaller_batch"] if request.allow_smaller_batch else []),
-    ]
-    if not retry.once or not said:
-        return []
-    return [f"{said[0]} has no effect on a job that is to run once: leave it or retry.once out"]
-
-
-def _files(most: int | None) -> list[str]:
-    if most is None or most <= MOST_ARTEFACTS:
-        return []
-    return [f"limits.artefact_files: {most} is more than the {MOST_ARTEFACTS} that are fetched"]
+    if retry.once and said:
+        found.append(
+            f"{said[0]} has no effect on a job that is to run once: leave it or retry.once out"
+        )
+    if most is not None and most > MOST_ARTEFACTS:
+        found.append(
+            f"limits.artefact_files: {most} is more than the {MOST_ARTEFACTS} that are fetched"
+        )
+    return found
 
 
 def _file(path: str, entry: tuple[str, int, int]) -> list[str]:
@@ -282,7 +276,7 @@ def _webhook(address: str | None) -> list[str]:
 
 
 def is_host(name: str) -> bool:
-    """Whether it could be asked for an address at all: a name of labels of 1 to 63 letters, or an address itself."""
+    """True for an IP address, or a name that DNS could resolve: labels of 1 to 63 letters."""
     try:
         ipaddress.ip_address(name.partition("%")[0])
     except ValueError:

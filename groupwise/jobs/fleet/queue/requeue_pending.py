@@ -161,7 +161,7 @@ def _wake_in_order(session: Session, found: View, waiting: Sequence[Waiting], ac
 
 
 def _to_queue(session: Session, ids: Sequence[str], actor: str) -> int:
-    """Requeue these jobs. `blocked_reasons` stay until a job runs: they are still the last thing known about it."""
+    """Put these jobs back into the queue. `blocked_reasons` stay until a job runs: they are still the last thing known about it."""
     if not ids:
         return 0
     now = seconds(session)

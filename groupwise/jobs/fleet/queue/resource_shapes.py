@@ -1,4 +1,4 @@
-"""Pending jobs by their shapes: who wants the same, waits for the same, and the best-ranked stands for all of them."""
+"""Shapes: pending jobs that want the same resources wait for the same room, and the best-ranked job stands for all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from groupwise.jobs.fleet.store.tables import Job
 
 QUEUED = Job.status == literal_column("'queued'")
 PENDING = Job.status == literal_column("'pending'")
-"""Written out, not as parameters: only so do both databases see that their partial indexes serve."""
+"""Written out, not as parameters: only then do both databases use their partial indexes."""
 
 RankKey = tuple[float, str]
 """Rank and id of a job: its place in the queue."""
@@ -33,7 +33,7 @@ class Waiting:
 
 
 def best_of_shapes(session: Session) -> list[Waiting]:
-    """One for each shape, in the order of the queue. It reads as many rows as there are shapes, however many jobs wait."""
+    """The best-ranked job of each shape, by rank. It reads as many rows as there are shapes, however many jobs wait."""
     waiting = (PENDING, Job.blocked_on.is_(None))
     shapes = distinct(Job.shape, *waiting)
     first = (
@@ -71,7 +71,7 @@ def best_of_shapes(session: Session) -> list[Waiting]:
 
 
 def distinct(column: InstrumentedAttribute[str | None], *where: ColumnElement[bool]) -> CTE:
-    """The values of an indexed column, as `value`, by as many steps in its index as there are; the last one is NULL."""
+    """Distinct values of an indexed column, as `value`, with one index lookup for each; the last one is NULL."""
     # By ORDER BY and LIMIT, not by min(): for that PostgreSQL reads all that is greater.
     first = select(column.label("value")).where(*where).order_by(column).limit(1)
     values = select(first.subquery().c.value).cte(recursive=True)
@@ -82,7 +82,7 @@ def distinct(column: InstrumentedAttribute[str | None], *where: ColumnElement[bo
 
 
 def behind(session: Session, waiting: Waiting) -> Iterator[RankKey]:
-    """The pending jobs of the same shape that stand behind it, as far as somebody asks."""
+    """The pending jobs of the same shape behind it, read lazily."""
     key = waiting.key
     while True:
         rows = session.execute(

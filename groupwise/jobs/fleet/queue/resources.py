@@ -1,9 +1,4 @@
-"""What a job needs of machines: `Resources`, read from people's words, stored as JSON, compared by a hash.
-
-Whoever submits says it in words (`parse`: `--gpus 2`, `--gpus vm-3:0,1`, `--ram 64GB`) or as JSON; admission settles what was left open
-and stores the result with the job; placement reads it. Jobs of one project that need the same have one `shape`, so that it is found out
-once for all of them whether there is room.
-"""
+"""`Resources`: what a job needs of machines, read from command-line words, stored as JSON, compared by a hash."""
 
 from __future__ import annotations
 
@@ -87,7 +82,7 @@ class Resources(FailFast, BaseModel):
 
 
 def problems(resources: Resources) -> list[str]:
-    """What of it does not go together, in words for whoever asked for it; each value is right by itself."""
+    """Everything that does not go together, in words for the submitter, although each value is valid by itself."""
     found: list[str] = []
     indices = [name for name in resources.named if isinstance(name, int)]
     if any(index < 0 for index in indices):
@@ -118,7 +113,7 @@ def _problems_of_gang(resources: Resources) -> list[str]:
 
 
 def from_json(document: Mapping[str, Any]) -> Resources:
-    """What `as_json` gave, or somebody wrote; UsageError lists all that is wrong with it."""
+    """Read a document of `as_json`, or one that a person wrote; UsageError lists all that is wrong with it."""
     try:
         resources = Resources.model_validate(dict(document))
     except ValidationError as error:

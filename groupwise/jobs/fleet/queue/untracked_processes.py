@@ -21,19 +21,19 @@ from groupwise.jobs.fleet.store.database import seconds
 from groupwise.jobs.fleet.store.tables import VM, Job
 
 ATTEMPT = "attempt"
-"""In quarantine on a machine, beside the `folder` and `process` that its runner finds."""
+"""Marks an attempt in a machine's quarantine list, beside the `folder` and `process` entries of its runner."""
 WRITTEN = {"job_id", "epoch", "detail", "since"}
 HELD_BACK = 180.0
-"""Seconds: several looks of the poller, and sweeps of the requeue manager."""
+"""Seconds, long enough for several rounds of the poller and the requeue manager."""
 
 
 def in_quarantine(vm: VM) -> list[dict[str, Any]]:
-    """What a machine ran and no table knew when it was looked at last: job_id, epoch, and since when it was seen there."""
+    """Attempts that the machine ran at its last observation and that are in no table: job_id, epoch, and since when."""
     return _attempts(vm.facts.get("quarantined"))
 
 
 def _attempts(found: object) -> list[dict[str, Any]]:
-    """Of a column that anybody may write."""
+    """The attempts in a quarantine list; people may have written anything there."""
     if not isinstance(found, list):
         return []
     entries = [
@@ -44,7 +44,7 @@ def _attempts(found: object) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What attempts in quarantine have of their machine: it refuses whoever else is placed there."""
+    """What untracked attempts hold of their machine, which refuses other jobs there."""
 
     whole: frozenset[str] = frozenset()
     """UUIDs of GPUs."""
@@ -54,7 +54,7 @@ class Holding:
 
 
 def holding(facts: Mapping[str, Any] | None) -> Holding:
-    """What stands in the facts of a machine."""
+    """What untracked attempts hold, by the facts of their machine."""
     whole, slots, shares = set[str](), set[int](), Counter[str]()
     for each in _attempts((facts or {}).get("quarantined")):
         gpus, share, slot = each.get("gpus"), each.get("share_mb"), each.get("slot")
@@ -69,7 +69,7 @@ def holding(facts: Mapping[str, Any] | None) -> Holding:
 
 
 def on_machines(session: Session, *, silent: bool = False) -> list[tuple[str, dict[str, Any]]]:
-    """Likewise of all that were not given up, by machine; `silent`: only of those that nobody hears."""
+    """Untracked attempts of all machines that were not given up, with the vm_id; `silent`: only of machines that do not answer."""
     found = VM.facts["quarantined"]
     known = select(VM.vm_id, found).where(VM.active, VM.lost_at.is_(None), found.is_not(None))
     if silent:
@@ -79,7 +79,7 @@ def on_machines(session: Session, *, silent: bool = False) -> list[tuple[str, di
 
 
 def held_back_by(session: Session, job_id: str) -> list[str]:
-    """What keeps a job from beginning, in words."""
+    """Why untracked attempts keep the job from starting, in words."""
     return [
         f"{vm_id} runs {each['detail']}, which stands in no table: it begins once that has ended, or `groupwise fleet vm mark-lost {vm_id}`"
         for vm_id, each in on_machines(session)
@@ -88,8 +88,8 @@ def held_back_by(session: Session, job_id: str) -> list[str]:
 
 
 def lock(session: Session, job_ids: Collection[str]) -> set[str]:
-    """Those of these jobs that are there: nobody else begins or changes them until the end. To be called before a machine is locked, as
-    claims and ends of attempts lock jobs before machines."""
+    """Lock the jobs among these that exist, until the transaction ends. Call it before a machine is locked, as claims and ends of attempts
+    lock jobs before machines."""
     if not job_ids:
         return set()
     chosen = select(Job.job_id).where(Job.job_id.in_(job_ids)).order_by(Job.job_id)
@@ -97,7 +97,7 @@ def lock(session: Session, job_ids: Collection[str]) -> set[str]:
 
 
 def hold_back(session: Session, job_ids: Collection[str]) -> float:
-    """Have none of these begin for a while; until when. Who has locked a machine has locked them before."""
+    """Keep these jobs from starting for a while; returns until when. A caller that has locked a machine has locked the jobs before."""
     locked, until = lock(session, job_ids), seconds(session) + HELD_BACK
     if locked:
         session.execute(
@@ -110,9 +110,11 @@ def hold_back(session: Session, job_ids: Collection[str]) -> float:
 
 
 def let_go(session: Session, job_ids: Collection[str], until: object) -> None:
-    """What ran of these on a machine has ended: they may begin, unless another one runs something of them. `until`: what `hold_back` said;
-    whoever waits for anything else waits on. The machine is locked, so that a job which somebody else has is not waited for: its pause
-    just ends by itself."""
+    """Let these jobs start again after their untracked attempts on a machine have ended, unless another machine runs one.
+
+    `until`: the result of `hold_back`; jobs that wait for anything else wait on. The machine is locked, so jobs locked by another process
+    are skipped: their pause ends by itself.
+    """
     elsewhere = {each["job_id"] for _, each in on_machines(session)}
     if (free := set(job_ids) - elsewhere) and isinstance(until, float):
         held = select(Job.job_id).where(Job.job_id.in_(free), Job.not_before == until)

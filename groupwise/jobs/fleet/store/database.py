@@ -1,12 +1,12 @@
-"""The one way to the fleet's database: short transactions that are tried again where that is safe, and say so where it is not.
+"""The one way to the fleet's database: short transactions that are retried if that is safe, and raise CommitUnknown if it is not.
 
-Who wants something of the database writes a plain function of a `Session` and hands it over: `database.run(fn)` is one transaction,
-`await database.in_thread(fn)` the same from asynchronous code, `database.read(fn)` a short look that takes no write lock. The function may
-be called several times (deadlock, serialization failure, a server that restarts), so it does nothing but read and write rows; what is to
-happen once, and only when the rows are there, is given to `on_commit`.
+Callers write a plain function of a `Session` and pass it in: `database.run(fn)` is one transaction, `await database.in_thread(fn)` the same
+from asynchronous code, `database.read(fn)` a short read that takes no write lock. The function may be called several times (deadlock,
+serialization failure, a restarting server), so it does nothing but read and write rows; what is to happen once, after the rows are
+committed, is given to `on_commit`.
 
-Only one thing is never repeated: a COMMIT that got no answer. It may have happened, so it raises `CommitUnknown`, and whoever asked reads
-what is there.
+One thing is never repeated: a COMMIT that got no answer. It may have succeeded, so it raises `CommitUnknown`, and the caller reads what is
+there.
 
 SQLite has one writer at a time: threads of this process take turns by a lock, other processes wait by SQLite's own.
 """
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 THREADS = 8
 """Transactions of asynchronous code that run at once; as many as there are connections."""
 RETRY_TIMEOUT = 10.0
-"""Seconds for which a transaction is begun anew. A PostgreSQL that was killed is back within one or two."""
+"""Seconds for which a failed transaction is retried. A PostgreSQL that was killed is back within one or two."""
 FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 1.0
 """Seconds between attempts: the bound doubles, the pause is drawn below it, lest all who collided collide again."""
@@ -91,7 +91,7 @@ class Database:
         return f"Database({self.name})"
 
     def connection_arguments(self) -> dict[str, Any]:
-        """For a connection of psycopg's own, to listen for notifications. Holds the password: neither show nor log it."""
+        """Arguments of a separate psycopg connection, which listens for notifications. Holds the password: neither show nor log it."""
         return engines.connection_arguments(self._url)
 
     def run(self, fn: Callable[[Session], T]) -> T:
@@ -132,7 +132,14 @@ class Database:
         with self._writer, self._connected() as connection, _session(connection) as session:
             result = fn(session)
             session.flush()
-            _refuse_swallowed_error(connection)
+            # PostgreSQL answers the COMMIT of a transaction in which a statement failed with a silent ROLLBACK.
+            if connection.dialect.name == "postgresql":
+                import psycopg
+
+                driver = _driver(connection)
+                assert driver.info.transaction_status != psycopg.pq.TransactionStatus.INERROR, (
+                    "a statement of this transaction failed and its error was caught: wrap it in session.begin_nested()"
+                )
             _commit(session, connection)
             return result, list(session.info.get(_HOOKS, ()))
 
@@ -226,13 +233,12 @@ def connect(url: str) -> Database:
 
 
 def nobody() -> None:
-    """Who works with a database, where nobody does."""
+    """The default of `used_by`: no one uses the database."""
 
 
 def check_schema(database: Database, used_by: Callable[[], str | None] = nobody) -> None:
-    """Return when the tables are those of this version. An SQLite database is brought up to date on the way, since nobody else does it,
-    unless `used_by` names who works with it as it is; for PostgreSQL, which several programs share, UsageError says how. UsageError
-    likewise where they are those of a newer version."""
+    """Return if the tables are those of this version. An SQLite database is upgraded here, unless `used_by` names a process that uses it;
+    for PostgreSQL, which several programs share, a UsageError says how to. UsageError too if the tables are those of a newer version."""
     if database.at_rest(schema.is_current):
         return
     if database.dialect == "postgresql":
@@ -244,8 +250,8 @@ def check_schema(database: Database, used_by: Callable[[], str | None] = nobody)
 
 
 def migrate(database: Database, used_by: Callable[[], str | None] = nobody) -> None:
-    """Make the tables, or bring them up to date; all of it or nothing, and any number of processes may do so at once. `used_by` is asked
-    while nobody else can, and only where something is to change."""
+    """Create or upgrade the tables; all of it or nothing, and any number of processes may do so at once. `used_by` is called under the
+    lock, and only if something is to change."""
     database.at_rest(lambda connection: schema.bring_up_to_date(connection, used_by))
 
 
@@ -298,7 +304,7 @@ _NOW = select(clock())
 
 @contextmanager
 def _session(connection: Connection) -> Generator[Session, None, None]:
-    """Rolled back unless committed. Where the connection is dead the server has rolled back, and there is nobody to be told."""
+    """A session that is rolled back unless committed. If the connection is dead, the server has rolled back already."""
     session = Session(connection, expire_on_commit=False)
     try:
         yield session
@@ -327,17 +333,6 @@ def _driver(connection: Connection) -> Any:
     return connection.connection.driver_connection
 
 
-def _refuse_swallowed_error(connection: Connection) -> None:
-    """PostgreSQL answers the COMMIT of a transaction in which a statement failed with a silent ROLLBACK."""
-    if connection.dialect.name == "postgresql":
-        import psycopg
-
-        driver = _driver(connection)
-        assert driver.info.transaction_status != psycopg.pq.TransactionStatus.INERROR, (
-            "a statement of this transaction failed and its error was caught: wrap it in session.begin_nested()"
-        )
-
-
 def _commit(session: Session, connection: Connection) -> None:
     try:
         session.commit()
@@ -351,14 +346,15 @@ def _commit(session: Session, connection: Connection) -> None:
 
 
 def _answer_is_missing(error: sql.DBAPIError) -> bool:
-    """Of a COMMIT. Only a server that lives on after it has said no is a proof; a failed write to SQLite's file is none."""
+    """True if it is unknown whether a COMMIT succeeded. Only a server that lives on after refusing it proves that it failed; a failed write
+    to SQLite's file proves nothing."""
     if isinstance(error.orig, sqlite3.Error):
         return _sqlite_code(error.orig) == sqlite3.SQLITE_IOERR
     return _connection_is_lost(error)
 
 
 def _nothing_lost_by_repeating(error: sql.DBAPIError) -> bool:
-    """Asked of errors before or instead of a commit: then a repetition begins where the first one began."""
+    """True if the transaction may be repeated. Asked about errors before, or instead of, a commit."""
     if isinstance(error.orig, sqlite3.Error):
         return _sqlite_code(error.orig) == sqlite3.SQLITE_BUSY
     return _connection_is_lost(error) or getattr(error.orig, "sqlstate", None) in _REPEATABLE
@@ -401,7 +397,7 @@ _SQLITE_REMEDIES = {
     sqlite3.SQLITE_IOERR: "Its disk fails to read or write; see the system's log.",
 }
 _SAID_OF_A_FULL_DISK = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
-"""By SQLite, which says the same of others."""
+"""SQLite reports these when the disk is full, but also for other causes."""
 _POSTGRESQL_REMEDIES = {
     engines.READ_ONLY: "This server is read-only, as a standby is: see that host and port lead to the one that takes writes.",
     "57014": "A statement took too long: see what else the server does.",
@@ -419,16 +415,14 @@ def _first_line(error: sql.DBAPIError) -> str:
 
 def _remedy(error: sql.DBAPIError, url: URL) -> str:
     if isinstance(error.orig, sqlite3.Error):
-        return _sqlite_remedy(_sqlite_code(error.orig), Path(str(url.database)).parent)
+        code = _sqlite_code(error.orig)
+        folder = Path(str(url.database)).parent
+        guessed = code in _SAID_OF_A_FULL_DISK and disk_full.is_full(folder)
+        if code == sqlite3.SQLITE_FULL or guessed:
+            words = disk_full.words(folder)
+            return words[0].upper() + words[1:]
+        return _SQLITE_REMEDIES.get(code, "Mend what it names.")
     return _POSTGRESQL_REMEDIES.get(
         getattr(error.orig, "sqlstate", None) or "",
         "See that the server runs, and that host, port, user, password and database name are right.",
     )
-
-
-def _sqlite_remedy(code: int, folder: Path) -> str:
-    guessed = code in _SAID_OF_A_FULL_DISK and disk_full.is_full(folder)
-    if code == sqlite3.SQLITE_FULL or guessed:
-        words = disk_full.words(folder)
-        return words[0].upper() + words[1:]
-    return _SQLITE_REMEDIES.get(code, "Mend what it names.")

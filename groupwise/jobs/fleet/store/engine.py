@@ -1,10 +1,10 @@
-"""From a database URL as people type it to a SQLAlchemy engine that loses nothing that it has acknowledged.
+"""From a database URL as people type it to a SQLAlchemy engine that loses nothing it has acknowledged.
 
-`database.py` asks for the engine and makes transactions of it. Two databases are spoken: SQLite, for a fleet on one machine, where every
-connection is in WAL mode with full flushes and a transaction that writes takes the write lock as it begins; and PostgreSQL through
-psycopg, where a statement, a lock and a transaction that nobody goes on with have time limits, and a dead network is found out.
+`database.py` makes transactions with the engine. Two databases are supported: SQLite, for a fleet on one machine, where every connection is
+in WAL mode with full flushes and a writing transaction takes the write lock as it begins; and PostgreSQL through psycopg, where statements,
+locks and idle transactions have time limits, and a dead network is detected.
 
-No password is ever shown: what people see of a URL is `shown`, and statements in errors come without their values.
+No password is ever shown: people see `shown(url)`, and statements in errors come without their values.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.disk_full import told_in_words
 
 CONNECTIONS = 8
-"""Kept open by one process; transactions take milliseconds, so more of them would wait for the disk, not work."""
+"""Connections that one process keeps open; transactions take milliseconds, so more of them would only wait for the disk."""
 MORE_CONNECTIONS = 4
-"""For a moment, on top of those."""
+"""Further connections, opened for a moment."""
 WAIT_FOR_CONNECTION = 30.0
 """Seconds for one of them to become free."""
 BUSY_SECONDS = 5.0
-"""How long SQLite waits for the transaction of another process before the transaction is begun anew."""
+"""Seconds that SQLite waits for another process's transaction before ours is retried."""
 READS = "groupwise_reads"
 """Execution option of a connection whose transaction only reads."""
 
@@ -70,7 +70,7 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 
 
 def parse(text: str) -> URL:
-    """The URL with the drivers that are used here; UsageError where it names no database that is spoken."""
+    """The URL with the drivers used here; UsageError if it names no supported database."""
     given = text.strip()
     scheme, separator, rest = given.partition("://")
     name = scheme.lower()
@@ -79,7 +79,13 @@ def parse(text: str) -> URL:
             f"The fleet's database is given as a URL: {_FORMS}. What was given has no '://'."
         )
     if name in _SQLITE_NAMES:
-        return _sqlite_url(rest)
+        path = rest.removeprefix("/").partition("?")[0]
+        if not rest.startswith("/") or not path or path == ":memory:":
+            raise UsageError(
+                "A fleet's SQLite database is a file, since several threads and commands use it: "
+                "sqlite:///fleet.db in this folder, sqlite:////absolute/path, sqlite:///~/path."
+            )
+        return URL.create("sqlite+pysqlite", database=str(Path(path).expanduser().absolute()))
     if name not in _POSTGRESQL_NAMES:
         raise UsageError(
             f"A fleet keeps its state in SQLite or PostgreSQL: {_FORMS}. What was given begins with {scheme}://."
@@ -96,16 +102,6 @@ def parse(text: str) -> URL:
         ) from None
 
 
-def _sqlite_url(rest: str) -> URL:
-    path = rest.removeprefix("/").partition("?")[0]
-    if not rest.startswith("/") or not path or path == ":memory:":
-        raise UsageError(
-            "A fleet's SQLite database is a file, since several threads and commands use it: "
-            "sqlite:///fleet.db in this folder, sqlite:////absolute/path, sqlite:///~/path."
-        )
-    return URL.create("sqlite+pysqlite", database=str(Path(path).expanduser().absolute()))
-
-
 def shown(url: URL) -> str:
     """The URL as people may see it: without password and query."""
     if url.get_backend_name() == "sqlite":
@@ -116,12 +112,12 @@ def shown(url: URL) -> str:
 
 
 def engine_for(url: URL) -> Engine:
-    """Connects to nothing yet; makes the file of an SQLite database where it is not there."""
+    """An engine that is not connected yet; creates the file of an SQLite database if there is none."""
     return _sqlite_engine(url) if url.get_backend_name() == "sqlite" else _postgresql_engine(url)
 
 
 def read_json(text: str) -> Any:
-    """A document of a column. People write rows by hand, and one that no parser can descend into must not hide all others."""
+    """Read a JSON column. People write rows by hand, and a document that no parser can read must not hide all others."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -133,8 +129,8 @@ def read_json(text: str) -> Any:
 
 
 def strict_json(text: str) -> Any:
-    """For admission, which tells what cannot be read and mends it: ValueError. What SQLite itself calls no JSON is none: a document that is
-    too deep, or one with NaN in it."""
+    """Read JSON for admission, which reports and repairs what cannot be read: ValueError. As in SQLite, a document that is too deep or
+    holds NaN is not JSON."""
     try:
         return json.loads(text, parse_constant=_no_constant)
     except RecursionError as error:
@@ -146,9 +142,9 @@ def _no_constant(name: str) -> NoReturn:
 
 
 TOO_DEEP = {"nested": "too deep to be read"}
-"""What is read where a document is nested in a thousand levels."""
+"""The value of a document that is nested a thousand levels deep."""
 UNREADABLE = {"unreadable": "no JSON, or a number of thousands of digits"}
-"""And where it is none, or holds what Python does not read."""
+"""The value of a document that is not JSON, or holds what Python cannot read."""
 
 
 # --- SQLite ---------------------------------------------------------------------------------------
@@ -156,7 +152,14 @@ UNREADABLE = {"unreadable": "no JSON, or a number of thousands of digits"}
 
 def _sqlite_engine(url: URL) -> Engine:
     path = Path(str(url.database))
-    _make_file(path)
+    try:  # readable by its owner alone: it holds what users ask of models, and hashes of keys
+        with told_in_words(path.parent):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise UsageError(
+            f"The fleet's database {path} cannot be opened: {error.strerror}. Name a file in a folder that this user may write to."
+        ) from error
     refuse_network_file_system(path)
     engine = create_engine(
         url,
@@ -172,18 +175,6 @@ def _sqlite_engine(url: URL) -> Engine:
     return engine
 
 
-def _make_file(path: Path) -> None:
-    """Readable by its owner alone: it holds what users ask of models, and hashes of keys."""
-    try:
-        with told_in_words(path.parent):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    except OSError as error:
-        raise UsageError(
-            f"The fleet's database {path} cannot be opened: {error.strerror}. Name a file in a folder that this user may write to."
-        ) from error
-
-
 def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
     assert isinstance(connection, sqlite3.Connection)
     connection.isolation_level = None  # `_begin_sqlite` begins transactions, not Python's guess
@@ -194,18 +185,19 @@ def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None
 
 
 def _text_of_sqlite(data: bytes) -> str:
-    """SQLite keeps any bytes as text, and one row that somebody wrote in another encoding must not hide all others."""
+    """Decode text of SQLite, which stores any bytes: one row in another encoding must not hide all others."""
     return data.decode("utf-8", "replace")
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    """A transaction that reads first and writes later would fail where another has written in between: so it locks at once."""
+    """Begin a writing transaction with its lock: one that reads first and writes later would fail if another has written in between."""
     reads = connection.get_execution_options().get(READS, False)
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
 
 def refuse_network_file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> None:
-    """SQLite's WAL needs memory that all its users share, which a network file system does not give. Linux alone tells which it is."""
+    """Refuse a network file system: SQLite's WAL needs memory shared by all processes, which that does not provide. Checked on Linux
+    only."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -233,7 +225,7 @@ def file_system(path: Path, mount_lines: Sequence[str]) -> str:
 
 
 def connection_arguments(url: URL) -> dict[str, Any]:
-    """What psycopg is to be given for a connection of its own: a listener for notifications needs one. Holds the password."""
+    """Arguments of a separate psycopg connection, which listens for notifications. Holds the password."""
     given = url.translate_connect_args(username="user", database="dbname") | dict(url.query)
     return {**NETWORK_CONNECTION, **given}
 
@@ -268,7 +260,7 @@ SELECT set_config('statement_timeout', '{STATEMENT_SECONDS}s', false),
 
 
 def _prepare_postgresql(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
-    """A server that acknowledges commits before they are on its disk is told not to, for us."""
+    """Apply our session settings; a server that acknowledges commits before they are on its disk is told not to, for us."""
     driver: Any = getattr(connection, "driver_connection", connection)
     driver.autocommit = True
     try:
@@ -278,19 +270,19 @@ def _prepare_postgresql(connection: DBAPIConnection, _: ConnectionPoolEntry) -> 
 
 
 def _say_nothing_of_writing(connection: DBAPIConnection, *_: object) -> None:
-    """After a look SQLAlchemy has the next transaction begin as one that may write, instead of as the server has it. A standby refuses
-    that in other words than it refuses a write."""
+    """Reset read_only: after a read-only transaction SQLAlchemy would begin the next one as READ WRITE instead of as the server has it, and
+    a standby refuses that with another error than a write."""
     driver: Any = connection
     driver.read_only = None
 
 
 READ_ONLY = "25006"
-"""PostgreSQL's word for a transaction that may not write."""
+"""PostgreSQL's error code for a write in a read-only transaction."""
 
 
 def _doubt_read_only_server(context: ExceptionContext) -> None:
-    """Who says so to one that may is not the server that is wanted, but a standby, perhaps that one of before: none of the connections that
-    lead there is kept, and the next transaction asks anew where the server is."""
+    """Drop the connections to a server that refuses writes as read-only: it is a standby, perhaps the former primary. The next transaction
+    looks up the server's address again."""
     connection = context.connection
     refused = getattr(context.original_exception, "sqlstate", None) == READ_ONLY
     if refused and connection and not connection.get_execution_options().get(READS, False):

@@ -1,7 +1,7 @@
-"""Epochs, which number attempts: from a sequence of the database, so that a later one is always higher.
+"""Epochs number attempts. They come from a sequence of the database, so a later one is always higher.
 
-A database that was restored from a backup would give out again what machines have seen already, and two attempts of one job could have
-one name. Whoever meets a number on a machine that this database has not reached raises the sequence above it.
+A database that was restored from a backup would assign numbers again that machines have seen already, and two attempts of one job could
+have one name. So when a machine reports a number that this database has not reached, the sequence is raised above it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 MOST_AHEAD = 10_000_000
-"""More attempts than that since the backup are not believed: numbers end, and a job may make a folder with any number."""
+"""Epochs further ahead than this are not believed: numbers are finite, and a job may create a folder with any number."""
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +24,9 @@ _LAST = {
 
 
 def raise_above(session: Session, told: Iterable[int]) -> bool:
-    """Whether any of these epochs, which a machine knows, had not been given out here; from now on they count as if they had.
+    """Raise the sequence above the epochs that a machine knows; returns whether any of them had not been assigned here.
 
-    One that is not believed hides none of the others.
+    An unbelievable epoch does not hide the others.
     """
     numbers = [epoch for epoch in told if epoch > 0]
     if not numbers:

@@ -21,10 +21,10 @@ from typing import Any
 from sqlalchemy import Table, func, insert, select, text
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.states import JobStatus
+from groupwise.jobs.fleet.states import JobStatus, Observed
 from groupwise.jobs.fleet.store.database import clock
 from groupwise.jobs.fleet.store.engine import READS
-from groupwise.jobs.fleet.store.tables import Cursor, Event
+from groupwise.jobs.fleet.store.tables import GPU, Cursor, Event
 
 JOB_QUEUED = "job.queued"
 JOB_PENDING = "job.pending"
@@ -47,7 +47,7 @@ JOB_PRUNED = "job.pruned"
 JOB_CHECKPOINT_DAMAGED = "job.checkpoint_damaged"
 """It is begun again from an older one, or from the beginning."""
 JOB_CHECKPOINT_NOT_MIRRORED = "job.checkpoint_not_mirrored"
-"""Nobody could go on from it elsewhere."""
+"""A checkpoint could not be mirrored, so the job could not resume from it on another machine."""
 ATTEMPT_RESERVED = "attempt.reserved"
 ATTEMPT_LAUNCHING = "attempt.launching"
 ATTEMPT_RUNNING = "attempt.running"
@@ -242,3 +242,32 @@ def _settled(session: Session) -> int:
     given = session.execute(_GIVEN).scalar_one()
     held = session.execute(_LOWEST_HELD, {"tag": _TAG}).scalar_one()
     return given if held is None else min(given, held)
+
+
+def note_observed(
+    session: Session,
+    gpu: GPU,
+    now: Observed,
+    why: str | None,
+    *,
+    actor: str,
+    job_id: str | None = None,
+    epoch: int | None = None,
+) -> bool:
+    """Record what a poller or a runner observed of a GPU; returns whether that is a change. Every change is an event."""
+    before, gpu.detail = gpu.observed, why
+    if before == now:
+        return False
+    gpu.observed = now
+    append(
+        session,
+        actor=actor,
+        kind=GPU_OBSERVED,
+        job_id=job_id,
+        epoch=epoch,
+        vm_id=gpu.vm_id,
+        before={"observed": before},
+        after={"observed": now},
+        detail={"index": gpu.index, "uuid": gpu.uuid, "why": why},
+    )
+    return True

@@ -1,9 +1,9 @@
-"""Which project may name which blob: one that has sent all of its bytes, in whose name a job was submitted that takes it along, or of
-which a job has it in a checkpoint.
+"""Rights to blobs: a project may name a blob if it has sent all of its bytes, has submitted a job with it, or has a job with it in a
+checkpoint.
 
-Blobs are stored once, whoever sends them, and are named by their sha256; who knows that of a file of another project must not get the file
-by it, nor learn whether it is there. So whoever is bound to projects is told of a blob that none of them has as of one that is missing, and
-has to send it. Who is bound to none may name any.
+Blobs are stored once, whoever sent them, and are named by their sha256. Knowing the hash of another project's file must not be enough to
+get it, nor to learn whether it exists. So a caller bound to projects is told that a blob is missing if none of those has a right to it, and
+has to send it. A caller bound to no project may name any blob.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def lacking(
 
 
 def record(session: Session, rights: Iterable[tuple[str, str]]) -> None:
-    """From now on these projects may name these blobs: pairs of sha256 and project."""
+    """Grant rights: pairs of sha256 and project."""
     rows = [{"sha256": sha256, "project": project} for sha256, project in sorted(set(rights))]
     if not rows:
         return
@@ -53,8 +53,8 @@ def record(session: Session, rights: Iterable[tuple[str, str]]) -> None:
 
 
 def sender(projects: Collection[str] | None) -> str:
-    """By which what they send is kept apart until it is whole: who has the end of a file alone must not get it by completing what another
-    project has begun to send."""
+    """Separates the unfinished uploads of different callers: someone who knows only the end of a file must not get it by completing another
+    project's upload."""
     if projects is None:
         return ""
     return hashlib.sha256(json.dumps(sorted(projects)).encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.sql.dml import Update
 
 Step: TypeAlias = tuple[Update, Mapping[str, Any]] | None
-"""What is to be sent besides the rows that were changed: a statement on a table, which is made once, and its values."""
+"""A statement and its values, sent after the rows that were changed. The statement object is made once, so that equal ones are combined."""
 Steps: TypeAlias = Generator[Step]
 P = ParamSpec("P")
 
@@ -27,7 +27,7 @@ _BEGUN = "groupwise_steps"
 def in_steps(
     write: Callable[Concatenate[Session, P], Steps],
 ) -> Callable[Concatenate[Session, P], None]:
-    """To be called as a function: all of it is done when that returns, or when the `side_by_side` around it ends."""
+    """Decorator: call the generator as a function. Its work is done when that returns, or when the surrounding `side_by_side` ends."""
 
     @wraps(write)
     def whole(session: Session, *args: P.args, **kwargs: P.kwargs) -> None:

@@ -1,14 +1,4 @@
-"""The tables of a fleet. `database.py` connects to them; `migrations/` makes them; triggers and views are made of `states.py`.
-
-People write rows by hand: an INSERT of job_id, model, dataset and reward_function is a full submission, an INSERT of vm_id, ip_address,
-user and ssh_key_path a machine to be polled. So every other column has a default in the database itself. `status` is for the control
-plane to write.
-
-Two kinds of time stand here. What people read is a timestamp (`created_at`, `start_time`, `end_time`). What the control plane counts
-with is seconds of the database's clock since 1970 (`lease_until`, `not_before`), because no other clock may decide who owns an attempt.
-
-How many GPUs are free is nowhere a number that somebody keeps up to date: the view `vm_overview` counts the rows of `reservations`.
-"""
+"""The tables of a fleet. `database.py` connects to them; `migrations/` makes them; triggers and views are generated from `states.py`."""
 
 from __future__ import annotations
 
@@ -81,7 +71,7 @@ class Moment(TypeDecorator[datetime]):
 
 
 class this_moment(FunctionElement[datetime]):
-    """Of the database's clock; SQLite's own word for it stops at whole seconds."""
+    """Now, by the database's clock; SQLite's CURRENT_TIMESTAMP has whole seconds only."""
 
     type = Moment()
     inherit_cache = True
@@ -138,20 +128,20 @@ class VM(Base):
     seen_host_key: Mapped[str | None] = mapped_column(Text)
     """The one that it showed last, where that is not the pinned one."""
     workdir: Mapped[str] = mapped_column(Text, server_default="groupwise-fleet")
-    """Where its runner keeps attempts, files and locks; relative to the home of `user`."""
+    """Folder in which its runner keeps attempts, files and locks; relative to the home of `user`."""
     python: Mapped[str] = mapped_column(Text, server_default=UNPREPARED)
     """The interpreter of the environment that jobs run in; its folder stands first on their PATH."""
     labels: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
     cpu_slots: Mapped[int | None] = mapped_column(Integer)
     """How many jobs without GPUs may run at once; NULL: 1 where there are no GPUs, else 0."""
     projects: Mapped[list[str] | None] = mapped_column(Document)
-    """Whose jobs alone are placed there; NULL: any project's."""
+    """Only jobs of these projects are placed there; NULL: any project's."""
     deadman: Mapped[float | None] = mapped_column(Float)
     """Seconds without word from the control plane after which its runner ends a job; NULL: never."""
     probe: Mapped[list[str] | None] = mapped_column(Document)
     """The command that is asked for the GPUs, as an argument list; NULL: nvidia-smi."""
     idle_memory_mb: Mapped[int] = mapped_column(Integer, server_default="500")
-    """A GPU that nobody uses may still show so much memory as used."""
+    """An idle GPU may still show this much memory as used."""
     active: Mapped[bool] = mapped_column(Boolean, server_default=true())
     """False: it was removed; the row stays for the history."""
     draining: Mapped[bool] = mapped_column(Boolean, server_default=false())
@@ -164,20 +154,20 @@ class VM(Base):
     unreachable_since: Mapped[float | None] = mapped_column(Float)
     misses: Mapped[int] = mapped_column(Integer, server_default="0")
     problem: Mapped[str | None] = mapped_column(Text)
-    """What is wrong with it, for people: the last error, or what nvidia-smi said."""
+    """What is wrong with it, in words: the last error, or what nvidia-smi said."""
     degraded: Mapped[bool] = mapped_column(Boolean, server_default=false())
-    """Its probe gave lines that nobody could read; nothing is placed there."""
+    """Its probe printed unreadable lines; no job is placed there."""
     boot_id: Mapped[str | None] = mapped_column(Text)
     facts: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
-    """What its runner said last: cpus, ram_mb, disk_free_mb, python, load …"""
+    """Last facts from its runner: cpus, ram_mb, disk_free_mb, python, load …"""
     observed_round: Mapped[float] = mapped_column(Float, server_default="0")
     """When the observation that stands here was asked for; an older one is dropped."""
     launch_failures: Mapped[int] = mapped_column(Integer, server_default="0")
-    """In a row; at a limit the machine is cordoned."""
+    """Refused launches in a row; at a limit the machine is cordoned."""
     created_at: Mapped[datetime] = mapped_column(Moment, server_default=this_moment())
     last_polled: Mapped[datetime | None] = mapped_column(Moment)
     engine: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """What begins jobs in its place, as Slurm: an `EngineBody` (api/schemas/fleet.py) as JSON; NULL: itself."""
+    """The engine that starts jobs instead, such as Slurm: an `EngineBody` (api/schemas/fleet.py) as JSON; NULL: the machine itself."""
 
 
 class GPU(Base):
@@ -190,7 +180,7 @@ class GPU(Base):
     vm_id: Mapped[str] = mapped_column(ForeignKey("vms.vm_id"), index=True)
     index: Mapped[int] = mapped_column(Integer)
     uuid: Mapped[str] = mapped_column(Text, index=True)
-    """Of the card, whatever the machine in which it stands is called: two rows may be about the same one."""
+    """UUID of the card, independent of the machine's name: two rows may be about the same card."""
     model: Mapped[str | None] = mapped_column(Text)
     memory_mb: Mapped[int | None] = mapped_column(Integer)
     observed: Mapped[str] = mapped_column(Text, server_default="ok")
@@ -221,20 +211,20 @@ class GPUHistory(Base):
 
 
 class Project(Base):
-    """Who jobs are counted for: a weight and quotas."""
+    """A project, for which jobs are counted: a weight and quotas."""
 
     __tablename__ = "projects"
 
     name: Mapped[str] = mapped_column(Text, primary_key=True)
     weight: Mapped[float] = mapped_column(Float, server_default="1")
     max_gpus: Mapped[int | None] = mapped_column(Integer)
-    """Of its running jobs together."""
+    """Most GPUs of its running jobs together."""
     max_waiting: Mapped[int | None] = mapped_column(Integer)
     """Jobs that have not begun."""
 
 
 class Job(Base):
-    """What somebody wants run."""
+    """A job: what a submitter wants to run."""
 
     __tablename__ = "jobs"
     __table_args__ = (
@@ -289,22 +279,22 @@ class Job(Base):
     """Attempts of this generation that followed a failure."""
     failure_reason: Mapped[str | None] = mapped_column(Text)
     assigned_vm: Mapped[str | None] = mapped_column(Text)
-    """Of rank 0 of the newest attempt."""
+    """GPU index of rank 0 of the newest attempt."""
     gpu_index: Mapped[int | None] = mapped_column(Integer)
     """The first GPU of rank 0 of the newest attempt."""
     created_at: Mapped[datetime] = mapped_column(Moment, server_default=this_moment())
     start_time: Mapped[datetime | None] = mapped_column(Moment)
     end_time: Mapped[datetime | None] = mapped_column(Moment)
     log_path: Mapped[str | None] = mapped_column(Text)
-    """Of the newest attempt, below the folder of the control machine; once there is one."""
+    """Log of the newest attempt, below the folder of the control machine; NULL before there is one."""
 
     project: Mapped[str] = mapped_column(Text, server_default="default")
     name: Mapped[str | None] = mapped_column(Text)
     submitted_by: Mapped[str | None] = mapped_column(Text)
     request: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
-    """What was asked beyond the columns: a `JobRequest` (request.py) as JSON."""
+    """The request beyond the columns: a `JobRequest` (request.py) as JSON."""
     spec: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """What admission made of the row: a `JobSpec` (jobs/hosts/spec.py) as JSON; the same for all attempts."""
+    """The spec that admission made of the row: a `JobSpec` (jobs/hosts/spec.py) as JSON; the same for all attempts."""
     spec_hash: Mapped[str | None] = mapped_column(Text)
     resources: Mapped[dict[str, Any] | None] = mapped_column(Document)
     """Admitted `Resources` (resources.py) as JSON."""
@@ -319,7 +309,7 @@ class Job(Base):
     waiting_since: Mapped[float | None] = mapped_column(Float)
     """Since when it could have begun, had there been room; NULL while it runs."""
     generation: Mapped[int] = mapped_column(Integer, server_default="0")
-    """How often `retry` has begun it anew."""
+    """How often `retry` has started it again."""
     spent: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
     """Failures of this generation by class, and `charged`: what budgets are counted with."""
     blocked_reasons: Mapped[list[str] | None] = mapped_column(Document)
@@ -329,7 +319,7 @@ class Job(Base):
     exit_code: Mapped[int | None] = mapped_column(Integer)
     idempotency_key: Mapped[str | None] = mapped_column(Text)
     request_hash: Mapped[str | None] = mapped_column(Text)
-    """Of what came with the idempotency key: the same key with something else is refused."""
+    """Hash of the request that came with the idempotency key: the same key with another request is refused."""
 
 
 class Attempt(Base):
@@ -346,7 +336,7 @@ class Attempt(Base):
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.job_id"), index=True)
     generation: Mapped[int] = mapped_column(Integer)
     number: Mapped[int] = mapped_column(Integer)
-    """Of this generation, from 0."""
+    """Number within its generation, from 0."""
     state: Mapped[str] = mapped_column(Text, server_default="reserved")
     outcome: Mapped[str | None] = mapped_column(Text)
     failure_class: Mapped[str | None] = mapped_column(Text)
@@ -362,7 +352,7 @@ class Attempt(Base):
     """The mirrored checkpoint that it begins with: step and manifest."""
     previous_failure: Mapped[str | None] = mapped_column(Text)
     spec: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """Where it differs from the job's: a smaller batch after the GPU's memory was too small."""
+    """The spec if it differs from the job's: a smaller batch after the GPU ran out of memory."""
     created_at: Mapped[float] = mapped_column(Float)
     running_at: Mapped[float | None] = mapped_column(Float)
     ended_at: Mapped[float | None] = mapped_column(Float)
@@ -378,13 +368,13 @@ class Member(Base):
     rank: Mapped[int] = mapped_column(Integer, primary_key=True)
     vm_id: Mapped[str] = mapped_column(ForeignKey("vms.vm_id"), index=True)
     state: Mapped[str | None] = mapped_column(Text)
-    """What its runner said last: a `MemberState`; NULL where nothing was ever sent."""
+    """The last `MemberState` from its runner; NULL if no request was ever sent."""
     handle: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
     """pid, start ticks, boot id and how it was started, as its runner said."""
     log_offset: Mapped[int] = mapped_column(BigInteger, server_default="0")
     """Bytes of its log that are on the control machine's disk."""
     log_shipped: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    """Bytes of it that were sent on, where somebody gathers logs."""
+    """Bytes of the log that were shipped to a log collector, if there is one."""
     released: Mapped[bool] = mapped_column(Boolean, server_default=false())
     """Its machine was seen to hold nothing of it any more."""
 
@@ -435,13 +425,22 @@ class Checkpoint(Base):
     generation: Mapped[int] = mapped_column(Integer, primary_key=True)
     epoch: Mapped[int] = mapped_column(BigInteger, primary_key=True)
     path: Mapped[str] = mapped_column(Text, primary_key=True)
-    """Of the checkpoint's folder, relative to the attempt's work folder."""
+    """Path of the checkpoint's folder, relative to the attempt's work folder."""
     step: Mapped[int] = mapped_column(BigInteger)
     manifest: Mapped[dict[str, Any]] = mapped_column(Document)
     """Path → sha256, mode and size: blobs of the control machine's store."""
     mirrored_at: Mapped[float] = mapped_column(Float)
     damaged_at: Mapped[float | None] = mapped_column(Float)
-    """When an attempt could not begin with it for want of some of its blobs: no other one tries to, unless somebody has the job retried."""
+    """When an attempt could not resume from it because some of its blobs are lost. No other attempt tries to, unless the job is retried."""
+
+
+NEWEST_FIRST = (Checkpoint.epoch.desc(), Checkpoint.step.desc(), Checkpoint.path.desc())
+"""The one order of a job's checkpoints, by which attempts resume, rows are kept and people see them: the newest attempt that has left any
+first, and of that one's the one with the most steps.
+
+Attempts resume from the newest, so steps grow from each epoch to the next, also where `retry` began a new generation. Where they do not
+grow, the job has decided to start over; then its newer course counts, though the older one was further.
+"""
 
 
 class BlobRight(Base):
@@ -456,7 +455,7 @@ class BlobRight(Base):
 
 
 class Event(Base):
-    """What happened: appended in the transaction that made it happen, never changed."""
+    """An event: appended in the transaction that caused it, never changed."""
 
     __tablename__ = "events"
     __table_args__ = ({"sqlite_autoincrement": True},)
@@ -464,9 +463,9 @@ class Event(Base):
     event_id: Mapped[int] = mapped_column(Serial, primary_key=True)
     at: Mapped[float] = mapped_column(Float)
     actor: Mapped[str] = mapped_column(Text)
-    """Who: `dispatcher:<owner>`, `key:<id>`, `user:<name>`, `poller` …"""
+    """Actor: `dispatcher:<owner>`, `key:<id>`, `user:<name>`, `poller` …"""
     kind: Mapped[str] = mapped_column(Text)
-    """What: `job.queued`, `attempt.running`, `vm.lost`, `gpu.quarantined` …"""
+    """Kind: `job.queued`, `attempt.running`, `vm.lost`, `gpu.quarantined` …"""
     job_id: Mapped[str | None] = mapped_column(Text, index=True)
     epoch: Mapped[int | None] = mapped_column(BigInteger)
     vm_id: Mapped[str | None] = mapped_column(Text, index=True)

@@ -38,12 +38,12 @@ from groupwise.jobs.fleet.store.tables import Attempt, Base, Event, Job, Member,
 Word = TypeVar("Word", bound=StrEnum)
 
 PREFIX = "fleet_"
-"""Of the names of triggers and of their functions; what is called otherwise belongs to somebody else."""
+"""Prefix of the names of our triggers and their functions; others belong to someone else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a row may not be or become."""
+    """A rule: a condition that a row may not fulfil."""
 
     name: str
     table: str
@@ -66,7 +66,7 @@ def rules() -> tuple[Rule, ...]:
 
 
 def statements(dialect: str) -> Iterator[str]:
-    """What makes them all."""
+    """The statements that create all triggers."""
     only_sqlite = (_of_values, _of_replacements, _of_references)
     own = [rule for kind in only_sqlite for rule in kind()] if dialect == "sqlite" else _of_times()
     for rule in (*rules(), *_of_machines(dialect), *_of_documents(dialect), *own):
@@ -103,13 +103,13 @@ OF_THE_CONTROL_PLANE = (
 
 
 FROZEN = ("spec", "spec_hash", "resources", "admitted_at")
-"""What admission has written; a retry has it written anew."""
+"""Columns that admission writes, and writes again after a retry."""
 ASKED = (
     *("request", "job_type", "model", "dataset", "reward_function", "preprocessing_pipeline"),
     *("hyperparams", "use_unsloth", "output_dir", "max_steps", "learning_rate", "batch_size"),
     *("num_generations", "priority", "project"),
 )
-"""What somebody has written, and admission has read."""
+"""Columns that the submitter writes and admission reads."""
 
 
 def _of_jobs() -> Iterator[Rule]:
@@ -411,7 +411,7 @@ def _of_machines(dialect: str) -> Iterator[Rule]:
 
 
 def _another_engine(dialect: str) -> str:
-    """Who asks the one cannot say what became of what the other has begun."""
+    """SQL condition: the name of the engine changes. One engine cannot say what became of jobs that another one started."""
     read = "json_extract({}.engine, '$.name')" if dialect == "sqlite" else "{}.engine ->> 'name'"
     return f"({read.format('NEW')}) <~> ({read.format('OLD')})"
 

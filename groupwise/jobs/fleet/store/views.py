@@ -1,8 +1,8 @@
-"""What is free, counted anew at each look: from the reservations, which are the truth, and from observations, which only subtract.
+"""Views of what is free now: from reservations, which are authoritative, and from observations, which only subtract.
 
-`gpu_free` has a line for each GPU, `vm_overview` one for each machine, with `total_gpus` and `available_gpus` beside its columns. They
-are for people and dashboards; placement reads the rows themselves, and also wants to know how old an observation is. What an attempt holds
-that stands in no table (`queue/untracked_processes.py`) counts as free here.
+`gpu_free` has a line for each GPU, `vm_overview` one for each machine, with `total_gpus` and `available_gpus` beside its columns. They are
+for people and dashboards; placement reads the rows themselves, and also checks how old an observation is. What an untracked attempt holds
+(`queue/untracked_processes.py`) counts as free here.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ LEFT JOIN (
 """
 
 NAMES = ("vm_overview", "gpu_free")
-"""Those that look at others first: the order in which they can be dropped."""
+"""Views that depend on others first: the order in which they can be dropped."""
 
 
 def statements() -> Iterator[str]:
-    """What makes them, the same in both databases."""
+    """The CREATE statements, the same in both databases."""
     yield _GPU_FREE
     yield _VM_OVERVIEW
 

@@ -26,9 +26,16 @@ from groupwise.jobs.fleet.queue import (
 from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.jobs.fleet.states import FINAL, RETRIED_FROM, JobStatus
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.checkpoints import NEWEST_FIRST
 from groupwise.jobs.fleet.store.database import at_one_moment, seconds
-from groupwise.jobs.fleet.store.tables import GPU, Attempt, Checkpoint, Job, Member, Reservation
+from groupwise.jobs.fleet.store.tables import (
+    GPU,
+    NEWEST_FIRST,
+    Attempt,
+    Checkpoint,
+    Job,
+    Member,
+    Reservation,
+)
 from groupwise.jobs.fleet.verbs import find, status, visibility
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.fleet.verbs.documents import (

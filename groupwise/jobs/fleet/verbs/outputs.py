@@ -21,8 +21,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.files.artefacts import artefact_folder, record_of
-from groupwise.jobs.fleet.store.checkpoints import NEWEST_FIRST
-from groupwise.jobs.fleet.store.tables import Checkpoint, Job
+from groupwise.jobs.fleet.store.tables import NEWEST_FIRST, Checkpoint, Job
 from groupwise.jobs.fleet.verbs import find
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.fleet.verbs.documents import Document, checkpoint_document

@@ -12,7 +12,7 @@ from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.poller import Pace, Poller
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import GPU, VM, Event
-from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.fleet.tasks import cancel_and_wait
 from groupwise.jobs.hosts import keys
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.port import (
@@ -126,7 +126,7 @@ class Fleet:
         try:
             yield poller
         finally:
-            await ended(running)
+            await cancel_and_wait(running)
 
 
 @pytest.fixture

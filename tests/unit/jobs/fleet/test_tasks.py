@@ -25,6 +25,6 @@ async def test_a_task_that_missed_its_cancellation_is_cancelled_again(
 
     begun = asyncio.create_task(deaf()), asyncio.create_task(fails())
     await asyncio.sleep(0)
-    await tasks.ended(None, *begun)
+    await tasks.cancel_and_wait(None, *begun)
     assert begun[0].cancelled()
     assert missed == 2

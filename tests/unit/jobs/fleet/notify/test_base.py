@@ -1,10 +1,12 @@
+import asyncio
 import json
+import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.jobs.fleet.notify.base import LARGEST, ids_in, messages
+from groupwise.jobs.fleet.notify.base import LARGEST, PendingIds, ids_in, messages
 
 IDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}", fullmatch=True)
 
@@ -44,3 +46,18 @@ def test_what_is_sent_is_what_is_heard(ids: list[str], largest: int):
     sent = list(messages(ids, largest))
     assert all(len(text) <= largest for text in sent)
     assert frozenset().union(*map(ids_in, sent)) == set(ids)
+
+
+async def test_ids_taken_before_the_wake_arrives_do_not_end_the_next_wait():
+    pending = PendingIds()
+    assert await pending.wait(0) == frozenset()
+    thread = threading.Thread(target=pending.put, args=(["a"],))
+    thread.start()
+    thread.join()  # its call to wake us is queued in this loop, and has not run
+    assert pending.take() == {"a"}
+    waiting = asyncio.create_task(pending.wait(60))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    pending.put(["b"])
+    assert await waiting == {"b"}
