@@ -1,4 +1,4 @@
-"""`groupwise fleet fetch`: what a job left, in a folder of this machine."""
+"""`groupwise fleet fetch`: downloads what a job left into a folder of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`groupwise fleet key`: who may use the fleet's HTTP API."""
+"""`groupwise fleet key`: makes, lists and revokes the keys of the fleet's HTTP API."""
 
 from __future__ import annotations
 

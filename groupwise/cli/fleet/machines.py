@@ -1,4 +1,4 @@
-"""`groupwise fleet vm`: the machines of a fleet. And `groupwise fleet project`: who jobs are counted for."""
+"""`groupwise fleet vm`: the machines of a fleet; and `groupwise fleet project`: the projects to which jobs are charged."""
 
 from __future__ import annotations
 

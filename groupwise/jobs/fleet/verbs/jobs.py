@@ -212,7 +212,7 @@ def checkpoints(session: Session, job_id: str) -> list[Document]:
 
 
 def why_waiting(session: Session, job: Job) -> list[str]:
-    """Why a job does not run, in words; empty where it runs or has ended."""
+    """The reasons why a job does not run; empty if it runs or has ended."""
     reasons = pending_reasons.explain(session, job)
     standstill = status.why_nothing_begins(session)
     if reasons and job.status != JobStatus.HELD and standstill is not None:

@@ -33,7 +33,7 @@ REMEMBERED = 4
 
 
 class _NameCache:
-    """Cache of the most recently computed sets of names, by what they depend on."""
+    """Caches the most recently computed sets of names; the key changes with everything that they depend on."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, frozenset[str]] = OrderedDict()
@@ -86,7 +86,7 @@ def artefacts(folder: Path, job: Document, epoch: int | None = None, rank: int =
 
 
 def artefact(folder: Path, job: Document, path: str, epoch: int | None, rank: int = 0) -> Path:
-    """The path of one of these files. Raises `unknown_file`."""
+    """The path of a file among an attempt's artefacts. Raises `unknown_file`."""
     wanted, record = _open_record(folder, job, epoch, rank)
     with record:
         status = os.fstat(record.fileno())
