@@ -271,7 +271,7 @@ class _Task:
             data = await self.runner.read(state.job, state.epoch, "result.json", limit=RESULT_BYTES)
             said = dict(json.loads(data))
         except (RunnerRefused, ValueError):
-            said = {"problem": _why(state)}
+            said = {"problem": _failure_of(state)}
         await self._tidy(state, spec.files)
         return said
 
@@ -336,7 +336,7 @@ def _live(states: Sequence[MemberState]) -> MemberState | None:
     return alive[-1] if alive else None
 
 
-def _why(state: MemberState) -> str:
+def _failure_of(state: MemberState) -> str:
     """How a build ended that left no result."""
     ended = state.exit
     if state.state == RunnerState.REBOOTED:
