@@ -1,4 +1,4 @@
-"""Shared by the commands of `groupwise fleet`: which fleet is meant, who asks, and how it is reached.
+"""Shared by the commands of `groupwise fleet`: which fleet is meant, who asks, how it is reached, and the progress of transfers.
 
 A fleet is given as its folder on this machine, or as the address of its API. Both have the same methods and give the same documents
 (`groupwise.jobs.fleet.direct`, `groupwise.jobs.fleet.client`), so a command need not know which it is. A folder needs no server: each
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import getpass
 import os
+import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,16 +20,22 @@ import typer
 
 from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
+from groupwise.core.terminal.quantities import byte_size
+from groupwise.core.terminal.text import one_line, shorten
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
     from groupwise.jobs.fleet.direct import DirectFleet
+    from groupwise.jobs.fleet.download import Tell
     from groupwise.jobs.fleet.settings import FleetPlace
     from groupwise.jobs.fleet.verbs.actor import Actor
 
     Fleet = DirectFleet | FleetClient
     """A fleet that commands can ask."""
 
+SHOW_SECONDS = 0.2
+"""Seconds before the first line of progress, and between two: a quick transfer shows none."""
+WIDEST = 78
 TIMEOUT = 60.0
 """Seconds to wait for one answer of an API."""
 
@@ -46,27 +54,27 @@ MachineArgument = Annotated[str, typer.Argument(metavar="VM", help="Name of a ma
 
 @contextmanager
 def fleet(
-    told: str | None, *, make: bool = False, timeout: float = TIMEOUT
+    fleet_at: str | None, *, make: bool = False, timeout: float = TIMEOUT
 ) -> Generator[Fleet, None, None]:
     """Open the fleet that is meant, by its folder or its API. `make`: an embedded fleet is made if it does not exist. `timeout`: seconds to
     wait for one answer of an API."""
     from groupwise.jobs.fleet.settings import FleetAddress, find
 
-    found = find(told, os.environ)
+    found = find(fleet_at, os.environ)
     if isinstance(found, FleetAddress):
         from groupwise.jobs.fleet.client import FleetClient
 
         with FleetClient(found.url, tell=say, timeout=timeout) as client:
             yield client
     else:
-        with fleet_here(told, make=make) as direct:
+        with fleet_here(fleet_at, make=make) as direct:
             yield direct
 
 
 @contextmanager
-def fleet_here(told: str | None, *, make: bool = False) -> Generator[DirectFleet, None, None]:
+def fleet_here(fleet_at: str | None, *, make: bool = False) -> Generator[DirectFleet, None, None]:
     """Open the fleet that is meant by its database, which this machine must be able to reach."""
-    place = place_of(told)
+    place = place_of(fleet_at)
     from groupwise.jobs.fleet.direct import DirectFleet
     from groupwise.jobs.fleet.processes import who_plays
     from groupwise.jobs.fleet.retry import Patience
@@ -88,12 +96,12 @@ def fleet_here(told: str | None, *, make: bool = False) -> Generator[DirectFleet
         database.close()
 
 
-def place_of(told: str | None, options: dict[str, Any] | None = None) -> FleetPlace:
+def place_of(fleet_at: str | None, options: dict[str, Any] | None = None) -> FleetPlace:
     """The folder and settings of the fleet that is meant. Raises UsageError for the address of an API."""
     require_installed()
     from groupwise.jobs.fleet.settings import FleetAddress, find
 
-    found = find(told, os.environ, options)
+    found = find(fleet_at, os.environ, options)
     if isinstance(found, FleetAddress):
         raise UsageError(
             f"{found.url} is the address of a fleet's API, and this command works on the fleet itself, its database and folder: type it on "
@@ -132,3 +140,28 @@ def require_server() -> None:
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
         raise UsageError(f"The API needs {' and '.join(missing)}: pip install 'groupwise[fleet]'.")
+
+
+@contextmanager
+def progress() -> Generator[Tell, None, None]:
+    """A line that is written over, and removed at the end in any case. Nothing if standard error is no terminal."""
+    from groupwise.jobs.fleet.download import tell_nobody
+
+    if not sys.stderr.isatty():
+        yield tell_nobody
+        return
+    last, shown = time.monotonic(), False
+
+    def tell(here: int, of: int, what: str) -> None:
+        nonlocal last, shown
+        if time.monotonic() - last < SHOW_SECONDS:
+            return
+        last, shown = time.monotonic(), True
+        line = f"{byte_size(here)} of {byte_size(of)}, {one_line(what)}"
+        typer.echo(f"\r\x1b[K{shorten(line, WIDEST)}", err=True, nl=False)
+
+    try:
+        yield tell
+    finally:
+        if shown:
+            typer.echo("\r\x1b[K", err=True, nl=False)

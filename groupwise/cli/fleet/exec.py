@@ -28,7 +28,7 @@ def exec_command(
         list[str],
         typer.Argument(metavar="[--] ARGUMENTS...", help="A program and its arguments."),
     ],
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     gpus: Annotated[str, typer.Option(metavar="N", help="GPUs that it needs.")] = "0",
     time_limit: Annotated[
         str, typer.Option("--time-limit", metavar="TIME", help="After which it is ended.")
@@ -46,7 +46,7 @@ def exec_command(
     from groupwise.jobs.fleet.queue import resources
 
     command = arguments[1:] if arguments[0] == "--" else arguments
-    with fleet(told) as access:
+    with fleet(fleet_at) as access:
         vm = _machine_of(access, target)
         request = {
             "arguments": command,

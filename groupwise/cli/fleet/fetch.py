@@ -1,4 +1,4 @@
-"""`groupwise fleet fetch`: what a job left, in a folder of this machine."""
+"""`groupwise fleet fetch`: downloads what a job left into a folder of this machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.fleet.access import AsJson, FleetOption, JobArgument, fleet
-from groupwise.cli.fleet.progress import progress
+from groupwise.cli.fleet.access import AsJson, FleetOption, JobArgument, fleet, progress
 from groupwise.cli.fleet.words import whole
 from groupwise.cli.output import say
 from groupwise.cli.printing import print_json
@@ -21,7 +20,7 @@ def fetch(
         list[str] | None,
         typer.Argument(metavar="[PATH...]", help="Files and folders of it; without: all."),
     ] = None,
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     to: Annotated[
         Path | None,
         typer.Option("--to", metavar="DIR", help="Where to; without it: a folder JOB here."),
@@ -57,7 +56,7 @@ def fetch(
     Each file appears whole, once its hash was found right. What is there already is kept, and what was interrupted goes on.
     """
     folder = Path(job) if to is None else to.expanduser()
-    with fleet(told) as access, progress() as tell:
+    with fleet(fleet_at) as access, progress() as tell:
         found = access.fetch(
             job,
             folder,

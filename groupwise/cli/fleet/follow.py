@@ -33,7 +33,7 @@ PORTION = 100
 MOST_EXPLAINED = 20
 """Most jobs for which the reasons why each waits are asked for."""
 _NUMBERS = re.compile(r"\d+")
-_SAID = {
+_STATUS_WORDS = {
     "running": "runs",
     "completed": "has completed",
     "failed": "has failed",
@@ -229,7 +229,7 @@ def _say_change(access: _LogSource, job: dict[str, Any], *, why: bool) -> None:
             say(f"{job['job_id']} is {job['status']}")
         return
     reason = f": {job['failure_reason']}" if job["failure_reason"] else ""
-    say(f"{job['job_id']} {_SAID[job['status']]}{reason}")
+    say(f"{job['job_id']} {_STATUS_WORDS[job['status']]}{reason}")
 
 
 def exit_code_of(ended: Sequence[dict[str, Any]]) -> int:

@@ -36,7 +36,7 @@ PAGE = 1000
 
 
 def jobs(
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     status: StatusOption = None,
     project: ProjectOption = None,
     name: NameOption = None,
@@ -60,7 +60,7 @@ def jobs(
 
     wanted = statuses(status)
     pairs("--label", label or ())
-    with fleet(told) as access:
+    with fleet(fleet_at) as access:
         found = access.jobs(
             status=None if wanted is None else sorted(wanted),
             project=project,
@@ -84,9 +84,9 @@ def jobs(
         say(f"there may be more: --older-than {found[-1]['job_id']}")
 
 
-def show(job: JobArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+def show(job: JobArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Show one job: status and why, attempts, evidence, events."""
-    with fleet(told) as access:
+    with fleet(fleet_at) as access:
         found = access.show(job)
     if as_json:
         print_json(found)
@@ -146,7 +146,7 @@ class _JobFilter:
 
 
 def _do(
-    told: str | None, ids: Sequence[str] | None, wanted: _JobFilter, verb: _Verb, as_json: bool
+    fleet_at: str | None, ids: Sequence[str] | None, wanted: _JobFilter, verb: _Verb, as_json: bool
 ) -> None:
     """Change one named job, or raise; of several jobs, change each, even if others are refused."""
     given = wanted.given()
@@ -158,7 +158,7 @@ def _do(
         raise UsageError(
             f"jobs are chosen by their ids and by {given[0]}: leave one of the two out."
         )
-    with fleet(told) as access:
+    with fleet(fleet_at) as access:
         if ids and len(ids) == 1:
             found = verb.one(access, ids[0])
             print_json(found) if as_json else say(verb.said(found))
@@ -201,7 +201,7 @@ def _each(access: Fleet, ids: Sequence[str], verb: _Verb, as_json: bool) -> list
 
 def cancel(
     job: JobsArgument = None,
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     reason: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Why, for whoever wonders later.")
     ] = None,
@@ -225,7 +225,7 @@ def cancel(
         lambda access, ids: access.cancel_all(ids, reason),
         _cancelled,
     )
-    _do(told, job, _JobFilter(status, project, name, label), verb, as_json)
+    _do(fleet_at, job, _JobFilter(status, project, name, label), verb, as_json)
 
 
 def _cancelled(job: dict[str, Any]) -> str:
@@ -240,7 +240,7 @@ def _is_now(job: dict[str, Any]) -> str:
 
 def retry(
     job: JobsArgument = None,
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     status: StatusOption = None,
     project: ProjectOption = None,
     name: NameOption = None,
@@ -260,12 +260,12 @@ def retry(
         lambda access, ids: access.retry_all(ids),
         lambda job: f"{_is_now(job)} again",
     )
-    _do(told, job, _JobFilter(status, project, name, label), verb, as_json)
+    _do(fleet_at, job, _JobFilter(status, project, name, label), verb, as_json)
 
 
 def hold(
     job: JobsArgument = None,
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     status: StatusOption = None,
     project: ProjectOption = None,
     name: NameOption = None,
@@ -284,12 +284,12 @@ def hold(
         lambda access, ids: access.hold_all(ids),
         _is_now,
     )
-    _do(told, job, _JobFilter(status, project, name, label), verb, as_json)
+    _do(fleet_at, job, _JobFilter(status, project, name, label), verb, as_json)
 
 
 def release(
     job: JobsArgument = None,
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     status: StatusOption = None,
     project: ProjectOption = None,
     name: NameOption = None,
@@ -308,12 +308,12 @@ def release(
         lambda access, ids: access.release_all(ids),
         _is_now,
     )
-    _do(told, job, _JobFilter(status, project, name, label), verb, as_json)
+    _do(fleet_at, job, _JobFilter(status, project, name, label), verb, as_json)
 
 
 def logs(
     job: JobArgument,
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on as it grows, until the job has ended.")
     ] = False,
@@ -348,7 +348,7 @@ def logs(
     """
     from groupwise.cli.fleet.follow import follow_log, print_log
 
-    with fleet(told) as access:
+    with fleet(fleet_at) as access:
         if follow:
             follow_log(access, job, tail=tail, epoch=epoch, rank=rank)
         else:
@@ -359,7 +359,7 @@ def prune(
     older_than: Annotated[
         str, typer.Option(metavar="AGE", help="That ended so long ago: 30d, 12h, 0s for all.")
     ],
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     project: Annotated[str | None, typer.Option(metavar="P", help="Only of this project.")] = None,
     status: Annotated[
         list[str] | None,
@@ -384,7 +384,7 @@ def prune(
         raise UsageError(
             f"--status {', '.join(wrong)}: only jobs that have ended are removed: completed, failed, cancelled."
         )
-    with fleet(told) as access:
+    with fleet(fleet_at) as access:
         result = access.prune(
             age,
             project=project,

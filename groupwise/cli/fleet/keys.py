@@ -1,4 +1,4 @@
-"""`groupwise fleet key`: who may use the fleet's HTTP API."""
+"""`groupwise fleet key`: makes, lists and revokes the keys of the fleet's HTTP API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from groupwise.cli.printing import print_json, print_table
 from groupwise.core.errors import UsageError
 
 ROLES = ("read", "act", "admin")
-"""As a fleet calls them."""
+"""Names of the roles of a key."""
 
 keys = typer.Typer(
     help="Keys of the HTTP API: make, list, revoke.",
@@ -25,7 +25,7 @@ keys = typer.Typer(
 @keys.command("new")
 def new(
     role: Annotated[str, typer.Argument(metavar="ROLE", help="read, act or admin.")],
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     project: Annotated[
         list[str] | None,
         typer.Option("--project", metavar="P", help="For its jobs alone; may be repeated."),
@@ -47,7 +47,7 @@ def new(
     if role not in ROLES:
         raise UsageError(f"{role!r} is no role; there are {', '.join(ROLES)}.")
     length = None if lasts is None else seconds_of("--lasts", lasts)
-    with fleet(told, make=True) as access:
+    with fleet(fleet_at, make=True) as access:
         made = access.make_key(role, projects=project or None, seconds=length, note=note)
     if as_json:
         print_json(made)
@@ -59,9 +59,9 @@ def new(
 
 
 @keys.command("list")
-def listing(told: FleetOption = None, as_json: AsJson = False) -> None:
+def listing(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """All keys, by what is known of them."""
-    with fleet(told) as access:
+    with fleet(fleet_at) as access:
         found = access.keys()
     if as_json:
         print_json(found)
@@ -87,9 +87,9 @@ def listing(told: FleetOption = None, as_json: AsJson = False) -> None:
 @keys.command("revoke")
 def revoke(
     key: Annotated[str, typer.Argument(metavar="KEY", help="Its id, as `key list` shows it.")],
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
 ) -> None:
     """Refuse a key from the next request on."""
-    with fleet(told) as access:
+    with fleet(fleet_at) as access:
         access.revoke_key(key)
     typer.echo(f"{key} is revoked.")

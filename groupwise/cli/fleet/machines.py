@@ -1,4 +1,4 @@
-"""`groupwise fleet vm`: the machines of a fleet. And `groupwise fleet project`: who jobs are counted for."""
+"""`groupwise fleet vm`: the machines of a fleet; and `groupwise fleet project`: the projects to which jobs are charged."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ ProjectOption = Annotated[
 @machines.command("add")
 def add(
     vm: MachineArgument,
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     host: Annotated[str | None, typer.Option(metavar="H", help="Address or name.")] = None,
     port: Annotated[
         int | None,
@@ -183,7 +183,7 @@ def add(
             ),
         ),
     }
-    with fleet(told, make=True) as access:
+    with fleet(fleet_at, make=True) as access:
         from groupwise.cli.fleet import reach
         from groupwise.cli.fleet.prepare import prepare_new, usual_plan
         from groupwise.jobs.fleet.client import FleetClient
@@ -261,14 +261,14 @@ def _ask_user() -> Callable[[str], bool] | None:
 
 @machines.command("list")
 def list_command(
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     removed: Annotated[
         bool, typer.Option("--removed", help="Also those that were removed.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the machines: what is free, what is wrong."""
-    with fleet(told) as access:
+    with fleet(fleet_at) as access:
         found = access.machines(removed=removed)
     if as_json:
         print_json(found)
@@ -281,9 +281,9 @@ def list_command(
 
 
 @machines.command("show")
-def show(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+def show(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Show one machine: its GPUs, who holds them, its history."""
-    with fleet(told) as access:
+    with fleet(fleet_at) as access:
         found = access.machine(vm)
     if as_json:
         print_json(found)
@@ -294,38 +294,38 @@ def show(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False)
 
 
 @machines.command("drain")
-def drain(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+def drain(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Place nothing new there; what runs goes on."""
-    _change("drain", vm, told, as_json)
+    _change("drain", vm, fleet_at, as_json)
 
 
 @machines.command("undrain")
-def undrain(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+def undrain(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Place work there again."""
-    _change("undrain", vm, told, as_json)
+    _change("undrain", vm, fleet_at, as_json)
 
 
 @machines.command("cordon")
 def cordon(
     vm: MachineArgument,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for whoever wonders later.")],
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Place nothing new there, and say why."""
-    _change("cordon", vm, told, as_json, reason)
+    _change("cordon", vm, fleet_at, as_json, reason)
 
 
 @machines.command("uncordon")
-def uncordon(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+def uncordon(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Place work there again, and forget its failed launches."""
-    _change("uncordon", vm, told, as_json)
+    _change("uncordon", vm, fleet_at, as_json)
 
 
 @machines.command("mark-lost")
 def lost(
     vm: MachineArgument,
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -341,13 +341,13 @@ def lost(
             )
         if not asks(f"Is {vm} gone for good? Its jobs begin anew elsewhere."):
             raise typer.Exit(1)
-    _change("lost", vm, told, as_json)
+    _change("lost", vm, fleet_at, as_json)
 
 
 @machines.command("remove")
-def remove(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+def remove(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Take a machine out of the fleet; nothing may run there."""
-    _change("remove", vm, told, as_json)
+    _change("remove", vm, fleet_at, as_json)
 
 
 @machines.command("trust")
@@ -359,7 +359,7 @@ def trust(
             metavar="[FINGERPRINT]", help="Of the key that it is to have.", show_default=False
         ),
     ] = None,
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Trust the key that it shows, unasked.")
     ] = False,
@@ -368,7 +368,7 @@ def trust(
     """Trust the host key that a machine shows."""
     _check_trust(fingerprint, yes)
     if fingerprint is None and not yes:
-        with fleet(told) as access:
+        with fleet(fleet_at) as access:
             found = access.machine(vm)
         # If it has shown none, `trust` says why.
         if (fingerprint := found["seen_fingerprint"]) is not None:
@@ -382,22 +382,22 @@ def trust(
                 say(f"{vm} had the host key {found['fingerprint']} before.")
             if not asks(f"{vm} shows the host key {fingerprint}. Is that the machine's own?"):
                 raise typer.Exit(1)
-    _change("trust", vm, told, as_json, fingerprint)
+    _change("trust", vm, fleet_at, as_json, fingerprint)
 
 
 @machines.command("clear-quarantine")
 def clear_quarantine(
     vm: MachineArgument,
     gpu: Annotated[str, typer.Argument(metavar="GPU", help="Its index or UUID.")],
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Let jobs have a GPU again that had been faulty."""
-    _change("clear_quarantine", vm, told, as_json, gpu)
+    _change("clear_quarantine", vm, fleet_at, as_json, gpu)
 
 
-def _change(verb: str, vm: str, told: str | None, as_json: bool, *more: Any) -> None:
-    with fleet(told) as access:
+def _change(verb: str, vm: str, fleet_at: str | None, as_json: bool, *more: Any) -> None:
+    with fleet(fleet_at) as access:
         found: dict[str, Any] = getattr(access, verb)(vm, *more)
     if as_json:
         print_json(found)
@@ -411,7 +411,7 @@ def _change(verb: str, vm: str, told: str | None, as_json: bool, *more: Any) -> 
 @machines.command("set")
 def set_machine(
     vm: MachineArgument,
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     host: Annotated[str | None, typer.Option(metavar="H", help="Address or name.")] = None,
     port: Annotated[int | None, typer.Option(metavar="N", help="Of SSH.", parser=PORT)] = None,
     user: Annotated[
@@ -468,7 +468,7 @@ def set_machine(
     if project and any_project:
         raise UsageError("--project and --any-project contradict each other.")
     _check_trust(trust_jump, yes, "--trust-jump")
-    with fleet(told) as access:
+    with fleet(fleet_at) as access:
         from groupwise.cli.fleet import reach
         from groupwise.jobs.fleet.client import FleetClient
 
@@ -555,9 +555,9 @@ def _command(given: str | None) -> list[str] | None:
 
 
 @projects.command("list")
-def list_projects(told: FleetOption = None, as_json: AsJson = False) -> None:
+def list_projects(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """List projects: weights, quotas, what waits and runs."""
-    with fleet(told) as access:
+    with fleet(fleet_at) as access:
         found = access.projects()
     if as_json:
         print_json(found)
@@ -572,7 +572,7 @@ def list_projects(told: FleetOption = None, as_json: AsJson = False) -> None:
 @projects.command("set")
 def set_project(
     name: Annotated[str, typer.Argument(metavar="PROJECT", help="Made if it is not there yet.")],
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     weight: Annotated[
         float | None,
         typer.Option(
@@ -599,7 +599,7 @@ def set_project(
         wanted["max_waiting"] = _quota("--max-waiting", max_waiting)
     if not wanted:
         raise UsageError("nothing to change: give --weight, --max-gpus or --max-waiting.")
-    with fleet(told, make=True) as access:
+    with fleet(fleet_at, make=True) as access:
         found = access.change_project(name, **wanted)
     if as_json:
         print_json(found)

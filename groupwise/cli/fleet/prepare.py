@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def prepare(
     vms: Annotated[list[str], typer.Argument(metavar="VM...", help="Names of machines.")],
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     extra: Annotated[
         list[str] | None,
         typer.Option(metavar="E", help="Extra of groupwise that jobs need; without it: train."),
@@ -94,7 +94,7 @@ def prepare(
     if as_json and dry_run:
         raise UsageError("--dry-run prints a lock for pip, which is no JSON; leave --json away.")
     names = list(dict.fromkeys(vms))
-    with fleet_here(told) as fleet:
+    with fleet_here(fleet_at) as fleet:
         machines = fleet.read(_machines, names)
         plan = plan_of(
             PrepareOptions(
@@ -204,14 +204,17 @@ async def _prune_one(
 
     vm = machine.vm_id
     epochs = await asyncio.to_thread(
-        lambda: fleet.database.read(lambda session: preparing.beginning(session, vm))
+        lambda: fleet.database.read(lambda session: preparing.starting_attempts(session, vm))
     )
     if epochs:
         say(f"{vm}: jobs are just beginning there, so no environment is removed; --prune once more")
         return asdict(preparing.Pruned([], [], []))
 
     async def keep() -> list[str]:
-        return [plan.name, *await asyncio.to_thread(fleet.database.read, preparing.named)]
+        return [
+            plan.name,
+            *await asyncio.to_thread(fleet.database.read, preparing.named_environments),
+        ]
 
     pruned = await preparing.prune(machine, keep, store)
     parts = [f"{len(pruned.removed)} other environments were removed"]

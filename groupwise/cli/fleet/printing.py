@@ -99,9 +99,8 @@ def _print_with_remarks(
         rows = _narrowed(head, rows, width - wanted)
         if least_name is not None and (wide := sum(_widths(head, rows)) + wanted - width) > 0:
             room = max(least_name, max(cell_len(row[0]) for row in rows) - wide)
-            end = (
-                room - 1
-            ) // 2  # cut in the middle: names of machines, which are ASCII, differ at their ends
+            # Cut in the middle: names of machines, which are ASCII, differ at their ends.
+            end = (room - 1) // 2
             for place, row in enumerate(rows):
                 if cell_len(row[0]) > room:
                     name = _cut(row[0], room - end) + row[0][-end:]
@@ -375,9 +374,8 @@ def _address(vm: Document) -> str:
     if vm["transport"] == "local":
         return "this machine"
     port = "" if vm["port"] == 22 else f":{vm['port']}"
-    user = (
-        "" if vm["user"] is None else f"{vm['user']}@"
-    )  # hidden from keys that are bound to projects
+    # Hidden from keys that are bound to projects.
+    user = "" if vm["user"] is None else f"{vm['user']}@"
     return f"{user}{vm['ip_address']}{port}"
 
 

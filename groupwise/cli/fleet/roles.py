@@ -61,7 +61,7 @@ TlsKeyOption = Annotated[
 
 
 def up(
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     database: DatabaseOption = None,
     nats_url: NatsOption = None,
     poll_seconds: PollOption = None,
@@ -81,7 +81,7 @@ def up(
     """
     address = _address(port, host, tls_certificate, tls_key)
     _run(
-        told,
+        fleet_at,
         None,
         address,
         database=database,
@@ -91,17 +91,17 @@ def up(
 
 
 def poller(
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     database: DatabaseOption = None,
     poll_seconds: PollOption = None,
     concurrency: ConcurrencyOption = None,
 ) -> None:
     """Look at all machines and their GPUs, for ever."""
-    _run(told, "poller", database=database, poll_seconds=poll_seconds, concurrency=concurrency)
+    _run(fleet_at, "poller", database=database, poll_seconds=poll_seconds, concurrency=concurrency)
 
 
 def dispatcher(
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     database: DatabaseOption = None,
     nats_url: NatsOption = None,
     concurrency: ConcurrencyOption = None,
@@ -110,28 +110,28 @@ def dispatcher(
 
     With PostgreSQL there may be several at once.
     """
-    _run(told, "dispatcher", database=database, nats_url=nats_url, concurrency=concurrency)
+    _run(fleet_at, "dispatcher", database=database, nats_url=nats_url, concurrency=concurrency)
 
 
 def requeue(
-    told: FleetOption = None, database: DatabaseOption = None, nats_url: NatsOption = None
+    fleet_at: FleetOption = None, database: DatabaseOption = None, nats_url: NatsOption = None
 ) -> None:
     """Look once a minute for what should not be, and mend it."""
-    _run(told, "requeue", database=database, nats_url=nats_url)
+    _run(fleet_at, "requeue", database=database, nats_url=nats_url)
 
 
 def tracker(
-    told: FleetOption = None, database: DatabaseOption = None, nats_url: ToldNatsOption = None
+    fleet_at: FleetOption = None, database: DatabaseOption = None, nats_url: ToldNatsOption = None
 ) -> None:
     """Tell NATS and webhooks of jobs that have ended.
 
     It also sends lines of logs on, where the setting `ship_logs` says so.
     """
-    _run(told, "tracker", database=database, nats_url=nats_url)
+    _run(fleet_at, "tracker", database=database, nats_url=nats_url)
 
 
 def api(
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     database: DatabaseOption = None,
     nats_url: NatsOption = None,
     port: Annotated[
@@ -147,7 +147,7 @@ def api(
     It needs the database and the fleet's folder; there may be several at once. `up --port` answers by itself.
     """
     address = _address(8010 if port is None else port, host, tls_certificate, tls_key)
-    _run(told, "api", address, database=database, nats_url=nats_url)
+    _run(fleet_at, "api", address, database=database, nats_url=nats_url)
 
 
 def _address(
@@ -167,10 +167,10 @@ def _address(
 
 
 def _run(
-    told: str | None, role: str | None, address: Address | None = None, **options: Any
+    fleet_at: str | None, role: str | None, address: Address | None = None, **options: Any
 ) -> None:
     given = {name: value for name, value in options.items() if value is not None}
-    place = place_of(told, given)
+    place = place_of(fleet_at, given)
     from groupwise.jobs.fleet.processes import ROLES
     from groupwise.jobs.fleet.up import run
 
@@ -181,9 +181,9 @@ def _say(text: str) -> None:
     say(text)
 
 
-def migrate(told: FleetOption = None, database: DatabaseOption = None) -> None:
+def migrate(fleet_at: FleetOption = None, database: DatabaseOption = None) -> None:
     """Make the tables of the database, or update them."""
-    place = place_of(told, {} if database is None else {"database": database})
+    place = place_of(fleet_at, {} if database is None else {"database": database})
     from groupwise.jobs.fleet.processes import who_plays
     from groupwise.jobs.fleet.store import database as databases
 
@@ -195,9 +195,9 @@ def migrate(told: FleetOption = None, database: DatabaseOption = None) -> None:
         opened.close()
 
 
-def status(told: FleetOption = None, as_json: AsJson = False) -> None:
+def status(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Say how the fleet is doing, and what needs a look."""
-    with fleet(told) as access:
+    with fleet(fleet_at) as access:
         found = access.status()
     if as_json:
         print_json(found)
@@ -208,7 +208,7 @@ def status(told: FleetOption = None, as_json: AsJson = False) -> None:
 
 
 def doctor(
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     vm: Annotated[
         list[str] | None, typer.Option(metavar="VM", help="Only this machine; several times.")
     ] = None,
@@ -218,7 +218,7 @@ def doctor(
     from groupwise.cli import findings as shown
     from groupwise.training.checks.findings import Finding, Findings, Report
 
-    place = place_of(told)
+    place = place_of(fleet_at)
     from groupwise.jobs.fleet.doctor import examine
 
     findings = Findings(None if as_json else shown.show_finding)

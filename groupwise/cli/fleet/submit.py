@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,21 +35,9 @@ Arguments = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """The jobs to submit, as read from the command line."""
-
-    documents: list[dict[str, Any]]
-    """A `JobRequest` for each job."""
-    places: list[str]
-    """Where each was read, for messages; empty if it comes from the options alone."""
-    project: str | None
-    idempotency_key: str | None
-
-
 def submit(
     arguments: Arguments = None,
-    told: FleetOption = None,
+    fleet_at: FleetOption = None,
     # the kind of job
     kind: Annotated[
         str | None,
@@ -361,17 +348,16 @@ def submit(
         disk=disk,
         labels=vm_label or (),
     )
-    with fleet(told, make=not dry_run) as access:
+    with fleet(fleet_at, make=not dry_run) as access:
         request = {**columns, **policy, "resources": needs.as_json(), "arguments": arguments or []}
         base = {key: value for key, value in request.items() if value not in (None, [], {}, False)}
         read = {"": base} if array is None else _array(array, base)
         expect_few(len(read))
         take_along(access, read, file or (), dry_run)
-        submission = Submission([*read.values()], [*read], project, idempotency_key)
         if dry_run:
-            _print_plans(access, submission, as_json)
+            _print_plans(access, read, project, as_json)
         else:
-            _submit(access, submission, wait, as_json)
+            _submit(access, read, project, idempotency_key, wait, as_json)
 
 
 def _expect_one_kind(columns: Mapping[str, Any], arguments: Sequence[str], *, some: bool) -> None:
@@ -478,24 +464,30 @@ def _merged(base: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
 # Submitting
 
 
-def _submit(access: Fleet, submission: Submission, wait: bool, as_json: bool) -> None:
+def _submit(
+    access: Fleet,
+    read: Mapping[str, dict[str, Any]],
+    project: str | None,
+    idempotency_key: str | None,
+    wait: bool,
+    as_json: bool,
+) -> None:
+    """Submit the jobs, which are `JobRequest`s by the place where each was read, and print their ids."""
     from groupwise.api.schemas.problems import Refusal
     from groupwise.cli.fleet.follow import exit_code_of, until_ended
     from groupwise.cli.printing import print_json
 
     try:
         accepted = access.submit_all(
-            submission.documents,
-            project=submission.project,
-            idempotency_key=submission.idempotency_key,
+            [*read.values()], project=project, idempotency_key=idempotency_key
         )
     except Refusal as refused:
         # If one of several is refused, name the line of the array.
         word, _, number = refused.errors[0].field.partition(".") if refused.errors else ("", "", "")
-        if word != "jobs" or not number.isdecimal() or int(number) >= len(submission.places):
+        if word != "jobs" or not number.isdecimal() or int(number) >= len(read):
             raise
         message = refused.errors[0].message
-        raise UsageError(at(submission.places[int(number)], message)) from refused
+        raise UsageError(at([*read][int(number)], message)) from refused
     ids = [each["job_id"] for each in accepted]
     for note in dict.fromkeys(note for each in accepted for note in each["notes"]):
         say(note)
@@ -511,15 +503,17 @@ def _submit(access: Fleet, submission: Submission, wait: bool, as_json: bool) ->
         raise typer.Exit(exit_code_of(ended))
 
 
-def _print_plans(access: Fleet, submission: Submission, as_json: bool) -> None:
+def _print_plans(
+    access: Fleet, read: Mapping[str, dict[str, Any]], project: str | None, as_json: bool
+) -> None:
     """Print what the jobs would be and where they could run, for `--dry-run`."""
     from groupwise.api.schemas.problems import Refusal
     from groupwise.cli.printing import print_json, print_pairs
 
     plans: list[dict[str, Any]] = []
-    for document, place in zip(submission.documents, submission.places, strict=True):
+    for place, document in read.items():
         try:
-            plans.append(access.plan(document, project=submission.project))
+            plans.append(access.plan(document, project=project))
         except Refusal as refused:
             if refused.code != "invalid_request" or not place:
                 raise

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from groupwise.cli.fleet.progress import progress
+from groupwise.cli.fleet.access import progress
 from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
 

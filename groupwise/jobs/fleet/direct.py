@@ -206,7 +206,7 @@ class DirectFleet:
         found: list[Document] = []
         for some in portions(ids):
             done = self.change(jobs.together, some, change)
-            self.ring(*jobs.changed(done))
+            self.ring(*jobs.changed_ids(done))
             found += done
         return found
 

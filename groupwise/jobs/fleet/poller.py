@@ -178,7 +178,7 @@ class Poller:
             try:
                 before = self._clock.now()
                 now, machines, barred = await self._database.read_in_thread(
-                    lambda s: (seconds(s), records.machines(s), observation.barred(s))
+                    lambda s: (seconds(s), records.machines(s), observation.barred_machines(s))
                 )
                 self._ahead = now - (before + self._clock.now()) / 2
                 await self._take_list(machines, first)
@@ -257,7 +257,9 @@ class Poller:
         vm_id, text = watched.machine.vm_id, f"{type(error).__name__}: {error}"
         asked_at = self._clock.now() + self._ahead
         try:
-            await self._database.in_thread(lambda s: observation.missed(s, vm_id, asked_at, text))
+            await self._database.in_thread(
+                lambda s: observation.record_miss(s, vm_id, asked_at, text)
+            )
         except RunError as away:
             self._complain(away)
 
@@ -280,7 +282,7 @@ class Poller:
             watched.misses += 1
             text = str(error) or type(error).__name__
             await self._database.in_thread(
-                lambda s: observation.missed(s, machine.vm_id, asked_at, text)
+                lambda s: observation.record_miss(s, machine.vm_id, asked_at, text)
             )
             return False
         watched.misses = 0
@@ -325,9 +327,9 @@ class Poller:
     async def _shown(self, watched: _Watched, key: HostKey) -> None:
         vm_id = watched.machine.vm_id
         await self._database.in_thread(
-            lambda s: observation.key_shown(s, vm_id, key, pin=self._trust)
+            lambda s: observation.record_shown_key(s, vm_id, key, pin=self._trust)
         )
 
     async def _way_not_trusted(self, watched: _Watched, error: HostKeyError) -> None:
         vm_id, text = watched.machine.vm_id, str(error)
-        await self._database.in_thread(lambda s: observation.not_trusted(s, vm_id, text))
+        await self._database.in_thread(lambda s: observation.record_untrusted(s, vm_id, text))

@@ -94,7 +94,7 @@ class Collector:
                 return Collected(problem)
         if part.rank == 0:
             await self._write("current", lambda: _link_current(target))
-        return await asyncio.to_thread(_collected, target, from_json(part.spec).artefacts)
+        return await asyncio.to_thread(_outcome, target, from_json(part.spec).artefacts)
 
     async def _fetch(self, part: Part, target: Path) -> str | None:
         """Fetch all files and publish the folder. Returns the reason if that can never succeed."""
@@ -219,7 +219,7 @@ def _publish(folder: Path, target: Path, tree: WorkTree) -> None:
     sync_folder(target.parent)
 
 
-def _collected(target: Path, artefacts: Collection[str]) -> Collected:
+def _outcome(target: Path, artefacts: Collection[str]) -> Collected:
     """Which files should be there and are not, and how much else was left out. `artefacts`: the paths that the job names."""
     document = json.loads(record_of(target).read_text())
     left_out: list[tuple[str, str]] = document["left_out"]

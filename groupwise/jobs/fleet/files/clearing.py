@@ -70,7 +70,7 @@ def clear_away(
             with suppress(FileNotFoundError):
                 names.update(path.name.removesuffix(".log") for path in folder.iterdir())
         jobs = {name for name in names if JOB_ID.fullmatch(name)}
-        for job_id in database.read(lambda s: pruned(s, jobs)):
+        for job_id in database.read(lambda s: pruned_jobs(s, jobs)):
             remove_files(folders, job_id)
         database.run(forget_processes)
         forget_history(database)
@@ -124,8 +124,8 @@ def named_blobs(session: Session) -> set[str] | None:
 
     None: there never was a job, so the answer is not known. Call it within `Database.read`, which shows one moment.
     """
-    pruned_jobs = select(Event.event_id).where(Event.kind == events.JOB_PRUNED)
-    traces = (session.scalar(query.limit(1)) for query in (select(Job.job_id), pruned_jobs))
+    pruning = select(Event.event_id).where(Event.kind == events.JOB_PRUNED)
+    traces = (session.scalar(query.limit(1)) for query in (select(Job.job_id), pruning))
     had_jobs = any(trace is not None for trace in traces)
     if not had_jobs:
         return None
@@ -161,7 +161,7 @@ def forget_rights(database: Database, store: BlobStore) -> None:
 # --- logs and artefacts ---------------------------------------------------------------------------
 
 
-def pruned(session: Session, jobs: Iterable[str]) -> list[str]:
+def pruned_jobs(session: Session, jobs: Iterable[str]) -> list[str]:
     """The jobs among these that were pruned and not submitted again under the same id."""
     found: list[str] = []
     waiting = sorted(jobs)

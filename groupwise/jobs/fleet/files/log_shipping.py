@@ -124,7 +124,7 @@ class Sink(Protocol):
 
 
 _ONE_WRITES = threading.Lock()
-"""If the role was restarted, the writer of before may still have some lines to finish."""
+"""Only one thread writes at a time: after a restart of the role, the earlier writer may still have lines to finish."""
 
 
 class _Writer:

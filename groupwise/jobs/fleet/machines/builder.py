@@ -417,7 +417,7 @@ class Pip:
 
 
 def advice(text: str, order: Order) -> str | None:
-    """What to do about a failure with this output; None if that is not known."""
+    """Advice on a failure with this output; None if the cause is not known."""
     if "ensurepip is not available" in text or "No module named ensurepip" in text:
         return (
             "this Python cannot make environments: its module ensurepip is missing. On Debian and Ubuntu, "

@@ -163,7 +163,7 @@ def forgettable(
 ) -> list[Name]:
     """Which of the attempts that a machine says are over may lose their folders there, the oldest first."""
     now = seconds(session)
-    known = _known(session, vm_id, names)
+    known = _rows(session, vm_id, names)
     unfinished = session.execute(
         select(Attempt.job_id, func.max(Attempt.epoch))
         .join(Member, Member.epoch == Attempt.epoch)
@@ -187,7 +187,7 @@ def forgettable(
     return [*_pruned(session, [n for n in names if n not in known]), *reversed(due)]
 
 
-def _known(session: Session, vm_id: str, names: Iterable[Name]) -> dict[Name, Any]:
+def _rows(session: Session, vm_id: str, names: Iterable[Name]) -> dict[Name, Any]:
     wanted = set(names)
     rows = session.execute(
         select(

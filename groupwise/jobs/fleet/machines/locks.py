@@ -193,7 +193,7 @@ def parse_lock(text: str, source: str, without: Collection[str] = ()) -> Lock:
     hashed: list[bool] = []
     for number, line in _logical_lines(text):
         where = f"{source}:{number}"
-        kept = _checked(line, where, {NAME, *without})
+        kept = _check_line(line, where, {NAME, *without})
         if kept is not None:
             lines.append(kept)
             hashed.append("--hash=" in kept)
@@ -221,7 +221,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
         yield first, whole.strip()
 
 
-def _checked(line: str, where: str, skipped: Collection[str]) -> str | None:
+def _check_line(line: str, where: str, skipped: Collection[str]) -> str | None:
     """Check a line and return it as pip gets it; None for distributions that come as wheels."""
     if line.startswith("-"):
         option, _, what = line.partition(" ")

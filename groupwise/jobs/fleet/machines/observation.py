@@ -52,7 +52,7 @@ MISSES = 3
 """Misses in a row that make a machine unreachable."""
 MISSES_APART = 5.0
 """Seconds between two misses that count, so that several pollers do not count the same silence."""
-LONGEST = 500
+LONGEST_PROBLEM = 500
 """Most characters of a problem that is stored."""
 ACTOR = "poller"
 HELD_UNTIL = "held_until"
@@ -102,7 +102,7 @@ def apply(
     return True
 
 
-def missed(session: Session, vm_id: str, asked_at: float, problem: str) -> int:
+def record_miss(session: Session, vm_id: str, asked_at: float, problem: str) -> int:
     """Record that a machine gave no answer when asked at `asked_at`. Returns the number of misses in a row."""
     vm = _locked(session, vm_id)
     now = seconds(session)
@@ -111,7 +111,7 @@ def missed(session: Session, vm_id: str, asked_at: float, problem: str) -> int:
     counted_at = records.missed_at(vm.facts)
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
     if not _is_barred(vm):  # its operator still has to know which key it showed
-        vm.problem = problem[:LONGEST]
+        vm.problem = problem[:LONGEST_PROBLEM]
     if vm.misses and not _is_newer(asked_at - MISSES_APART, counted_at, now):
         return vm.misses
     vm.misses += 1
@@ -130,7 +130,9 @@ def _is_newer(asked_at: float, known: float, now: float) -> bool:
     return asked_at > known or known > now + records.AHEAD
 
 
-def key_shown(session: Session, vm_id: str, shown: keys.HostKey, *, pin: bool = False) -> None:
+def record_shown_key(
+    session: Session, vm_id: str, shown: keys.HostKey, *, pin: bool = False
+) -> None:
     """Record the key shown by an untrusted machine, or shown by a trusted one instead of the pinned key.
 
     `pin`: trust the first key of a machine. A changed key is never trusted; the machine is left alone until an operator has looked.
@@ -160,17 +162,17 @@ def key_shown(session: Session, vm_id: str, shown: keys.HostKey, *, pin: bool = 
     logger.log(logging.ERROR if changed else logging.WARNING, "machine %s: %s", vm_id, vm.problem)
 
 
-def not_trusted(session: Session, vm_id: str, problem: str) -> None:
+def record_untrusted(session: Session, vm_id: str, problem: str) -> None:
     """Record that a key on the way to a machine is not trusted or cannot be read: its jump host's, or the one in its row."""
     vm = _locked(session, vm_id)
-    if vm is None or (vm.contact == Contact.UNTRUSTED and vm.problem == problem[:LONGEST]):
+    if vm is None or (vm.contact == Contact.UNTRUSTED and vm.problem == problem[:LONGEST_PROBLEM]):
         return
-    before, vm.contact, vm.problem = vm.contact, Contact.UNTRUSTED, problem[:LONGEST]
+    before, vm.contact, vm.problem = vm.contact, Contact.UNTRUSTED, problem[:LONGEST_PROBLEM]
     _tell(session, vm, events.VM_UNTRUSTED, before, detail={"problem": vm.problem})
     logger.error("machine %s: %s", vm_id, vm.problem)
 
 
-def barred(session: Session) -> frozenset[str]:
+def barred_machines(session: Session) -> frozenset[str]:
     """Machines that showed another key than the pinned one: nothing but their key is asked for."""
     rows = session.scalars(select(VM).where(VM.active, VM.contact == Contact.UNTRUSTED))
     return frozenset(vm.vm_id for vm in rows if _is_barred(vm))
@@ -218,8 +220,8 @@ def _answered(session: Session, vm: VM, seen: Observation) -> None:
 
 
 def _facts(vm: VM, seen: Observation, strays: Iterable[MemberState], now: float) -> dict[str, Any]:
-    """What is stored of the machine itself. `quarantined`: the runner's own finds, and living attempts that are in no table, each with when
-    it was first seen."""
+    """The facts to store for the machine itself. `quarantined`: the runner's own finds, and living attempts that are in no table, each with
+    the time when it was first seen."""
     before = {each["detail"]: each["since"] for each in untracked_processes.in_quarantine(vm)}
     quarantined: list[dict[str, Any]] = [asdict(each) for each in seen.quarantined]
     for each in strays:
@@ -282,19 +284,19 @@ def _trouble_of_probe(session: Session, vm: VM, seen: Observation) -> str | None
         known = select(GPU.gpu_id).where(GPU.vm_id == vm.vm_id).limit(1)
         if session.scalar(known) is None:
             return None
-    words = _WORDS.get(probe.status)
+    words = _PROBE_TROUBLE.get(probe.status)
     if words is None and probe.lines_not_read:
         words = "nvidia-smi gives lines that nobody can read"
-    if words is None and probe.apps in _WORDS and probe.apps is not ProbeStatus.ABSENT:
-        words = f"who is on its GPUs is not known: {_WORDS[probe.apps]}"
+    if words is None and probe.apps in _PROBE_TROUBLE and probe.apps is not ProbeStatus.ABSENT:
+        words = f"who is on its GPUs is not known: {_PROBE_TROUBLE[probe.apps]}"
     if words is None:
         return None
     code = f" (exit {probe.exit})" if probe.exit else ""
     said = "; ".join(probe.lines_not_read[:3]) or probe.said.strip()
-    return (words + code + (f": {said}" if said else ""))[:LONGEST]
+    return (words + code + (f": {said}" if said else ""))[:LONGEST_PROBLEM]
 
 
-_WORDS = {
+_PROBE_TROUBLE = {
     ProbeStatus.ABSENT: "it had GPUs, and now there is no nvidia-smi: see that the driver is installed and on PATH",
     ProbeStatus.FAILED: "nvidia-smi failed",
     ProbeStatus.HUNG: "nvidia-smi hangs",
@@ -368,7 +370,7 @@ def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Obs
         gpu = rows[shown.uuid]
         _copy(gpu, shown, now)
         apps = [app for app in seen.apps if app.uuid == shown.uuid]
-        judged = _judged(shown, apps, holders.get(gpu.gpu_id, set()), vm.idle_memory_mb)
+        judged = _judge(shown, apps, holders.get(gpu.gpu_id, set()), vm.idle_memory_mb)
         if uuids.count(shown.uuid) > 1:
             judged = Observed.DEGRADED, "its UUID was shown twice"
         if twin := twins.get(gpu.gpu_id):
@@ -414,14 +416,14 @@ def _copy(gpu: GPU, shown: SeenGPU, now: float) -> None:
     gpu.observed_at = now
 
 
-def _judged(
+def _judge(
     shown: SeenGPU, apps: list[SeenApp], own: Collection[str], idle_memory_mb: int
 ) -> tuple[Observed, str | None]:
     """Judge from what was seen whether a GPU may be given away. `own`: names of our attempts that may be at work on it."""
     if shown.mig:
         return Observed.MIG, f"{len(shown.mig_devices)} MIG devices"
     if shown.problems:
-        return Observed.DEGRADED, "; ".join(shown.problems)[:LONGEST]
+        return Observed.DEGRADED, "; ".join(shown.problems)[:LONGEST_PROBLEM]
     foreign = [app for app in apps if app.attempt not in own]
     if foreign:
         # Without amounts of memory, which change at every look.

@@ -53,7 +53,7 @@ class Plan:
     wheels: tuple[Path, ...] = ()
     """Wheels that are installed without their requirements."""
     wheelhouse: tuple[Path, ...] | None = None
-    """If given, pip takes wheels from here and contacts no index."""
+    """Wheels that are sent along: pip then takes only these, and contacts no index."""
     pythons: tuple[str, ...] = ()
     """Interpreters to try on the machine, in this order; empty: the usual ones."""
     index_url: str | None = None

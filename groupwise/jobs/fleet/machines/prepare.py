@@ -180,7 +180,7 @@ async def prune(
     return Pruned(list(said["removed"]), list(said["used"]), list(said["recent"]))
 
 
-def beginning(session: Session, vm_id: str) -> list[int]:
+def starting_attempts(session: Session, vm_id: str) -> list[int]:
     """Attempts that may still be launched on the machine with the interpreter that its row named a moment ago."""
     query = (
         select(Attempt.epoch)
@@ -194,7 +194,7 @@ def beginning(session: Session, vm_id: str) -> list[int]:
     return list(session.scalars(query).all())
 
 
-def named(session: Session) -> list[str]:
+def named_environments(session: Session) -> list[str]:
     """Environments named by the row of any machine: two rows may be one machine."""
     found = (PREPARED.fullmatch(python) for python in session.scalars(select(VM.python)))
     return sorted({each[1] for each in found if each is not None})
@@ -258,7 +258,7 @@ class _Task:
 
     async def run(self, spec: JobSpec, secrets: Mapping[str, str], hello: Hello) -> dict[str, Any]:
         """Run or follow the build. Returns what the builder wrote in `result.json`, else {"problem"} with how it ended."""
-        known = await self._known()
+        known = await self._attempts_there()
         state = _live(known)
         if state is not None:
             self.tell("it is being made already, by another `vm prepare`; what follows is its log")
@@ -271,11 +271,11 @@ class _Task:
             data = await self.runner.read(state.job, state.epoch, "result.json", limit=RESULT_BYTES)
             said = dict(json.loads(data))
         except (RunnerRefused, ValueError):
-            said = {"problem": _why(state)}
+            said = {"problem": _failure_of(state)}
         await self._tidy(state, spec.files)
         return said
 
-    async def _known(self) -> list[MemberState]:
+    async def _attempts_there(self) -> list[MemberState]:
         """Attempts of this name of which the machine has a folder."""
         seen = await self.runner.observe(probe=NO_PROBE)
         return [state for state in seen.attempts if state.job == self.job]
@@ -293,7 +293,7 @@ class _Task:
                 return state
             if state.refused.code != "lower_epoch":
                 raise PrepareError(f"the machine's runner will not: {state.refused.message}")
-            live = _live(await self._known())
+            live = _live(await self._attempts_there())
             if live is not None:
                 return live
             # A build has just ended, or the machine's clock was set back by an unknown amount.
@@ -336,7 +336,7 @@ def _live(states: Sequence[MemberState]) -> MemberState | None:
     return alive[-1] if alive else None
 
 
-def _why(state: MemberState) -> str:
+def _failure_of(state: MemberState) -> str:
     """How a build ended that left no result."""
     ended = state.exit
     if state.state == RunnerState.REBOOTED:

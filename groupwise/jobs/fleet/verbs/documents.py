@@ -36,6 +36,17 @@ LISTED_FIELDS = tuple(
     "gpu_index exit_code submitted_by not_before cancel_requested_at".split()
 )
 """Fields of each job in a list."""
+EVENT_FIELDS = tuple("event_id at actor kind job_id epoch vm_id before after detail".split())
+MACHINE_FIELDS = tuple(
+    "vm_id ip_address port user ssh_key_path transport jump host_key seen_host_key workdir python labels cpu_slots projects deadman "
+    "probe idle_memory_mb engine active draining cordoned lost_at contact unreachable_since problem degraded boot_id facts "
+    "launch_failures".split()
+)
+GPU_FIELDS = tuple(
+    "index uuid model memory_mb observed detail memory_used_mb utilisation temperature quarantined accused observed_at".split()
+)
+KEY_FIELDS = tuple("key_id role projects note created_at expires_at revoked_at".split())
+PROJECT_FIELDS = tuple("name weight max_gpus max_waiting".split())
 
 
 def iso(moment: datetime | None) -> str | None:
@@ -124,59 +135,17 @@ def checkpoint_document(checkpoint: Checkpoint) -> Document:
 
 def event_document(event: Event) -> Document:
     """An event as a document."""
-    return {
-        "event_id": event.event_id,
-        "at": event.at,
-        "actor": event.actor,
-        "kind": event.kind,
-        "job_id": event.job_id,
-        "epoch": event.epoch,
-        "vm_id": event.vm_id,
-        "before": event.before,
-        "after": event.after,
-        "detail": event.detail,
-    }
+    return {name: getattr(event, name) for name in EVENT_FIELDS}
 
 
 def machine_document(vm: VM) -> Document:
     """A machine's row as a document; its state is added by the caller, which knows the counts."""
-    return {
-        "vm_id": vm.vm_id,
-        "ip_address": vm.ip_address,
-        "port": vm.port,
-        "user": vm.user,
-        "ssh_key_path": vm.ssh_key_path,
-        "transport": vm.transport,
-        "jump": vm.jump,
-        "host_key": vm.host_key,
-        "seen_host_key": vm.seen_host_key,
-        "workdir": vm.workdir,
-        "python": vm.python,
-        "labels": vm.labels,
-        "cpu_slots": vm.cpu_slots,
-        "projects": vm.projects,
-        "deadman": vm.deadman,
-        "probe": vm.probe,
-        "idle_memory_mb": vm.idle_memory_mb,
-        "engine": vm.engine,
-        "active": vm.active,
-        "draining": vm.draining,
-        "cordoned": vm.cordoned,
-        "lost_at": vm.lost_at,
-        "contact": vm.contact,
-        "unreachable_since": vm.unreachable_since,
-        "problem": vm.problem,
-        "degraded": vm.degraded,
-        "boot_id": vm.boot_id,
-        "facts": vm.facts,
-        "launch_failures": vm.launch_failures,
-        "created_at": iso(vm.created_at),
-        "last_polled": iso(vm.last_polled),
-    }
+    times = {"created_at": iso(vm.created_at), "last_polled": iso(vm.last_polled)}
+    return {name: getattr(vm, name) for name in MACHINE_FIELDS} | times
 
 
 def machine_state(vm: VM) -> str:
-    """One word for people: what of all that stands in the row matters most."""
+    """The most important condition of a machine, in one word."""
     if not vm.active:
         return "removed"
     if vm.lost_at is not None:
@@ -191,22 +160,8 @@ def machine_state(vm: VM) -> str:
 
 
 def gpu_document(gpu: GPU, open_reservations: list[Document]) -> Document:
-    """A GPU, what was seen of it, and who holds it."""
-    return {
-        "index": gpu.index,
-        "uuid": gpu.uuid,
-        "model": gpu.model,
-        "memory_mb": gpu.memory_mb,
-        "observed": gpu.observed,
-        "detail": gpu.detail,
-        "memory_used_mb": gpu.memory_used_mb,
-        "utilisation": gpu.utilisation,
-        "temperature": gpu.temperature,
-        "quarantined": gpu.quarantined,
-        "accused": gpu.accused,
-        "observed_at": gpu.observed_at,
-        "held_by": open_reservations,
-    }
+    """A GPU as it was last seen, with its holders."""
+    return {name: getattr(gpu, name) for name in GPU_FIELDS} | {"held_by": open_reservations}
 
 
 def process_document(process: ControlProcess, now: float) -> Document:
@@ -225,22 +180,9 @@ def process_document(process: ControlProcess, now: float) -> Document:
 
 def project_document(project: Project) -> Document:
     """A project without its counts."""
-    return {
-        "name": project.name,
-        "weight": project.weight,
-        "max_gpus": project.max_gpus,
-        "max_waiting": project.max_waiting,
-    }
+    return {name: getattr(project, name) for name in PROJECT_FIELDS}
 
 
 def key_document(key: ApiKey) -> Document:
     """A key as a document, without the text that would let it be used."""
-    return {
-        "key_id": key.key_id,
-        "role": key.role,
-        "projects": key.projects,
-        "note": key.note,
-        "created_at": key.created_at,
-        "expires_at": key.expires_at,
-        "revoked_at": key.revoked_at,
-    }
+    return {name: getattr(key, name) for name in KEY_FIELDS}

@@ -1,4 +1,4 @@
-"""What people do with jobs once they are submitted: look, cancel, hold and release, try again, and clear away old ones.
+"""The verbs for submitted jobs: look, cancel, hold and release, retry.
 
 Each change of a job writes an event in the same transaction. Nothing here speaks to a machine: to cancel a running job means to set a flag
 in its row; the dispatcher that owns its attempt ends it, and records when that is done.
@@ -219,7 +219,7 @@ def checkpoints(session: Session, job_id: str) -> list[Document]:
 
 
 def why_waiting(session: Session, job: Job) -> list[str]:
-    """Why a job does not run, in words; empty where it runs or has ended."""
+    """The reasons why a job does not run; empty if it runs or has ended."""
     reasons = pending_reasons.explain(session, job)
     standstill = status.why_nothing_begins(session)
     if reasons and job.status != JobStatus.HELD and standstill is not None:
@@ -307,7 +307,7 @@ def together(session: Session, actor: Actor, ids: Sequence[str], change: Change)
     ]
 
 
-def changed(done: Sequence[Document]) -> list[str]:
+def changed_ids(done: Sequence[Document]) -> list[str]:
     """The ids of the jobs that `together` has changed; the others may not even exist."""
     return [each["job_id"] for each in done if "error" not in each]
 

@@ -1,4 +1,4 @@
-"""What people do with the machines of a fleet: take one in, look, keep new work away, give one up.
+"""The verbs for the machines of a fleet: add one, look, keep new work away, give one up.
 
     drain      nothing new is placed there; what runs goes on
     cordon     the same, with a reason; the fleet itself cordons a machine that fails every launch

@@ -1,4 +1,5 @@
-"""What jobs left on the control machine: artefacts in folders, which their records list, and mirrored checkpoints, as blobs that rows name.
+"""The outputs of jobs on the control machine: artefacts in folders, listed in their records, and mirrored checkpoints, blobs that rows
+name.
 
 Only what is listed can be read: a path leads to a file only if the record of its folder has it, a hash to a blob only if a checkpoint of
 that very job names it. A client that fetches a job asks for each of its files, of which there may be a hundred thousand: so the names in
@@ -31,7 +32,7 @@ REMEMBERED = 4
 
 
 class _NameCache:
-    """Cache of the most recently computed sets of names, by what they depend on."""
+    """Caches the most recently computed sets of names; the key changes with everything that they depend on."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, frozenset[str]] = OrderedDict()
@@ -71,7 +72,7 @@ def artefacts(folder: Path, job: Document, epoch: int | None = None, rank: int =
 
     `folder`: where the artefacts of all jobs lie. Raises `unknown_file`.
     """
-    wanted, record = _opened(folder, job, epoch, rank)
+    wanted, record = _open_record(folder, job, epoch, rank)
     with record:
         found = json.load(record)
     return {
@@ -84,8 +85,8 @@ def artefacts(folder: Path, job: Document, epoch: int | None = None, rank: int =
 
 
 def artefact(folder: Path, job: Document, path: str, epoch: int | None, rank: int = 0) -> Path:
-    """The path of one of these files. Raises `unknown_file`."""
-    wanted, record = _opened(folder, job, epoch, rank)
+    """The path of a file among an attempt's artefacts. Raises `unknown_file`."""
+    wanted, record = _open_record(folder, job, epoch, rank)
     with record:
         status = os.fstat(record.fileno())
         which = (record.name, status.st_ino, status.st_mtime_ns, status.st_size)
@@ -103,7 +104,7 @@ def artefact(folder: Path, job: Document, path: str, epoch: int | None, rank: in
     return place
 
 
-def _opened(folder: Path, job: Document, epoch: int | None, rank: int) -> tuple[int, IO[str]]:
+def _open_record(folder: Path, job: Document, epoch: int | None, rank: int) -> tuple[int, IO[str]]:
     """The attempt's epoch, and its opened record, which was written before the folder got its name. Raises `unknown_file`."""
     job_id, wanted = job["job_id"], epoch
     if wanted is None:

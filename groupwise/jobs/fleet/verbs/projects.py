@@ -18,6 +18,7 @@ from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.fleet.verbs.documents import Document, project_document
 
 WAITING = (JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)
+"""The statuses of waiting jobs, as in the index of the table."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,11 @@ from groupwise.jobs.fleet.store.tables import VM, Attempt, Checkpoint, Job, Memb
 from groupwise.jobs.fleet.verbs import find
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.fleet.verbs.documents import Document
+from groupwise.jobs.fleet.verbs.projects import WAITING
 from groupwise.jobs.hosts.files import BlobStore
 
 AT_ONCE = 500
 """Most jobs in one transaction, and in one query."""
-WAITING = (JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)
-"""The statuses of waiting jobs, as in the index of the table."""
 
 
 def old_jobs(

@@ -61,7 +61,7 @@ class _There:
 
 @dataclass(frozen=True, slots=True)
 class _Fleet:
-    """Its machines by name, and what all of them have."""
+    """The machines of a fleet by name, and an index of what they have."""
 
     machines: Mapping[str, _Machine]
     there: _There

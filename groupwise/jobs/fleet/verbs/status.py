@@ -149,7 +149,7 @@ def _roles(session: Session) -> Iterator[Document]:
 def _mixed_processes(session: Session) -> Iterator[Document]:
     """Alarms of processes of one fleet that see different folders, or are of different releases."""
     alive = [each for each in processes(session) if each["alive"]]
-    folders = _grouped(alive, FOLDER)
+    folders = _processes_by(alive, FOLDER)
     if len(folders) > 1:
         yield _alarm(
             "folder_not_shared",
@@ -157,7 +157,7 @@ def _mixed_processes(session: Session) -> Iterator[Document]:
             "what one of them puts there another does not find, so that jobs fail and files seem lost: mount the shared folder where it is "
             "missing, and begin the processes there anew",
         )
-    releases = _grouped(alive, RELEASE)
+    releases = _processes_by(alive, RELEASE)
     if len(releases) > 1:
         shown = "; ".join(f"{release}: {who}" for release, who in releases.items())
         yield _alarm(
@@ -167,7 +167,7 @@ def _mixed_processes(session: Session) -> Iterator[Document]:
         )
 
 
-def _grouped(alive: Sequence[Document], fact: str) -> dict[str, str]:
+def _processes_by(alive: Sequence[Document], fact: str) -> dict[str, str]:
     """Each value of a fact, with the processes that report it, in words."""
     who: dict[str, list[str]] = {}
     for each in alive:

@@ -147,7 +147,7 @@ def _notes(request: JobRequest, job: Job) -> list[str]:
 
 
 def _outlook(session: Session, job: Job) -> Document:
-    """Where the job could begin now, or why it would wait."""
+    """The places where the job could begin now, or the reasons why it would wait."""
     placement = None if job.admitted_at is None else waits.outlook(session, job)
     if not isinstance(placement, Placement):
         return {"where": [], "waits": waits.explain(session, job)}

@@ -74,7 +74,7 @@ def test_one_that_fails_changes_nothing_for_the_others(trusted: Command, builds:
 def test_nothing_is_removed_while_jobs_begin(
     trusted: Command, builds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparing, "beginning", lambda *_: [7])
+    monkeypatch.setattr(preparing, "starting_attempts", lambda *_: [7])
     code, out, err = trusted("vm", "prepare", "vm-1", "--prune", "--json")
     assert code == 0
     assert [json.loads(out)[0][each] for each in ("removed", "used", "recent")] == [[], [], []]

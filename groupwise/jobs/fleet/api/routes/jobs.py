@@ -206,7 +206,7 @@ async def _together(context: RequestContext, body: JobsBody, change: jobs.Change
     found = await context.run(
         lambda session: jobs.together(session, context.actor, body.jobs, change)
     )
-    context.serving.doorbell.ring(jobs.changed(found))
+    context.serving.doorbell.ring(jobs.changed_ids(found))
     return document(found)
 
 

@@ -38,11 +38,8 @@ async def readyz(request: Request) -> Response:
         return document({"status": "not_ready", "detail": "the server is shutting down"}, 503)
     try:
         ready = await asyncio.to_thread(serving.database.at_rest, is_current)
-    except (
-        DatabaseFailure,
-        UsageError,
-    ):  # its words name the database, which is for those with a key
-        ready = False
+    except (DatabaseFailure, UsageError):
+        ready = False  # without the error's words: they name the database, which only holders of a key may know
     if not ready:
         return document(
             {

@@ -341,4 +341,4 @@ def test_pruning_is_what_the_events_say(database: Database) -> None:
 
     database.run(write)
     names = ["gone", "lost", *(f"job-{n}" for n in range(2500))]
-    assert database.read(lambda s: clearing.pruned(s, names)) == ["gone"]
+    assert database.read(lambda s: clearing.pruned_jobs(s, names)) == ["gone"]

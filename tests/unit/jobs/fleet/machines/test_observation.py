@@ -92,10 +92,10 @@ class Fleet:
     def miss(self, problem: str = "no connection", at: float | None = None) -> int:
         self.round += 1
         asked = self.start + self.round * 15 if at is None else at
-        return self.database.run(lambda s: observation.missed(s, "vm", asked, problem))
+        return self.database.run(lambda s: observation.record_miss(s, "vm", asked, problem))
 
     def show(self, key: keys.HostKey, *, pin: bool = False) -> None:
-        self.database.run(lambda s: observation.key_shown(s, "vm", key, pin=pin))
+        self.database.run(lambda s: observation.record_shown_key(s, "vm", key, pin=pin))
 
     @property
     def vm(self) -> VM:
@@ -466,7 +466,7 @@ class TestKeys:
         assert fleet.vm.contact == "untrusted"
         assert "CHANGED" in (fleet.vm.problem or "")
         assert caplog.text.count("CHANGED") == 1
-        assert fleet.database.read(observation.barred) == {"vm"}
+        assert fleet.database.read(observation.barred_machines) == {"vm"}
         assert not fleet.look(gpu(0)), "a kept connection says nothing against it"
         fleet.miss("cut")
         assert "CHANGED" in (fleet.vm.problem or "")

@@ -87,7 +87,7 @@ def test_a_look_that_was_under_way_at_what_it_was_before_says_nothing(small: Any
     vm = small.vm("gpu-1")
     assert vm.observed_round > asked_at
     assert vm.boot_id is None
-    missed = small.database.run(lambda s: observation.missed(s, "gpu-1", asked_at, "no route"))
+    missed = small.database.run(lambda s: observation.record_miss(s, "gpu-1", asked_at, "no route"))
     assert (missed, small.vm("gpu-1").problem) == (0, None)
 
 
