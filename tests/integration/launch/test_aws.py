@@ -22,7 +22,8 @@ import boto3
 import pytest
 
 from groupwise.jobs.clouds import aws, spot_notice
-from groupwise.jobs.clouds.aws import MARGIN_MINUTES, AwsBackend, Patience
+from groupwise.jobs.clouds.aws import AwsBackend
+from groupwise.jobs.clouds.aws_machines import MARGIN_MINUTES, Patience
 from groupwise.jobs.clouds.backend import (
     CloudError,
     Handle,
@@ -181,14 +182,14 @@ async def test_who_decided_before_another_has_started_a_machine_starts_none(
 ) -> None:
     first, second = reach("kept-1"), reach("kept-2")
     decided, go = asyncio.Event(), asyncio.Event()
-    request = second.backend._request
+    request = second.backend._machines._request
 
     async def late(*arguments: Any) -> Any:
         decided.set()
         await go.wait()
         return await request(*arguments)
 
-    monkeypatch.setattr(second.backend, "_request", late)
+    monkeypatch.setattr(second.backend._machines, "_request", late)
     deciding = asyncio.create_task(second.makes())
     await decided.wait()
     one = await first.makes()
@@ -203,12 +204,12 @@ async def test_of_two_machines_for_one_attempt_one_stays(
     """Whatever it is by which AWS was made to start both."""
     first, second = reach("kept-1"), reach("kept-2")
     one = await first.makes()
-    newest, unseen = second.backend._newest, [None]
+    newest, unseen = second.backend._machines.newest, [None]
 
     async def blind(name: str) -> Any:
         return unseen.pop() if unseen else await newest(name)
 
-    monkeypatch.setattr(second.backend, "_newest", blind)
+    monkeypatch.setattr(second.backend._machines, "newest", blind)
     assert repr(await second.makes()) == repr(one)
     assert (len(account.requests), len(account.living())) == (2, 1)
 
