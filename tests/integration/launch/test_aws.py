@@ -23,7 +23,7 @@ import pytest
 
 from groupwise.jobs.clouds import aws, spot_notice
 from groupwise.jobs.clouds.aws import AwsBackend
-from groupwise.jobs.clouds.aws_machines import MARGIN_MINUTES, Patience
+from groupwise.jobs.clouds.aws_machines import MARGIN_MINUTES, AwsMachines, Patience
 from groupwise.jobs.clouds.backend import (
     CloudError,
     Handle,
@@ -371,7 +371,7 @@ async def test_what_a_dead_laptop_left_is_taken_up_or_begun_anew(
 
     with monkeypatch.context() as patched:
         patched.setattr(AwsBackend, "_set_up", killed)
-        patched.setattr(AwsBackend, "_undo", lambda *_: asyncio.sleep(0))
+        patched.setattr(AwsMachines, "undo", lambda *_: asyncio.sleep(0))
         with pytest.raises(KeyboardInterrupt):
             await reach("dead").makes()
     [machine] = account.living()
@@ -458,7 +458,7 @@ async def test_another_attempt_there_has_its_time_before_the_machine_ends(
         await client.resume()
     refuses.unlink()
     assert (account.deadline(machine), (await client.find()).attempt) == (soon, 1)
-    for fails in ((MachineBackend, "_begin"), (AwsBackend, "_tag")):
+    for fails in ((MachineBackend, "_begin"), (AwsMachines, "tag")):
         with monkeypatch.context() as patched:
             patched.setattr(*fails, _cut_off)
             with pytest.raises(asyncio.CancelledError):
