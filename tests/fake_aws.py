@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from groupwise.jobs.clouds.aws import AwsBackend, Patience
+from groupwise.jobs.clouds.aws import AwsBackend
 from groupwise.jobs.clouds.aws_checks import Access
+from groupwise.jobs.clouds.aws_machines import Patience
 from groupwise.jobs.clouds.aws_state import JobRecords
 from groupwise.jobs.clouds.ec2 import IMAGE_PARAMETER, BotoEc2
 from tests.ssh_hosts import LoopbackHost

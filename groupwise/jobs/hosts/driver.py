@@ -294,7 +294,7 @@ class Runner:
         body = {**_key(job, epoch), "what": what}
         most = LARGEST_OF_CHECKPOINTS if what == "checkpoints" else LARGEST_MANIFEST
         answer = await self._ask("manifest", body, timeout=timeout, longest=LONGEST, most_body=most)
-        # of a million files it takes seconds, in which nothing else would be heard
+        # Reading a list of a million files takes seconds, in which the event loop would serve nothing else.
         return await asyncio.to_thread(answers.work_tree, answer.body)
 
     async def read(

@@ -317,7 +317,7 @@ class BlobStore:
 
     @contextlib.contextmanager
     def _locked(self, how: int, name: str = ".lock") -> Generator[None]:
-        # To read and to write: NFS gives a shared lock only to who may read, and one that is alone only to who may write.
+        # Opened to read and to write: NFS gives a shared lock only to a reader, and an exclusive one only to a writer.
         with (self.root / name).open("a+b") as lock:
             fcntl.flock(lock, how)
             yield

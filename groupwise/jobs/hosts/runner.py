@@ -2511,7 +2511,7 @@ def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     elif (state_of(attempt) or {}).get("engine"):  # its supervisor may live on another machine
         set_cell(attempt.at("cancel"), f"{least:.3f}")
         kill_leftovers(attempt)
-    else:  # no supervisor lives to hear of it
+    else:  # no supervisor is left that could end it
         kill_leftovers(attempt)
     return member(attempt), b""
 
@@ -3510,8 +3510,7 @@ class Supervisor:
         self.settle()
         try:
             if self.order.engine:
-                # It may have been laid out on another machine: from here on it belongs to this
-                # one.
+                # Another machine may have laid it out: from here on it belongs to this one.
                 self.state.update(
                     phase="claimed", boot_id=boot_id(), claimed_by=os.uname().nodename
                 )
@@ -3844,15 +3843,14 @@ class Supervisor:
             reap_adopted()
             self.hear_out(ROOM_PATIENCE if self.log and self.log.unwritten else LAST_WORDS)
         record = self.exit_record(ending, ended)
-        # If its folder was removed, and with it the lock that it holds, a record has no place and
-        # no reader.
+        # If its folder was removed, and with it the lock that it holds, a record has no place and no reader.
         while os.fstat(self.lock).st_nlink > 0 and not save_exit(self.attempt, record):
             make_way(self.attempt)
             self.beat()
             time.sleep(TICK)
         self.group.remove()
         # A launch may still wait for the first word.
-        with contextlib.suppress(OSError):  # it has been said
+        with contextlib.suppress(OSError):  # it was released before
             self.say()
 
     def exit_record(self, ending: Ending, ended: Any) -> dict[str, Any]:

@@ -22,7 +22,8 @@ import boto3
 import pytest
 
 from groupwise.jobs.clouds import aws, spot_notice
-from groupwise.jobs.clouds.aws import MARGIN_MINUTES, AwsBackend, Patience
+from groupwise.jobs.clouds.aws import AwsBackend
+from groupwise.jobs.clouds.aws_machines import MARGIN_MINUTES, AwsMachines, Patience
 from groupwise.jobs.clouds.backend import (
     CloudError,
     Handle,
@@ -181,14 +182,14 @@ async def test_who_decided_before_another_has_started_a_machine_starts_none(
 ) -> None:
     first, second = reach("kept-1"), reach("kept-2")
     decided, go = asyncio.Event(), asyncio.Event()
-    request = second.backend._request
+    request = second.backend._machines._request
 
     async def late(*arguments: Any) -> Any:
         decided.set()
         await go.wait()
         return await request(*arguments)
 
-    monkeypatch.setattr(second.backend, "_request", late)
+    monkeypatch.setattr(second.backend._machines, "_request", late)
     deciding = asyncio.create_task(second.makes())
     await decided.wait()
     one = await first.makes()
@@ -203,12 +204,12 @@ async def test_of_two_machines_for_one_attempt_one_stays(
     """Whatever it is by which AWS was made to start both."""
     first, second = reach("kept-1"), reach("kept-2")
     one = await first.makes()
-    newest, unseen = second.backend._newest, [None]
+    newest, unseen = second.backend._machines.newest, [None]
 
     async def blind(name: str) -> Any:
         return unseen.pop() if unseen else await newest(name)
 
-    monkeypatch.setattr(second.backend, "_newest", blind)
+    monkeypatch.setattr(second.backend._machines, "newest", blind)
     assert repr(await second.makes()) == repr(one)
     assert (len(account.requests), len(account.living())) == (2, 1)
 
@@ -370,7 +371,7 @@ async def test_what_a_dead_laptop_left_is_taken_up_or_begun_anew(
 
     with monkeypatch.context() as patched:
         patched.setattr(AwsBackend, "_set_up", killed)
-        patched.setattr(AwsBackend, "_undo", lambda *_: asyncio.sleep(0))
+        patched.setattr(AwsMachines, "undo", lambda *_: asyncio.sleep(0))
         with pytest.raises(KeyboardInterrupt):
             await reach("dead").makes()
     [machine] = account.living()
@@ -457,7 +458,7 @@ async def test_another_attempt_there_has_its_time_before_the_machine_ends(
         await client.resume()
     refuses.unlink()
     assert (account.deadline(machine), (await client.find()).attempt) == (soon, 1)
-    for fails in ((MachineBackend, "_begin"), (AwsBackend, "_tag")):
+    for fails in ((MachineBackend, "_begin"), (AwsMachines, "tag")):
         with monkeypatch.context() as patched:
             patched.setattr(*fails, _cut_off)
             with pytest.raises(asyncio.CancelledError):

@@ -1,0 +1,335 @@
+"""The machines of EC2 that belong to jobs: start the one for an attempt, wait until it answers, tag it, end it.
+
+A machine's tags say what it is for. It is started with a token of its attempt, so that two callers who submit at once start one machine;
+if AWS was made to start two all the same, all callers keep the same one. `aws.py` decides what runs on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.jobs.clouds.aws_checks import Access, price_of
+from groupwise.jobs.clouds.aws_state import Record
+from groupwise.jobs.clouds.backend import CloudError, NameTaken, Order, Unreachable, identity_fields
+from groupwise.jobs.clouds.boot import host_key_in, user_data
+from groupwise.jobs.clouds.ec2 import Ec2, Machine, Refused, Request
+from groupwise.jobs.clouds.machine import ROOT, MachineBackend
+from groupwise.jobs.hosts.driver import Runner
+from groupwise.jobs.hosts.fetching import to_its_end
+from groupwise.jobs.hosts.ssh import Address, SshHost
+
+INSTANCE_TYPE = "g5.2xlarge"
+HOURS = 24.0
+MARGIN_MINUTES = 30
+"""Minutes that a machine lives beyond its job's own limit: to be made ready before, to have its results fetched after."""
+VOID = "void"
+"""The tag of a machine that no longer belongs to its job: its set-up failed, or the job was removed."""
+REMOVED = "removed"
+"""The tag's value if the job was removed: the machine's cost does not count for the next job of this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Times in seconds."""
+
+    look: float = 4.0
+    """Pause between two looks at a machine that is not ready."""
+    ready: float = 900.0
+    """Longest time from the start of a machine to the first answer of its sshd; a console may be minutes late."""
+    known: float = 120.0
+    """Longest time until AWS knows the machine that it has started."""
+    other: float = 30.0
+    """Longest time until a machine is seen that another caller starts at this moment."""
+
+
+@dataclass(slots=True)
+class _Reached:
+    """A machine that was called, and the backend that calls it."""
+
+    machine: Machine
+    backend: MachineBackend
+
+
+class AwsMachines:
+    """The machines of all jobs of an account in one region."""
+
+    def __init__(self, name: str, ec2: Ec2, access: Access, owner: str, patience: Patience) -> None:
+        """`name`: the backend's; `owner`: the user who launches, shown to people who sweep."""
+        self._name, self._owner = name, owner
+        self._ec2, self._access, self._patience = ec2, access, patience
+        self._where = f"AWS, {ec2.region}"
+        self._reached: dict[str, _Reached] = {}
+        self._left: list[MachineBackend] = []
+        """Backends of machines that were replaced by others; closed at the end."""
+
+    async def newest(self, name: str) -> Machine | None:
+        """The machine of the newest attempt; a living one before one that is gone, and of two started at once the same for all callers."""
+        return max(await self.all(name), key=_newness, default=None)
+
+    async def every(self, name: str | None = None) -> list[Machine]:
+        """All machines of this job, or of all jobs, also those that no longer belong to them."""
+        return await asyncio.to_thread(self._ec2.machines, name)
+
+    async def all(self, name: str | None = None) -> list[Machine]:
+        """The machines that belong to this job, or to any job."""
+        return [each for each in await self.every(name) if VOID not in each.tags]
+
+    async def count(self, name: str) -> int:
+        """How many machines were ever started for this job, as far as AWS remembers."""
+        return len(await self.every(name))
+
+    def expect_same(self, order: Order, machine: Machine | None, record: Record | None) -> None:
+        known = machine.tags.get("order") if machine is not None else None
+        if known is None and record is not None and record.order is not None:
+            known = digest(identity_fields(record.order))
+        if known not in (None, digest(identity_fields(order.document()))):
+            raise NameTaken(
+                f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
+            )
+
+    async def start(
+        self, order: Order, attempt: int, started: list[Machine], before: int
+    ) -> Machine:
+        """The machine of this attempt; it is added to `started` if it was started here."""
+        request = await self._request(order, attempt, f"{before}")
+        try:
+            return await self._run_instance(request, started)
+        except Refused as refused:
+            if refused.aws != "IdempotentParameterMismatch":
+                raise
+        # Another caller has used the token: at this moment, or for a machine that is gone and forgotten.
+        other = await self._started_elsewhere(order.name, attempt)
+        if other is not None:
+            self.expect_same(order, other, None)
+            return other
+        request = await self._request(order, attempt, f"{before}/{uuid.uuid4().hex}")
+        return await self._run_instance(request, started)
+
+    async def _run_instance(self, request: Request, started: list[Machine]) -> Machine:
+        def start() -> Machine:
+            # Noted in the thread, because a caller that is cancelled meanwhile must know what exists.
+            machine = self._ec2.start(request)
+            started.append(machine)
+            return machine
+
+        try:
+            return await to_its_end(asyncio.to_thread(start))
+        except Unreachable as error:
+            # It may have been started although no answer came.
+            name = request.tags["job"]
+            try:
+                found = await asyncio.to_thread(self._ec2.machines, name)
+            except CloudError:
+                raise Unreachable(
+                    f"{error.message} Nobody knows whether a machine was started for {name}. If so it ends at its deadline; "
+                    f"`groupwise launch sweep --name {name}` ends it as soon as AWS answers."
+                ) from None
+            ours = [each for each in found if each.tags.get("by") == request.tags["by"]]
+            started.extend(each for each in ours if each.lives)
+            raise
+
+    async def _started_elsewhere(self, name: str, attempt: int) -> Machine | None:
+        """Wait for the living machine of this attempt that another caller starts; None if none is seen in time."""
+        until = time.monotonic() + self._patience.other
+        while True:
+            machine = await self.newest(name)
+            if machine is not None and machine.lives and attempt_of(machine, None) == attempt:
+                return machine
+            if time.monotonic() >= until:
+                return None
+            await asyncio.sleep(self._patience.look)
+
+    async def _request(self, order: Order, attempt: int, salt: str) -> Request:
+        """`salt`: the same for all callers who decide this from the same facts, so that AWS starts one machine for them."""
+        asks, access = order.asks, self._access
+        group = await asyncio.to_thread(access.group, self._ec2)
+        image, root_device = await asyncio.to_thread(self._ec2.image, asks.get("ami"))
+        minutes = minutes_of(order)
+        deadline = time.time() + minutes * 60
+        spot = bool(asks.get("spot"))
+        token = hashlib.sha256(f"{order.name}/{attempt}/{salt}".encode()).hexdigest()
+        kind = type_of(order)
+        price = await asyncio.to_thread(price_of, self._ec2, kind, spot=spot)
+        tags = {
+            "job": order.name,
+            "attempt": str(attempt),
+            "first": str(attempt),
+            "order": digest(identity_fields(order.document())),
+            "owner": self._owner[:200],
+            "by": uuid.uuid4().hex,
+            "since": f"{time.time():.3f}",
+            "deadline": f"{deadline:.0f}",
+            "login": f"{access.user}:{access.port}",
+            **({} if price.dollars is None else {"price": f"{price.dollars:.4f}"}),
+        }
+        return Request(
+            token,
+            kind,
+            image,
+            root_device,
+            access.required("key_name"),
+            (group.id,),
+            user_data(deadline, minutes, access.user, spot=spot),
+            tags,
+            access.subnet,
+            spot,
+            asks.get("max_price"),
+        )
+
+    async def settle(self, order: Order, machine: Machine, started: list[Machine]) -> Machine:
+        """The machine to keep if several were started for one attempt. All callers choose the same; those in `started` are ended if it is
+        another."""
+        chosen = await self.newest(order.name)
+        if chosen is None or not chosen.lives or chosen.id == machine.id:
+            return machine
+        self.expect_same(order, chosen, None)
+        for each in [*started]:
+            await self.undo(each)
+            started.remove(each)
+        return chosen
+
+    async def ready(self, machine: Machine) -> MachineBackend:
+        """Wait until the machine answers with its own host key. Raises CloudError if it does not in time."""
+        until = time.monotonic() + self._patience.ready
+        while True:
+            machine = await self._seen_again(machine)
+            if machine.state not in ("pending", "running"):
+                raise CloudError(
+                    f"{machine.id} has ended before it was ready: {machine.why or machine.state}"
+                )
+            on = await self._with_host_key(machine)
+            why = "it has not said its host key on its console" if on is None else ""
+            if on is not None:
+                try:
+                    await on.list()
+                    return on
+                except Unreachable as error:
+                    why = error.message
+                    await on.close()
+                    self._reached.pop(machine.tags["job"], None)
+            if time.monotonic() >= until:
+                raise CloudError(
+                    f"{machine.id} was not ready after {self._patience.ready:.0f} s: {why}"
+                )
+            await asyncio.sleep(self._patience.look)
+
+    async def _seen_again(self, machine: Machine) -> Machine:
+        """The machine as AWS describes it now; unchanged while AWS does not know yet what it has just started."""
+        found = await asyncio.to_thread(self._ec2.machines, machine.tags["job"])
+        return next((each for each in found if each.id == machine.id), machine)
+
+    async def _with_host_key(self, machine: Machine) -> MachineBackend | None:
+        """The machine's backend. None: its host key or its address is not known yet."""
+        if machine.state != "running" or machine.address is None:
+            return None
+        if "host-key" not in machine.tags:
+            console = await asyncio.to_thread(self._ec2.console, machine.id)
+            key = host_key_in(console)
+            if key is None:
+                return None
+            await self.tag(machine, {"host-key": key})
+            machine = await self._seen_again(machine)
+        return self.reach(machine)
+
+    def reach(self, machine: Machine) -> MachineBackend | None:
+        """The machine's backend, kept for the next call; None: its host key or address is not known yet."""
+        job, key = machine.tags["job"], machine.tags.get("host-key")
+        known = self._reached.get(job)
+        if known is not None and known.machine.id == machine.id:
+            return known.backend
+        if key is None or machine.address is None:
+            return None
+        user, _, port = machine.tags["login"].rpartition(":")
+        address = Address(machine.address, user, int(port), self._access.required("key_path"), key)
+        runner = Runner(SshHost(address), root=ROOT, python=self._access.python)
+        backend = MachineBackend(self._name, runner, self._where)
+        if known is not None:
+            self._left.append(known.backend)
+        self._reached[job] = _Reached(machine, backend)
+        return backend
+
+    def reached(self, name: str) -> Machine | None:
+        """The machine of this job that was called last; None if none was."""
+        known = self._reached.get(name)
+        return None if known is None else known.machine
+
+    async def tag(self, machine: Machine, tags: dict[str, str]) -> None:
+        """Set tags of a machine."""
+        await asyncio.to_thread(self._ec2.tag, machine.id, tags)
+
+    async def undo(self, machine: Machine) -> None:
+        """End a machine on which nothing has begun. Raises CloudError if it still exists.
+
+        For some seconds AWS may not know what it has just started: it is asked again until it does.
+        """
+        until = time.monotonic() + self._patience.known
+        try:
+            await self.make_void(machine)
+            while not await self.end(machine):
+                if time.monotonic() > until:
+                    raise CloudError("AWS says that there is no such machine.")
+                await asyncio.sleep(self._patience.look)
+            await self.make_void(machine)
+        except CloudError as error:
+            raise CloudError(
+                f"{machine.id} in {self._ec2.region} was started and could NOT be ended: {error.message} It costs money until its "
+                f"deadline. End it by hand: aws ec2 terminate-instances --region {self._ec2.region} --instance-ids {machine.id}"
+            ) from error
+
+    async def make_void(self, machine: Machine, why: str = "1") -> None:
+        """Tag the machine so that no caller takes it for the job's. A failure to tag must not keep it from being ended."""
+        with suppress(CloudError):
+            await self.tag(machine, {VOID: why})
+
+    async def end(self, machine: Machine) -> bool:
+        """End the machine. False: AWS knows no such machine."""
+        known = await asyncio.to_thread(self._ec2.terminate, machine.id)
+        await self.forget(machine.tags["job"])
+        return known
+
+    async def close(self) -> None:
+        """Close the connections to all machines."""
+        for name in [*self._reached]:
+            await self.forget(name)
+        for each in self._left:
+            await each.close()
+
+    async def forget(self, name: str) -> None:
+        """Close the connection to the job's machine, which may be another one by now."""
+        known = self._reached.pop(name, None)
+        if known is not None:
+            await known.backend.close()
+
+
+def type_of(order: Order) -> str:
+    """The instance type that an order asks for."""
+    return order.asks.get("instance_type") or INSTANCE_TYPE
+
+
+def minutes_of(order: Order) -> int:
+    """Minutes after which the order's machine ends by itself."""
+    seconds = order.spec.limits.time_seconds or HOURS * 3600
+    return math.ceil(seconds / 60) + MARGIN_MINUTES
+
+
+def digest(document: Any) -> str:
+    """A hash of a document."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _newness(machine: Machine) -> tuple[int, bool, float]:
+    since = float(machine.tags.get("since", 0))
+    return attempt_of(machine, None), machine.lives, -since if machine.lives else since
+
+
+def attempt_of(machine: Machine | None, record: Record | None) -> int:
+    of_machine = 0 if machine is None else int(machine.tags.get("attempt", 1))
+    return max(of_machine, 0 if record is None else record.attempt)
