@@ -1,6 +1,6 @@
 """How many jobs a second one dispatcher takes from the queue to their ends: `python -m benchmarks.fleet_dispatch [--postgresql]`.
 
-A burst of jobs waits when a dispatcher begins. Machines exist in this process only (`groupwise.testing.fake_hosts`) and answer at once, so
+A burst of jobs waits when a dispatcher begins. Machines exist in this process only (`tests.fake_hosts`) and answer at once, so
 that what is measured is all that the control plane does about a job: its claim, its launch, its log, its end and the release of its GPU,
 each written down durably. Commands take a twentieth of a second. Logs, checkpoints and artefacts go the real way, onto a real disk.
 """
@@ -34,7 +34,7 @@ from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job
 from groupwise.jobs.fleet.tasks import ended
 from groupwise.jobs.fleet.up import keep_what_is_there
 from groupwise.jobs.hosts.files import BlobStore
-from groupwise.testing.fake_hosts import FakeHosts, Script
+from tests.fake_hosts import FakeHosts, Script
 
 MACHINES = 50
 GPUS = 8

@@ -40,7 +40,7 @@ PROMPTS = "BENCHMARK_PROMPTS"
 GROUPS, POSTERS, AT_ONCE = 6000, 64, 200
 """Groups that are rewarded, posts at once, groups served at once."""
 MEMBERS = 8
-FAKE = "groupwise.testing.fake_engine:make"
+FAKE = "tests.fake_engine:make"
 
 
 def main() -> None:

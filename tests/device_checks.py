@@ -34,7 +34,7 @@ from groupwise.engine.models.native.weights import Shape, native_model
 from groupwise.engine.models.tiny import tiny_tokenizer
 from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.engine.sampler.draw import draw_tokens
-from groupwise.engine.sampler.native.graph_engine import KEYS, GraphEngine
+from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import Record
 from groupwise.engine.sampler.queued import DecodeLayout
 from groupwise.engine.sampler.torch_sampler import TorchSampler
@@ -129,7 +129,7 @@ def decoded(engine: GraphEngine, seed: int = 0, steps: int = 60) -> list[tuple[i
     """Rows that come and go at random: of each token of each row what it is and its logits."""
     chance = random.Random(seed)
     engine.reset()
-    prompts = [engine.prefill(text(length).tolist()) for length in (1, 9, 16, 64, KEYS - 20)]
+    prompts = [engine.prefill(text(length).tolist()) for length in (1, 9, 64, 65, 236)]
     found: list[tuple[int, Tensor]] = []
     for _ in range(steps):
         while len(engine.rows) < 12 and chance.random() < 0.7:
@@ -190,7 +190,7 @@ def sampling_again_gives_the_same(case: DeviceCase, name: str, dtype: torch.dtyp
     weights = served(name, case.device, dtype, adapter=True)
     asked = [
         GroupRequest(n, tuple(text(length).tolist()), (1, 2, 3), SamplingParams(40))
-        for n, length in enumerate((1, 17, 100, KEYS - 20))
+        for n, length in enumerate((1, 17, 100, 236))
     ]
     first, second = (sampler_of(case, weights) for _ in range(2))
     wanted = generated(first, asked)
@@ -364,6 +364,101 @@ def kernels_between_products_are_those_of_torch(device: torch.device, dtype: tor
         pairs = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
         wanted = torch.view_as_real(pairs * turns).flatten(-2)
         close(kernels.turned(heads, norm, turns, 1e-5, dtype), wanted)
+
+
+@torch.no_grad()
+def kernels_with_products_are_those_of_torch(device: torch.device, dtype: torch.dtype) -> None:
+    """An adapter's share of a SwiGLU, and attention to pages."""
+    from groupwise.engine.models.native import triton_kernels as kernels
+
+    generator = torch.Generator().manual_seed(0)
+    both = torch.randn(19, 2 * 150, generator=generator)
+    low, up = (torch.randn(n, 8, generator=generator).to(dtype) for n in (19, 2 * 150))
+    gate, value = (both + low.float() @ up.float().t()).chunk(2, dim=-1)
+    found = kernels.gated_with_low_rank(both.to(device), low.to(device), up.to(device), dtype)
+    close = 1e-4 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(found.cpu().float(), F.silu(gate) * value, rtol=close, atol=close)
+    attention_to_pages_is_that_of_torch(device, dtype)
+
+
+def tokens_are_drawn_as_torch_does(device: torch.device, dtype: torch.dtype) -> None:
+    """The same tokens, at any temperature; logits that are no numbers show in the log-probability."""
+    from groupwise.engine.models.native import triton_kernels as kernels
+
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(12, 2999, generator=generator) * 4).to(dtype)
+    logits[3, 5:2900] = -torch.inf
+    temperatures = torch.tensor([0.5, 1.0, 1.7]).repeat(4)
+    uniforms = torch.rand(12, generator=generator, dtype=torch.float64)
+    uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
+    wanted, wanted_logprobs = draw_tokens(logits, temperatures, uniforms)
+    given = (each.to(device) for each in (logits, temperatures, uniforms))
+    tokens, logprobs = kernels.drawn(*given, 128)
+    assert tokens.tolist() == wanted.tolist()
+    torch.testing.assert_close(logprobs.cpu(), wanted_logprobs, rtol=1e-5, atol=1e-5)
+    for number in (torch.nan, torch.inf):
+        logits[7, 2500] = number
+        given = (each.to(device) for each in (logits, temperatures, uniforms))
+        finite = kernels.drawn(*given, 128)[1].cpu().isfinite()
+        assert finite.tolist() == [n != 7 for n in range(12)]
+
+
+def attention_to_pages_is_that_of_torch(device: torch.device, dtype: torch.dtype) -> None:
+    """One more token of rows that share the pages of a prompt, or have it to themselves; an empty place disturbs none."""
+    from groupwise.engine.models.native import triton_kernels as kernels
+
+    generator = torch.Generator().manual_seed(0)
+    for heads, kv_heads, size, normed in ((6, 2, 16, True), (3, 1, 24, False), (2, 2, 128, False)):
+        page, epsilon = 16, 1e-5
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        texts = [(drawn(20, kv_heads, size), drawn(20, kv_heads, size))] * 2
+        texts += [(drawn(n, kv_heads, size), drawn(n, kv_heads, size)) for n in (16, 1)]
+        prompts, written = [20, 20, 16, 1], [0, 18, 16, 5]
+        own = [(drawn(n, kv_heads, size), drawn(n, kv_heads, size)) for n in written]
+        pages = [[3, 7, 1, 0], [3, 7, 5, 2], [9, 4, 6, 0], [8, 10, 0, 0], [0, 0, 0, 0]]
+        caches = torch.full((2, 11, kv_heads, page, size), torch.nan, dtype=dtype)
+        for row, (text_of_row, own_of_row) in enumerate(zip(texts, own, strict=True)):
+            first = -(-prompts[row] // page)
+            for cache, prompt, more in zip(caches, text_of_row, own_of_row, strict=True):
+                for numbers, tensor in ((pages[row][:first], prompt), (pages[row][first:], more)):
+                    for at in range(len(tensor)):
+                        cache[numbers[at // page], :, at % page] = tensor[at]
+        qkv = drawn(5, (heads + 2 * kv_heads) * size)
+        norms = [torch.rand(size, generator=generator) + 0.5 if normed else None for _ in range(2)]
+        turns = torch.polar(
+            torch.ones(5, 1, size // 2), torch.randn(5, 1, size // 2, generator=generator)
+        )
+        positions = [a + b for a, b in zip(prompts, written, strict=True)]
+        given = [torch.tensor(each, device=device) for each in ([*positions, 0], [*prompts, 0])]
+        keys, values = caches.to(device)
+        found = kernels.cached_attention(
+            qkv.to(device), tuple(each if each is None else each.to(device) for each in norms), turns.to(device),
+            keys, values, torch.tensor(pages, dtype=torch.int32, device=device), *given, epsilon,
+        ).cpu()  # fmt: skip
+        queries, *new = qkv.float().view(5, -1, size).split([heads, kv_heads, kv_heads], dim=1)
+        for number, (each, norm) in enumerate(zip((queries, new[0]), norms, strict=True)):
+            x = each if norm is None else F.rms_norm(each, (size,), norm, epsilon)
+            pairs = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
+            turned = torch.view_as_real(pairs * turns).flatten(-2).to(dtype)
+            if number == 0:
+                queries = turned
+            else:
+                new[0] = turned
+        for row in range(4):
+            k, v = (
+                torch.cat([*parts, each[row : row + 1].to(dtype)]).float().transpose(0, 1)
+                for *parts, each in zip(texts[row], own[row], new, strict=True)
+            )
+            wanted = F.scaled_dot_product_attention(
+                queries[row][:, None].float(), k, v, enable_gqa=True
+            )
+            close = 1e-5 if dtype == torch.float32 else 0.02
+            torch.testing.assert_close(
+                found[row], wanted.flatten().to(dtype), rtol=close, atol=close
+            )
 
 
 # Both together

@@ -31,7 +31,7 @@ from groupwise.jobs.fleet.verbs import jobs, machines
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.port import Host
-from groupwise.testing.fake_hosts import FakeHosts
+from tests.fake_hosts import FakeHosts
 from tests.history_checker import assert_no_violations
 from tests.processes import TIMEOUT_S
 

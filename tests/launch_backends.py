@@ -30,9 +30,9 @@ from groupwise.jobs.hosts.ray import RayRunner
 from groupwise.jobs.hosts.slurm import SlurmRunner
 from groupwise.jobs.hosts.spec import JobSpec
 from groupwise.jobs.hosts.ssh import Address, SshHost
-from groupwise.testing.fake_modal import FakeModal
 from tests import fake_aws, ray_cluster, ssh_hosts
 from tests import slurm as real_slurm
+from tests.fake_modal import FakeModal
 
 TIMEOUT_S = 20.0
 """Timeout of one call of a backend."""

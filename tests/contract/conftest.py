@@ -32,7 +32,7 @@ class Pair:
 
 
 def _fakes(folder: Path) -> Pair:
-    from groupwise.testing.fakes import END_ID, FakeLearner, FakeSampler, FakeTokenizer
+    from groupwise.testing import END_ID, FakeLearner, FakeSampler, FakeTokenizer
 
     learner = FakeLearner("contract", folder)
 

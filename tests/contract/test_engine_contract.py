@@ -50,7 +50,7 @@ class Host:
 
 
 async def _fake() -> Engine:
-    from groupwise.testing.fake_engine import FakeEngine
+    from tests.fake_engine import FakeEngine
 
     return FakeEngine()
 
@@ -58,7 +58,7 @@ async def _fake() -> Engine:
 async def _process() -> Engine:
     from groupwise.server.engine.remote import EngineProcess
 
-    return await EngineProcess.start("groupwise.testing.fake_engine:make")
+    return await EngineProcess.start("tests.fake_engine:make")
 
 
 async def _core() -> Engine:

@@ -27,6 +27,10 @@ from tests.unit.engine.learner.native import test_attention
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
+    # Of torch's own thread for gradients, if its first product comes before anything else has made a context there.
+    pytest.mark.filterwarnings(
+        "ignore:Attempting to run cuBLAS, but there was no current CUDA context"
+    ),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here"),
 ]
 GPU = torch.device("cuda")
@@ -115,6 +119,8 @@ def test_on_a_gpu(tmp_path: Path, holds: Callable[..., None], given: dict[str, A
 @pytest.mark.parametrize("dtype", BOTH)
 def test_triton_kernels_give_what_torch_does(dtype):
     device_checks.kernels_between_products_are_those_of_torch(GPU, dtype)
+    device_checks.kernels_with_products_are_those_of_torch(GPU, dtype)
+    device_checks.tokens_are_drawn_as_torch_does(GPU, dtype)
 
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])

@@ -18,10 +18,12 @@ from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.native.facts import (
     CHUNK,
     LANES,
+    PAGE,
     ROWS,
     STRETCH,
     head_size,
     multiple,
+    pages_of_a_row,
     without_numba,
 )
 
@@ -170,11 +172,14 @@ class Footprint:
         return int(parameters * (processes * each + forked))
 
     def cache(self, decoding: Decoding) -> int:
-        """Bytes of keys and values; on a GPU the native sampler's logits, which have a buffer of their own, are included."""
+        """Bytes of keys and values; on a GPU the native sampler's logits, which stay after each token, are included."""
         if self.native_sampler and self.on_cpu:
             return native_cache(self.sizes, self.size, decoding)
-        tokens = decoding.slots * decoding.key_length + decoding.prompts * decoding.prompt
-        logits = decoding.slots * self.sizes.vocabulary * self.size if self.native_sampler else 0
+        of_a_row, logits = decoding.key_length, 0
+        if self.native_sampler:
+            of_a_row = pages_of_a_row(decoding.key_length) * PAGE
+            logits = decoding.slots * self.sizes.vocabulary * self.size
+        tokens = decoding.slots * of_a_row + decoding.prompts * decoding.prompt
         return slot_cache(self.sizes, self.size, tokens) + logits
 
     def activations(self, tokens: int, *, recompute: bool) -> int:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.core.types import SamplingParams
+from groupwise.engine.models.native.fused import kernels_for
 
 BLOCK = 128
 BELOW_ONE = 1 - 1e-12
@@ -31,6 +32,7 @@ def draw_tokens(
     A temperature of 0 takes the most probable token, with its log-probability at temperature 1. `uniforms_S` is float64. Pass temperatures
     and uniform numbers on the processor: otherwise a GPU must be waited for to read them.
     """
+    kernels = kernels_for(logits_SV)
     greedy_S = temperatures_S == 0
     some_greedy = bool(greedy_S.any())
     divisors_S = temperatures_S.masked_fill(greedy_S, 1.0) if some_greedy else temperatures_S
@@ -39,6 +41,15 @@ def draw_tokens(
     device = logits_SV.device
     greedy_S, divisors_S = greedy_S.to(device), divisors_S.to(device)
     uniforms_S = uniforms_S.to(device)
+    if kernels is not None:
+        tokens_S, logprobs_S = kernels.drawn(logits_SV, divisors_S, uniforms_S, BLOCK)
+        if some_greedy:
+            rows_S = torch.arange(len(tokens_S), device=device)
+            best_S = logits_SV.argmax(-1)
+            above_S = logits_SV[rows_S, best_S].float() - logits_SV[rows_S, tokens_S].float()
+            tokens_S = torch.where(greedy_S, best_S, tokens_S)
+            logprobs_S = torch.where(greedy_S, logprobs_S + above_S, logprobs_S)
+        return tokens_S, logprobs_S
     scaled_SV = logits_SV.float() if plain else logits_SV / divisors_S[:, None]
     peaks_S = scaled_SV.amax(-1)
     weights_SV = (scaled_SV - peaks_S[:, None]).exp_()

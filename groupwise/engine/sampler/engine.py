@@ -52,7 +52,11 @@ class Engine(Protocol):
     """Rows in progress, in the order in which `decode` takes tokens and gives logits."""
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
-        """Compute a prompt, by itself."""
+        """Compute a prompt."""
+        ...
+
+    def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
+        """Compute several prompts, on a GPU together; each has the same bits as by itself."""
         ...
 
     def begin(self, prompt: Prompt) -> Row:
@@ -109,6 +113,10 @@ class SlotEngine:
         with self._weights.acting():
             hidden = self._decoder.hidden(ids_1P, positions_1P, mask, cache)
             return CachedPrompt(length, self._decoder.logits(hidden[0, -1:])[0], cache)
+
+    def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
+        """See `Engine.prefill_all`."""
+        return [self.prefill(ids) for ids in texts]
 
     def begin(self, prompt: Prompt) -> Row:
         """See `Engine.begin`."""

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.engine.sampler.engine import Engine, Prompt, Row, SlotEngine
+from groupwise.engine.models.native.fused import kernels_for
+from groupwise.engine.sampler.engine import Engine, Row, SlotEngine
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import cuda_graphs, plainly
@@ -88,18 +89,17 @@ class TorchSampler(QueuedSampler):
 
     def _begin(self, members: list[Member]) -> None:
         """Draw the members' first tokens, all together; one needs a row unless that token already ends it."""
-        logits = [self._prompt(member.ticket).logits_V for member in members]
-        self._draw(members, torch.stack(logits))
-        for member in members:
-            if member.finish_reason is None:
-                self._members[self._engine.begin(self._prompt(member.ticket))] = member
+        new = [*dict.fromkeys(member.ticket for member in members if member.ticket.prompt is None)]
+        found = self._engine.prefill_all([ticket.request.prompt_ids for ticket in new])
+        for ticket, prompt in zip(new, found, strict=True):
+            ticket.prompt = prompt
+        prompts = [member.ticket.prompt for member in members]
+        self._draw(members, torch.stack([each.logits_V for each in prompts if each is not None]))
+        for member, prompt in zip(members, prompts, strict=True):
+            if member.finish_reason is None and prompt is not None:
+                self._members[self._engine.begin(prompt)] = member
             else:
                 self._deliver(member.ticket)
-
-    def _prompt(self, ticket: Ticket) -> Prompt:
-        if ticket.prompt is None:
-            ticket.prompt = self._engine.prefill(ticket.request.prompt_ids)
-        return ticket.prompt
 
     def _decode_one_token(self) -> None:
         rows = self._engine.rows
@@ -116,8 +116,9 @@ class TorchSampler(QueuedSampler):
                 self._deliver(member.ticket)
 
     def _draw(self, members: list[Member], logits_NV: Tensor) -> None:
-        # A GPU cuts sums over the vocabulary up by the number of rows, so that there are always as many.
-        empty = 0 if logits_NV.device.type == "cpu" else self.layout.slots - len(members)
+        # Torch cuts sums over the vocabulary up by the number of rows on a GPU, so that there are always as many.
+        by_row = logits_NV.device.type == "cpu" or kernels_for(logits_NV) is not None
+        empty = 0 if by_row else self.layout.slots - len(members)
         logits_NV = F.pad(logits_NV, (0, 0, 0, empty)) if empty else logits_NV
         tokens, logprobs = drawn(members, logits_NV, empty)
         for member, token, logprob in zip(members, tokens, logprobs, strict=False):

@@ -1,7 +1,7 @@
 """The seam between the control side and a machine: one call, with plain data in both directions.
 
 A `Host` carries a request to the runner of one machine, and the answer back. There are three: over SSH (`ssh.py`), as a process of this
-machine (`local.py`), and a fake for tests (`testing/fake_hosts.py`). `driver.py` builds typed calls on it.
+machine (`local.py`), and a fake for tests (`tests/fake_hosts.py`). `driver.py` builds typed calls on it.
 
 The meaning of an error decides whether a job may run twice, so there are two for a call without an answer: `HostUnreachable` (nothing of
 the request was sent, so nothing happened) and `OutcomeUnknown` (it may have happened: ask the same machine, with the same epoch)."""

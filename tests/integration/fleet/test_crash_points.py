@@ -26,7 +26,7 @@ from groupwise.jobs.fleet.attempts.effects import Death, Side
 from groupwise.jobs.fleet.store.database import connect
 from groupwise.jobs.fleet.store.tables import Base, Checkpoint
 from groupwise.jobs.fleet.verbs import jobs
-from groupwise.testing.fake_hosts import Fault, Script
+from tests.fake_hosts import Fault, Script
 from tests.fleet_databases import copied
 from tests.in_process_fleet import SOMEBODY, InProcessFleet
 from tests.rotation import turn

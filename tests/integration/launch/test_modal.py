@@ -17,7 +17,7 @@ from groupwise.jobs.clouds.modal.prices import DOLLARS_PER_SECOND, PRICED_AT
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.spec import Limits
 from groupwise.jobs.launch import places
-from groupwise.testing.fake_modal import FakeModal
+from tests.fake_modal import FakeModal
 from tests.integration.launch.person import Person
 from tests.launch_backends import SAVES, WAITS, modal_backend, name
 from tests.launch_backends import LaunchClient as OfAnyPlace

@@ -12,7 +12,7 @@ from groupwise.jobs.clouds.backend import Outcome
 from groupwise.jobs.clouds.modal.live import LiveModal
 from groupwise.jobs.clouds.modal.port import Call, Image
 from groupwise.jobs.hosts.port import HostError, OutcomeUnknown
-from groupwise.testing.fake_modal import FakeModal, desk, spawn
+from tests.fake_modal import FakeModal, desk, spawn
 from tests.fake_modal_server import EXPIRED, UNFINISHED, Server, modal_server
 from tests.launch_backends import LaunchClient, modal_backend
 

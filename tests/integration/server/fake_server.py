@@ -9,7 +9,7 @@ from groupwise.dashboard.mounted import in_front
 from groupwise.server.serve import build_service, serve
 from groupwise.server.settings import read_settings
 
-FACTORY = "groupwise.testing.fake_engine:make"
+FACTORY = "tests.fake_engine:make"
 
 if __name__ == "__main__":
     options = {"output_dir": sys.argv[1], "port": int(sys.argv[2])}

@@ -24,7 +24,7 @@ from groupwise.api.schemas.training import (
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
-from groupwise.testing.fake_engine import FakeEngine, Fault
+from tests.fake_engine import FakeEngine, Fault
 
 ME = Caller("me", Role.ADMIN)
 SETTINGS = {

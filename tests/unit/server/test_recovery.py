@@ -14,7 +14,7 @@ import pytest
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import GroupAnswer, StatusAnswer
 from groupwise.server.ledger import events, plans
-from groupwise.testing.fake_engine import FakeEngine, Fault, Point, Verb
+from tests.fake_engine import FakeEngine, Fault, Point, Verb
 from tests.unit.server.serving import Served, refused, served
 
 STEPS = 5

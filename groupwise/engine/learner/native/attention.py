@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from groupwise.engine.learner.native import packed_attention
 from groupwise.engine.learner.native.fused_attention import fused_attention
 from groupwise.engine.learner.native.layout import Texts
 from groupwise.engine.learner.native.packed_attention import PackedAttention
 from groupwise.engine.learner.native.piece_attention import piece_attention
+from groupwise.engine.models.native import varlen
 from groupwise.engine.models.native.weights import Shape
 
 
@@ -41,6 +41,6 @@ def attention_of(
     """Attention for all texts, in the order in which it must be called."""
     if device.type == "cpu":
         return piece_attention(shape, texts, device)
-    if packed_attention.suits(shape, dtype, device):
+    if varlen.suits(shape, dtype, device):
         return [PackedAttention(shape, texts, device)]
     return fused_attention(shape, texts, device)

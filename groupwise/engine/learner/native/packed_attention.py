@@ -9,40 +9,14 @@ prompt's keys is summed in float32, in the same order each time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import signature
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from groupwise.engine.learner.native.layout import Texts
+from groupwise.engine.models.native import varlen
 from groupwise.engine.models.native.weights import Shape
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
-
-FORMATS = (torch.bfloat16, torch.float16)
-LARGEST_HEAD = 256
-GROUPED = varlen_attn is not None and "enable_gqa" in signature(varlen_attn).parameters
-"""True if the kernel needs a flag for fewer heads of keys than of queries; torch 2.11 takes them as they are."""
-CAUSAL = (-1, 0)
-"""A window that ends with the query itself, the last query at the last key."""
-
-
-def suits(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if the kernel computes a model of this shape and number format on this device."""
-    return (
-        varlen_attn is not None
-        and device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-        and dtype in FORMATS
-        and shape.head_size % 8 == 0
-        and shape.head_size <= LARGEST_HEAD
-    )
 
 
 class PackedAttention:
@@ -65,10 +39,7 @@ class PackedAttention:
                 lengths.append(length)
                 key_lengths.append(len(prompt) + length)
         self._longest = max(lengths), max(key_lengths)
-        self._ends = tuple(
-            torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device)
-            for each in (lengths, key_lengths)
-        )
+        self._ends = (_ends(lengths, device), _ends(key_lengths, device))
         repeated = len(keys) > sum(lengths)
         self._keys_K = torch.tensor(keys, device=device) if repeated else None
         """The token of each key; None if it is all tokens in order."""
@@ -109,9 +80,8 @@ class PackedAttention:
         return queries.to(values.dtype, copy=True), keys, values
 
     def _attention_output(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        attention: Any = varlen_attn  # its releases take different arguments
-        grouped = self._shape.heads != self._shape.kv_heads
-        options = {"enable_gqa": grouped} if GROUPED else {}
-        return attention(
-            queries, keys, values, *self._ends, *self._longest, window_size=CAUSAL, **options
-        )
+        return varlen.attention(queries, keys, values, self._ends, self._longest)
+
+
+def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)

@@ -15,10 +15,18 @@ STRETCH = 16
 ROWS = 8
 """Few rows are computed in multiples of this: tiles are made for it, and libraries may compute fewer with other last bits."""
 
+PAGE = 64
+"""Tokens of a page, in which a GPU keeps keys and values."""
+
 
 def multiple(count: int, of: int) -> int:
     """The least multiple of `of` that is at least as large."""
     return -(-count // of) * of
+
+
+def pages_of_a_row(tokens: int) -> int:
+    """Pages for a prompt and its completion of so many tokens together, at most: the completion begins on a page of its own."""
+    return multiple(tokens, PAGE) // PAGE + 1
 
 
 def head_size(config: Any) -> int:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.engine.models.native.fused import kernels_for
+from groupwise.engine.models.native.linear import Linear, LowRank, rounds_before_adding
 from groupwise.engine.models.native.weights import NativeModel
 
 Adapter = Sequence[Any]
@@ -30,14 +32,35 @@ def residual_after_layers(
     """The residual stream [N, H] after all layers; overwrites `residual_NH`. `few` as in `groupwise.engine.models.native.linear`."""
     for number, layer in enumerate(model.layers):
         lows = adapter[4 * number : 4 * number + 4] if adapter is not None else (None,) * 4
-        qkv, output, gate_up, down = (
-            linear.few if few else linear.many for linear in layer.products
-        )
         x_NH = model.normed(residual_NH, layer.attention_norm_H, few=few)
-        residual_NH += output(attend(number, qkv(x_NH, lows[0])), lows[1])
-        x_NH = model.normed(residual_NH, layer.mlp_norm_H, few=few)
-        residual_NH += down(model.gated(gate_up(x_NH, lows[2]), few=few), lows[3])
+        if few:
+            found = attend(number, layer.qkv.few(x_NH, lows[0]))
+            residual_NH += layer.output.few(found, lows[1])
+            x_NH = model.normed(residual_NH, layer.mlp_norm_H, few=few)
+            gated_NF = model.gated(layer.gate_up.few(x_NH, lows[2]), few=few)
+            residual_NH += layer.down.few(gated_NF, lows[3])
+        else:
+            found = attend(number, layer.qkv.many(x_NH, lows[0]))
+            layer.output.add_many(residual_NH, found, lows[1])
+            x_NH = model.normed(residual_NH, layer.mlp_norm_H, few=few)
+            layer.down.add_many(
+                residual_NH, _gated_many(model, layer.gate_up, x_NH, lows[2]), lows[3]
+            )
     return residual_NH
+
+
+def _gated_many(model: NativeModel, gate_up: Linear, x_NH: Tensor, low: LowRank | None) -> Tensor:
+    """`silu(gate) · up` of many rows, [N, F]; on a GPU one kernel adds what an adapter does to both."""
+    kernels = kernels_for(x_NH)
+    if (
+        low is None
+        or kernels is None
+        or gate_up.bias_O is not None
+        or not rounds_before_adding(x_NH)
+    ):
+        return model.gated(gate_up.many(x_NH, low))
+    gate_up_N2F = torch.mm(x_NH, gate_up.weight_OI.t(), out_dtype=torch.float32)
+    return kernels.gated_with_low_rank(gate_up_N2F, x_NH @ low.down_RI.t(), low.up_OR, model.dtype)
 
 
 def text_attention(model: NativeModel, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -93,6 +93,14 @@ class Linear:
         # Not added to `added`: a sum with a bias would be rounded to the bias where the adapter adds little.
         return found_NO if self.bias_O is None else found_NO.add_(self.bias_O)
 
+    def add_many(self, into_NO: Tensor, x_NI: Tensor, low: LowRank | None) -> None:
+        """Add the product of many rows to float32 rows, in place."""
+        if low is None or self.bias_O is not None or not rounds_before_adding(x_NI):
+            into_NO += self.many(x_NI, low)
+            return
+        for factor, weight in ((x_NI @ low.down_RI.t(), low.up_OR), (x_NI, self.weight_OI)):
+            torch.addmm(into_NO, factor, weight.t(), out_dtype=torch.float32, out=into_NO)
+
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRank | None:
         """The adapter's addition to this product, given its factors by the names of layers; None if it leaves this product alone."""
         found = list(self._placed(factors))
@@ -143,7 +151,8 @@ def at_once(x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> T
 def in_float32(x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> Tensor:
     """`x Wᵀ + t Bᵀ` in float32 of numbers in bfloat16, on a GPU; has no gradient."""
     added_NO = torch.mm(low_NR, up_OR.t(), out_dtype=torch.float32)
-    return torch.addmm(added_NO, x_NI, weight_OI.t(), out_dtype=torch.float32)
+    # In place: else torch copies what is added to first, which takes as long as the product of few rows.
+    return torch.addmm(added_NO, x_NI, weight_OI.t(), out_dtype=torch.float32, out=added_NO)
 
 
 @contextmanager

@@ -17,6 +17,10 @@ from torch import Tensor
 
 SPAN = 1024
 """Numbers of a row that one program of an elementwise kernel computes."""
+TILE = 16
+"""Rows that one program of a kernel with products computes."""
+COLUMNS = 128
+"""Columns that it computes of them."""
 
 
 @triton.jit
@@ -44,6 +48,32 @@ def _gated(both, y, width, SPAN: tl.constexpr):
     gate = tl.load(both + 2 * row * width + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + (2 * row + 1) * width + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + row * width + at, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+@triton.jit
+def _gated_low(
+    both, low, up, y, rows, width, ranks,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    rank = tl.arange(0, RANKS)
+    inside = (row < rows)[:, None] & (at < width)[None, :]
+    cells = row[:, None].to(tl.int64) * 2 * width + at[None, :]
+    factor = tl.load(
+        low + row[:, None] * ranks + rank[None, :],
+        mask=(row < rows)[:, None] & (rank < ranks)[None, :], other=0.0,
+    )  # fmt: skip
+    there = (at < width)[:, None] & (rank < ranks)[None, :]
+    of_gate = at[:, None] * ranks + rank[None, :]
+    gate = tl.load(both + cells, mask=inside, other=0.0)
+    weight = tl.load(up + of_gate, mask=there, other=0.0)
+    gate += tl.dot(factor, tl.trans(weight), input_precision="ieee")
+    value = tl.load(both + width + cells, mask=inside, other=0.0)
+    weight = tl.load(up + width * ranks + of_gate, mask=there, other=0.0)
+    value += tl.dot(factor, tl.trans(weight), input_precision="ieee")
+    to = row[:, None].to(tl.int64) * width + at[None, :]
+    tl.store(y + to, gate * tl.sigmoid(gate) * value, mask=inside)
 
 
 @triton.jit
@@ -81,6 +111,172 @@ def _turned(x, weight, rotations, y, stride, epsilon, NORMED: tl.constexpr, SIZE
     tl.store(to + 2 * at + 1, first * sine + second * cosine, mask=inside)
 
 
+@triton.jit
+def _cached(
+    qkv, query_norm, key_norm, rotations, queries, keys, values, pages, positions, prompts, width, epsilon,
+    NORMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, MOST: tl.constexpr, PAGE: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < SIZE // 2
+    of_head = qkv + row * width + head * SIZE
+    first = tl.load(of_head + 2 * at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(of_head + 2 * at + 1, mask=inside, other=0.0).to(tl.float32)
+    if head < HEADS + KV_HEADS:
+        if NORMED:
+            scale = tl.rsqrt(tl.sum(first * first + second * second, 0) / SIZE + epsilon)
+            query = inside & (head < HEADS)
+            key = inside & (head >= HEADS)
+            of_first = tl.load(query_norm + 2 * at, mask=query, other=0.0)
+            of_first += tl.load(key_norm + 2 * at, mask=key, other=0.0)
+            of_second = tl.load(query_norm + 2 * at + 1, mask=query, other=0.0)
+            of_second += tl.load(key_norm + 2 * at + 1, mask=key, other=0.0)
+            first = first * scale * of_first
+            second = second * scale * of_second
+        cosine = tl.load(rotations + row * SIZE + 2 * at, mask=inside, other=0.0)
+        sine = tl.load(rotations + row * SIZE + 2 * at + 1, mask=inside, other=0.0)
+        turned = first * cosine - second * sine
+        second = first * sine + second * cosine
+        first = turned
+    if head < HEADS:
+        to = queries + (row * HEADS + head) * SIZE
+        tl.store(to + 2 * at, first, mask=inside)
+        tl.store(to + 2 * at + 1, second, mask=inside)
+    else:
+        prompt = tl.load(prompts + row)
+        own = tl.load(positions + row) - prompt
+        page = tl.load(pages + row * MOST + tl.cdiv(prompt, PAGE) + own // PAGE).to(tl.int64)
+        place = ((page * KV_HEADS + (head - HEADS) % KV_HEADS) * PAGE + own % PAGE) * SIZE
+        if head < HEADS + KV_HEADS:
+            tl.store(keys + place + 2 * at, first, mask=inside)
+            tl.store(keys + place + 2 * at + 1, second, mask=inside)
+        else:
+            tl.store(values + place + 2 * at, first, mask=inside)
+            tl.store(values + place + 2 * at + 1, second, mask=inside)
+
+
+@triton.jit
+def _attended(
+    queries, keys, values, out, pages, positions, prompts, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, MOST: tl.constexpr, PAGE: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position, prompt = tl.load(positions + row), tl.load(prompts + row)
+    of_prompt = tl.cdiv(prompt, PAGE)
+    own = position + 1 - prompt
+    query, size, key = tl.arange(0, QUERIES), tl.arange(0, BLOCK), tl.arange(0, PAGE)
+    SHARED: tl.constexpr = HEADS // KV_HEADS
+    of_queries = (row * HEADS + kv_head * SHARED + query[:, None]) * SIZE + size[None, :]
+    there = (query < SHARED)[:, None] & (size < SIZE)[None, :]
+    q = tl.load(queries + of_queries, mask=there, other=0.0)
+    highest = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    found = tl.zeros([QUERIES, BLOCK], tl.float32)
+    for number in range(of_prompt + tl.cdiv(own, PAGE)):
+        page = tl.load(pages + row * MOST + number).to(tl.int64)
+        keys_left = tl.where(
+            number < of_prompt, prompt - number * PAGE, own - (number - of_prompt) * PAGE
+        )
+        inside = key < keys_left
+        of_page = (page * KV_HEADS + kv_head) * PAGE * SIZE
+        cells = of_page + key[:, None] * SIZE + size[None, :]
+        there_too = inside[:, None] & (size < SIZE)[None, :]
+        k = tl.load(keys + cells, mask=there_too, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(inside[None, :], scores, -float("inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        fading = tl.exp(highest - higher)
+        total = total * fading + tl.sum(weights, 1)
+        v = tl.load(values + cells, mask=there_too, other=0.0)
+        found = found * fading[:, None]
+        found += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        highest = higher
+    tl.store(out + of_queries, found / total[:, None], mask=there)
+
+
+@triton.jit
+def _peaks(logits, temperatures, peaks, vocabulary, SPAN: tl.constexpr):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = chunk * SPAN + tl.arange(0, SPAN)
+    value = tl.load(logits + row * vocabulary + at, mask=at < vocabulary, other=-float("inf"))
+    peak = tl.max(value.to(tl.float32) / tl.load(temperatures + row), 0)
+    tl.store(peaks + row * tl.num_programs(1) + chunk, peak)
+
+
+@triton.jit
+def _sums(
+    logits, temperatures, peaks, sums, vocabulary, blocks,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    every = tl.arange(0, CHUNKS)
+    found = tl.load(peaks + row * chunks + every, mask=every < chunks, other=-float("inf"))
+    at = chunk * SPAN + tl.arange(0, SPAN)
+    value = tl.load(logits + row * vocabulary + at, mask=at < vocabulary, other=-float("inf"))
+    weight = tl.exp(value.to(tl.float32) / tl.load(temperatures + row) - tl.max(found, 0))
+    weight = tl.where(at < vocabulary, weight, 0.0)
+    block = chunk * (SPAN // BLOCK) + tl.arange(0, SPAN // BLOCK)
+    total = tl.sum(tl.reshape(weight, [SPAN // BLOCK, BLOCK]), 1)
+    tl.store(sums + row * blocks + block, total, mask=block < blocks)
+
+
+@triton.jit
+def _search(
+    logits, temperatures, uniforms, peaks, sums, tokens, logprobs, vocabulary, blocks, chunks,
+    SMALL: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    every = tl.arange(0, CHUNKS)
+    found = tl.load(peaks + row * chunks + every, mask=every < chunks, other=-float("inf"))
+    peak, temperature = tl.max(found, 0), tl.load(temperatures + row)
+    at = tl.arange(0, BLOCKS)
+    cumulative = tl.load(sums + row * blocks + at, mask=at < blocks, other=0.0).to(tl.float64)
+    cumulative = tl.cumsum(cumulative, 0)
+    total = tl.max(cumulative, 0)
+    # Rounding may carry it up to the total, beyond the last token that has weight.
+    target = tl.minimum(tl.load(uniforms + row) * total, total - total * SMALL)
+    block = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), blocks - 1)
+    rest = target - tl.max(tl.where(at < block, cumulative, 0.0), 0)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=-float("inf"))
+    weight = tl.exp(value.to(tl.float32) / temperature - peak)
+    inside = tl.cumsum(tl.where(token < vocabulary, weight, 0.0).to(tl.float64), 0)
+    there = tl.max(inside, 0)
+    rest = tl.minimum(rest, there - there * SMALL)
+    offset = tl.sum((inside <= rest).to(tl.int32), 0)
+    chosen = tl.minimum(block * BLOCK + offset, vocabulary - 1)
+    logit = tl.load(logits + row * vocabulary + chosen).to(tl.float32) / temperature
+    # A sum that is no number shows in the log-probability, whichever token was chosen.
+    sound = tl.sum(tl.load(sums + row * blocks + at, mask=at < blocks, other=0.0), 0)
+    tl.store(tokens + row, chosen)
+    tl.store(logprobs + row, logit - peak - tl.log(total.to(tl.float32)) + (sound - sound))
+
+
+def drawn(
+    logits_SV: Tensor, temperatures_S: Tensor, uniforms_S: Tensor, block: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens [S] and their log-probabilities [S]: `groupwise.engine.sampler.draw` at temperatures above 0."""
+    rows, vocabulary = logits_SV.shape
+    blocks, chunks = -(-vocabulary // block), -(-vocabulary // SPAN)
+    peaks_SC = logits_SV.new_empty(rows, chunks, dtype=torch.float32)
+    sums_SK = logits_SV.new_empty(rows, blocks, dtype=torch.float32)
+    tokens_S = torch.empty(rows, dtype=torch.long, device=logits_SV.device)
+    logprobs_S = peaks_SC.new_empty(rows)
+    most = int(triton.next_power_of_2(chunks))
+    _peaks[(rows, chunks)](logits_SV, temperatures_S, peaks_SC, vocabulary, SPAN=SPAN)
+    _sums[(rows, chunks)](
+        logits_SV, temperatures_S, peaks_SC, sums_SK, vocabulary, blocks, SPAN=SPAN, BLOCK=block, CHUNKS=most
+    )  # fmt: skip
+    _search[(rows,)](
+        logits_SV, temperatures_S, uniforms_S, peaks_SC, sums_SK, tokens_S, logprobs_S, vocabulary, blocks, chunks,
+        SMALL=2**-40, BLOCK=block, BLOCKS=int(triton.next_power_of_2(blocks)), CHUNKS=most,
+    )  # fmt: skip
+    return tokens_S, logprobs_S
+
+
 def normed(x_NH: Tensor, weight_H: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
     """The root-mean-square norm of float32 rows."""
     return norm_with_gradient(x_NH, weight_H, epsilon, dtype, None, None)
@@ -115,6 +311,20 @@ def gated(gate_up_N2F: Tensor, dtype: torch.dtype) -> Tensor:
     return y_NF
 
 
+def gated_with_low_rank(
+    gate_up_N2F: Tensor, low_NR: Tensor, up_2FR: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """`gated` of `gate_up_N2F`, in float32, plus `low_NR up_2FRᵀ`, [N, F]."""
+    rows, both = gate_up_N2F.shape
+    ranks = low_NR.shape[1]
+    y_NF = gate_up_N2F.new_empty(rows, both // 2, dtype=dtype)
+    _gated_low[(-(-rows // TILE), -(-both // 2 // COLUMNS))](
+        gate_up_N2F, low_NR, up_2FR, y_NF, rows, both // 2, ranks,
+        ROWS=TILE, COLUMNS=COLUMNS, RANKS=max(16, int(triton.next_power_of_2(ranks))),
+    )  # fmt: skip
+    return y_NF
+
+
 def gated_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
     """`silu(gate) · up` again, and the gradient [N, 2F] with respect to both halves."""
     y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)
@@ -140,6 +350,48 @@ def turned(
         NORMED=normed, SIZE=size, **_row(size // 2),
     )  # fmt: skip
     return y_NJD
+
+
+def cached_attention(
+    qkv_SO: Tensor,
+    norms: tuple[Tensor | None, Tensor | None],
+    rotations_S1C: Tensor,
+    keys_GJTD: Tensor,
+    values_GJTD: Tensor,
+    pages_SM: Tensor,
+    positions_S: Tensor,
+    prompts_S: Tensor,
+    epsilon: float,
+) -> Tensor:
+    """Write one token of each row to the cache, and attend to all tokens of its row so far: [S, heads · D] in the cache's number format.
+
+    `qkv_SO` are queries, keys and values before the norms of queries and keys (or None) and rotary positions. A row's tokens are in the
+    pages that `pages_SM` names: the first `prompts_S` tokens in as many pages as they need, those after them from the next page on.
+    """
+    rows, width = qkv_SO.shape
+    _, kv_heads, page, size = keys_GJTD.shape
+    heads = width // size - 2 * kv_heads
+    queries_SHD = keys_GJTD.new_empty(rows, heads, size)
+    out_SX = keys_GJTD.new_empty(rows, heads * size)
+    query_norm, key_norm = (qkv_SO if each is None else each for each in norms)
+    cells = {"HEADS": heads, "KV_HEADS": kv_heads, "MOST": pages_SM.shape[1], "PAGE": page}
+    _cached[(rows, heads + 2 * kv_heads)](
+        qkv_SO, query_norm, key_norm, torch.view_as_real(rotations_S1C), queries_SHD, keys_GJTD, values_GJTD,
+        pages_SM, positions_S, prompts_S, width, epsilon,
+        NORMED=norms[0] is not None, SIZE=size, **cells, **_row(size // 2),
+    )  # fmt: skip
+    _attended[(rows, kv_heads)](
+        queries_SHD, keys_GJTD, values_GJTD, out_SX, pages_SM, positions_S, prompts_S, size**-0.5,
+        SIZE=size, BLOCK=max(16, int(triton.next_power_of_2(size))),
+        QUERIES=max(16, int(triton.next_power_of_2(heads // kv_heads))), **cells, **_tiles(keys_GJTD),
+    )  # fmt: skip
+    return out_SX
+
+
+def _tiles(keys_GJTD: Tensor) -> dict[str, int]:
+    """Warps of a program, and how many of its tiles are on their way at once: as many as a small GPU's shared memory holds."""
+    tile = keys_GJTD.shape[2] * keys_GJTD.shape[3] * keys_GJTD.element_size()
+    return {"num_warps": 4, "num_stages": 3 if tile <= 1 << 14 else 1}
 
 
 def _row(size: int) -> dict[str, int]:

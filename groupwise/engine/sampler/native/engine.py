@@ -58,6 +58,10 @@ class NativeEngine:
 
         return NativePrompt(len(ids), *prefilled(self._model, ids, self._several, keep))
 
+    def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
+        """See `Engine.prefill_all`."""
+        return [self.prefill(ids) for ids in texts]
+
     def begin(self, prompt: Prompt) -> Row:
         """See `Engine.begin`."""
         row = Row(prompt)

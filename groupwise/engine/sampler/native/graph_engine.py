@@ -1,44 +1,40 @@
 """Decoding on a GPU: always the same shape, so that a token of all rows is one CUDA graph.
 
-Every row has a place, with room for the longest prompt and completion; a prompt is computed once, and its keys and values are copied to
-the place of each of its rows. All places are computed at every token, even empty ones: reading the weights takes most of the time,
-and products of another shape might give other last bits. Attention looks at as many keys as the longest row has, in steps of `KEYS`;
-each such number of keys has a recording of its own.
+All places for rows are computed at every token, even empty ones: reading the weights takes most of the time, and products of another
+shape might give other last bits.
 
-A row's bits do not depend on the other rows as long as those do not change the number of keys. Nor do they beyond that if attention
-goes through the keys in order and leaves exact zeros for those that are masked, as torch's memory-efficient kernel does, which is
-selected on a GPU; torch's products for a processor round differently for another number of keys.
+Keys and values are kept in pages of `PAGE` tokens. The rows of a group share the pages of their prompt, which the GPU then reads from
+its own cache for all of them but the first, and take pages of their own as they grow. There are as many pages as rows of full length
+need that share nothing. Page 0 belongs to no row: empty places write to it.
 
-Keys are kept, and scores begun, in the model's number format, as the learner's attention does on a GPU.
+A row's bits depend on its own tokens alone. One Triton kernel attends to as many pages as each row has; where there is none, torch
+attends to the pages of a row of full length, of which those that it lacks are masked. Keys are kept, and scores begun, in the model's
+number format, as the learner's attention does on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from groupwise.engine.models.native.facts import multiple
+from groupwise.engine.models.native.facts import PAGE, pages_of_a_row
 from groupwise.engine.models.native.forward import residual_after_layers
+from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.models.native.linear import LowRank
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler.engine import Prompt, Row
-from groupwise.engine.sampler.native.prefill import prefilled
+from groupwise.engine.sampler.native.prefill import prefilled_together
 from groupwise.engine.sampler.native.recording import Compute, Record
 from groupwise.engine.sampler.weights import ServedWeights
 
-KEYS = 256
-"""Attention looks at a multiple of this many keys."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CopiedPrompt(Prompt):
-    """A prompt with its keys and values, which are copied for each of its rows."""
+class PagedPrompt(Prompt):
+    """A prompt with its keys and values [L, J, P, D]."""
 
     keys_LJPD: Tensor
     values_LJPD: Tensor
@@ -57,59 +53,92 @@ class GraphEngine:
     ) -> None:
         shape = model.shape
         self.rows: list[Row] = []
+        """In the order of their places."""
         self._model = model
         self._weights = weights
         self._record = record
-        self._length = key_length
-        room = len(model.layers), slots, shape.kv_heads, key_length, shape.head_size
-        self._keys_LSJTD = torch.zeros(room, device=model.device, dtype=model.dtype)
-        self._values_LSJTD = torch.zeros_like(self._keys_LSJTD)
-        self._inputs_2S = torch.zeros(2, slots, device=model.device, dtype=torch.long)
-        """The token and its position, for every place."""
-        room = slots, len(model.head.weight_OI)
-        self._logits_SV = torch.empty(room, device=model.device, dtype=model.dtype)
-        """Logits of every place; all recordings write to it, because each would need as much for itself."""
+        self._slots = slots
+        most = pages_of_a_row(key_length)
+        room = len(model.layers), 1 + slots * most, shape.kv_heads, PAGE, shape.head_size
+        self._keys_LGJTD = torch.zeros(room, device=model.device, dtype=model.dtype)
+        self._values_LGJTD = torch.zeros_like(self._keys_LGJTD)
+        self._inputs_3S = torch.zeros(3, slots, device=model.device, dtype=torch.long)
+        """The token, its position and the length of its row's prompt, for every place."""
+        self._pages_SM = torch.zeros(slots, most, device=model.device, dtype=torch.int32)
+        """The pages of every place: those of its prompt, then its own."""
+        self._pages_here_SM = torch.zeros(slots, most, dtype=torch.int32)
+        """The same in the program's memory, where they are changed."""
+        self._free: list[int] = []
+        """Pages that no row has."""
+        self._pages: dict[Prompt | Row, list[int]] = {}
+        """Pages of the prompts that rows have, and those of each row's own tokens."""
         self._adapter: list[LowRank | None] = []
-        self._recorded: dict[int, Compute] = {}
-        """Recordings by the number of keys."""
+        self._recorded: Compute | None = None
         self.refresh()
+        self.reset()
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
         """See `Engine.prefill`."""
+        return self.prefill_all([ids])[0]
 
-        def keep(keys_PJD: Tensor, values_PJD: Tensor) -> tuple[Tensor, Tensor]:
-            keys_JPD, values_JPD = keys_PJD.transpose(0, 1), values_PJD.transpose(0, 1)
-            dtype = self._model.dtype
-            return keys_JPD.to(dtype), values_JPD.to(dtype).contiguous()
-
-        return CopiedPrompt(len(ids), *prefilled(self._model, ids, self._adapter, keep))
+    def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
+        """See `Engine.prefill_all`."""
+        found = prefilled_together(self._model, texts, self._adapter, self._slots)
+        return [PagedPrompt(len(ids), *each) for ids, each in zip(texts, found, strict=True)]
 
     def begin(self, prompt: Prompt) -> Row:
         """See `Engine.begin`."""
-        assert isinstance(prompt, CopiedPrompt)
+        assert isinstance(prompt, PagedPrompt)
+        if prompt not in self._pages:
+            count = -(-prompt.length // PAGE)
+            self._pages[prompt] = [self._free.pop() for _ in range(count)]
+            into = torch.tensor(self._pages[prompt], device=self._model.device)
+            for cache, tensor in (
+                (self._keys_LGJTD, prompt.keys_LJPD),
+                (self._values_LGJTD, prompt.values_LJPD),
+            ):
+                whole = F.pad(tensor, (0, 0, 0, count * PAGE - prompt.length))
+                cache[:, into] = whole.unflatten(2, (count, PAGE)).transpose(1, 2)
         taken = {row.place for row in self.rows}
-        place = next(n for n in range(self._inputs_2S.shape[1]) if n not in taken)
-        self._keys_LSJTD[:, place, :, : prompt.length] = prompt.keys_LJPD
-        self._values_LSJTD[:, place, :, : prompt.length] = prompt.values_LJPD
+        place = next(n for n in range(self._slots) if n not in taken)
         row = Row(prompt, place=place)
+        self._pages[row] = []
+        pages = self._pages[prompt]
+        self._pages_here_SM[place, : len(pages)] = torch.tensor(pages)
         self.rows.append(row)
+        self.rows.sort(key=lambda each: each.place or 0)
         return row
 
     def finish(self, rows: Sequence[Row]) -> None:
         """See `Engine.finish`."""
         self.rows = [row for row in self.rows if row not in rows]
+        shared = {row.prompt for row in self.rows}
+        for row in rows:
+            self._free += self._pages.pop(row)
+            if row.prompt not in shared:
+                self._free += self._pages.pop(row.prompt, ())
+            self._pages_here_SM[row.place or 0] = 0
 
     def decode(self, tokens: Sequence[int]) -> Tensor:
         """See `Engine.decode`."""
-        places = [row.place or 0 for row in self.rows]
-        longest = 1 + max(row.position for row in self.rows)
-        slots = self._inputs_2S.shape[1]
-        ids, positions = [0] * slots, [0] * slots
-        for row, place, token in zip(self.rows, places, tokens, strict=True):
-            ids[place], positions[place] = token, row.position
+        inputs = [[0] * self._slots for _ in range(3)]
+        for row, token in zip(self.rows, tokens, strict=True):
+            place, length = row.place or 0, row.prompt.length
+            if row.written % PAGE == 0:
+                page = self._free.pop()
+                number = len(self._pages[row.prompt]) + len(self._pages[row])
+                self._pages_here_SM[place, number] = page
+                self._pages[row].append(page)
+            for each, value in zip(inputs, (token, row.position, length), strict=True):
+                each[place] = value
             row.written += 1
-        self._inputs_2S.copy_(torch.tensor([ids, positions]))
-        return self._step(min(self._length, multiple(longest, KEYS)))()[places]
+        self._inputs_3S.copy_(torch.tensor(inputs))
+        self._pages_SM.copy_(self._pages_here_SM)
+        if self._recorded is None:
+            self._recorded = self._record(self._logits)
+        logits_SV = self._recorded()
+        # A copy in any case: the next token is written over these.
+        return logits_SV[[row.place or 0 for row in self.rows]]
 
     def refresh(self) -> None:
         """See `Engine.refresh`."""
@@ -123,52 +152,82 @@ class GraphEngine:
                     old.copy_(new)
             return
         self._model, self._adapter = model, adapter
-        self._recorded = {}
+        self._recorded = None
 
     def reset(self) -> None:
         """See `Engine.reset`."""
         self.rows = []
-        self._keys_LSJTD.zero_()
-        self._values_LSJTD.zero_()
+        self._pages = {}
+        self._free = [*range(self._keys_LGJTD.shape[1] - 1, 0, -1)]
+        self._pages_here_SM.zero_()
+        self._keys_LGJTD.zero_()
+        self._values_LGJTD.zero_()
 
-    def _step(self, length: int) -> Compute:
-        if length not in self._recorded:
-            self._recorded[length] = self._record(lambda: self._logits(length))
-        return self._recorded[length]
-
-    def _logits(self, length: int) -> Tensor:
-        """Fill `_logits_SV` after the tokens in `_inputs_2S`: in a fixed shape, and in fixed memory except for temporary tensors."""
+    def _logits(self) -> Tensor:
+        """Logits [S, V] after the tokens in `_inputs_3S`: in a fixed shape, and in fixed memory except for temporary tensors."""
         model = self._model
-        ids_S, positions_S = self._inputs_2S
+        ids_S, positions_S, prompts_S = self._inputs_3S
         rotations_S1C = model.rotations(positions_S)
-        places_S = torch.arange(len(ids_S), device=model.device)
-        later_ST = torch.arange(length, device=model.device) > positions_S[:, None]
-        mask_ST = torch.zeros_like(later_ST, dtype=model.dtype).masked_fill_(later_ST, -torch.inf)
+        kernels = kernels_for(self._keys_LGJTD)
+        places: tuple[Tensor, ...] = () if kernels is not None else self._places()
 
         def attend(number: int, qkv_SO: Tensor) -> Tensor:
-            queries, keys, values = model.heads(model.layers[number], qkv_SO, rotations_S1C)
-            keys_SJTD = self._keys_LSJTD[number, :, :, :length]
-            values_SJTD = self._values_LSJTD[number, :, :, :length]
-            keys_SJTD[places_S, :, positions_S] = keys.to(model.dtype)
-            values_SJTD[places_S, :, positions_S] = values.to(model.dtype)
-            queries_SJRD = queries.to(model.dtype).unflatten(1, (model.shape.kv_heads, -1))
-            with _one_kernel(model.device):
-                found_SJRD = F.scaled_dot_product_attention(
-                    queries_SJRD, keys_SJTD, values_SJTD, attn_mask=mask_ST[:, None, None]
-                )
-            return found_SJRD.flatten(1)
+            layer, (keys, values) = model.layers[number], self._cache(number)
+            if kernels is not None:
+                norms = layer.query_norm_D, layer.key_norm_D
+                return kernels.cached_attention(
+                    qkv_SO, norms, rotations_S1C, keys, values, self._pages_SM, positions_S, prompts_S, model.shape.epsilon,
+                )  # fmt: skip
+            return self._plain_attention(
+                keys, values, model.heads(layer, qkv_SO, rotations_S1C), *places
+            )
 
         residual_SH = residual_after_layers(
             model, model.embedded(ids_S), attend, self._adapter, few=False
         )
-        return self._logits_SV.copy_(model.logits(residual_SH))
+        return model.logits(residual_SH)
 
+    def _cache(self, number: int) -> tuple[Tensor, Tensor]:
+        return self._keys_LGJTD[number], self._values_LGJTD[number]
 
-def _one_kernel(device: torch.device) -> AbstractContextManager[object]:
-    """Use the same kernel for every number of keys, if there are several; see the module."""
-    if device.type == "cpu":
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    def _places(self) -> tuple[Tensor, ...]:
+        """What `_plain_attention` takes of all layers: each token's page and cell in it, and which keys it sees [S, M · T]."""
+        _, positions_S, prompts_S = self._inputs_3S
+        own_S = positions_S - prompts_S
+        of_prompt_S = (prompts_S + PAGE - 1) // PAGE
+        number_S1 = (of_prompt_S + own_S // PAGE)[:, None]
+        page_S = self._pages_SM.gather(1, number_S1)[:, 0]
+        cells_C = torch.arange(self._pages_SM.shape[1] * PAGE, device=page_S.device)
+        own_SC = cells_C - (of_prompt_S * PAGE)[:, None]
+        seen_SC = torch.where(own_SC < 0, cells_C < prompts_S[:, None], own_SC <= own_S[:, None])
+        return page_S, own_S % PAGE, seen_SC
+
+    def _plain_attention(
+        self,
+        keys_GJTD: Tensor,
+        values_GJTD: Tensor,
+        heads: tuple[Tensor, Tensor, Tensor],
+        page_S: Tensor,
+        cell_S: Tensor,
+        seen_SC: Tensor,
+    ) -> Tensor:
+        """`triton_kernels.cached_attention` by torch's operations, which copy the pages of all rows first."""
+        queries_SHD, *both = heads
+        dtype = keys_GJTD.dtype
+        copies: list[Tensor] = []
+        for cache_GJTD, new_SJD in zip((keys_GJTD, values_GJTD), both, strict=True):
+            cache_GJTD[page_S, :, cell_S] = new_SJD.to(dtype)
+            pages_XJTD = cache_GJTD.index_select(0, self._pages_SM.flatten())
+            rows_SMJTD = pages_XJTD.unflatten(0, self._pages_SM.shape)
+            rows_SJCD = rows_SMJTD.transpose(1, 2).flatten(2, 3)
+            # What is not seen may be no number, and 0 times that is none either.
+            copies.append(rows_SJCD.masked_fill(~seen_SC[:, None, :, None], 0.0))
+        mask_SC = torch.zeros_like(seen_SC, dtype=dtype).masked_fill_(~seen_SC, -torch.inf)
+        queries_SJRD = queries_SHD.to(dtype).unflatten(1, (keys_GJTD.shape[1], -1))
+        found_SJRD = F.scaled_dot_product_attention(
+            queries_SJRD, *copies, attn_mask=mask_SC[:, None, None]
+        )
+        return found_SJRD.flatten(1)
 
 
 def _shapes(adapter: Sequence[LowRank | None]) -> list[tuple[torch.Size, torch.Size] | None]:

@@ -1,17 +1,21 @@
-"""A prompt computed by itself, the same way for every engine."""
+"""Prompts computed by a native model: each by itself for a processor, several at once for a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.engine.models.native import varlen
 from groupwise.engine.models.native.facts import ROWS
 from groupwise.engine.models.native.forward import Adapter, residual_after_layers, text_attention
 from groupwise.engine.models.native.weights import NativeModel
 
+BATCH = 2048
+"""Tokens that a GPU computes at once: with models of up to 2B weights it takes as long to start the kernels as to compute them."""
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Turns keys, in float32, and values [P, J, D] of one layer into the form that an engine keeps."""
 
@@ -33,3 +37,68 @@ def prefilled(
     last_8H = F.pad(residual_PH[-1:], (0, 0, 0, ROWS - 1))
     keys, values = zip(*kept, strict=True)
     return model.logits(last_8H)[0], torch.stack(keys), torch.stack(values)
+
+
+def prefilled_together(
+    model: NativeModel, texts: Sequence[Sequence[int]], adapter: Adapter | None, most: int
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Logits [V] after each prompt, and its keys and values [L, J, P, D] in the model's number format; for a GPU.
+
+    Prompts are computed in batches of `BATCH` tokens, the last of them filled up, and one that is longer by itself in a multiple of that;
+    and logits are those of `most` prompts at once. So all products of a prompt have a shape that depends on no other, and its bits neither.
+    """
+    batches: list[list[int]] = []
+    room = 0
+    for number, ids in enumerate(texts):
+        if len(ids) > room:
+            batches.append([])
+            room = BATCH
+        batches[-1].append(number)
+        room -= len(ids)
+    lasts: list[Tensor] = []
+    found: list[tuple[Tensor, Tensor]] = []
+    for batch in batches:
+        residual_NH, keys_LJND, values_LJND = _batch(model, [texts[n] for n in batch], adapter)
+        end = 0
+        for number in batch:
+            start, end = end, end + len(texts[number])
+            lasts.append(residual_NH[end - 1])
+            # Copies, because a part would keep the memory of the whole batch.
+            both = keys_LJND[:, :, start:end], values_LJND[:, :, start:end]
+            found.append((both[0].contiguous(), both[1].contiguous()))
+    logits: list[Tensor] = []
+    for start in range(0, len(lasts), most):
+        some_NH = torch.stack(lasts[start : start + most])
+        logits += model.logits(F.pad(some_NH, (0, 0, 0, most - len(some_NH))))[: len(some_NH)]
+    return [(each, *both) for each, both in zip(logits, found, strict=True)]
+
+
+def _batch(
+    model: NativeModel, texts: Sequence[Sequence[int]], adapter: Adapter | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The residual stream [N, H] after these texts, and their keys and values [L, J, N, D], N filled up to a multiple of `BATCH`."""
+    lengths = [len(ids) for ids in texts]
+    empty = -sum(lengths) % BATCH
+    lengths += [empty] if empty else []
+    size = sum(lengths)
+    device = model.device
+    ids_N = torch.tensor([*(id_ for ids in texts for id_ in ids), *[0] * empty], device=device)
+    positions_N = torch.tensor([n for each in lengths for n in range(each)], device=device)
+    rotations_N1C = model.rotations(positions_N)
+    packed = varlen.suits(model.shape, model.dtype, device)
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def attend(number: int, qkv_NO: Tensor) -> Tensor:
+        heads = model.heads(model.layers[number], qkv_NO, rotations_N1C)
+        queries, keys, values = (each.to(model.dtype) for each in heads)
+        kept.append((keys.transpose(0, 1), values.transpose(0, 1)))
+        if packed:
+            given = queries, keys, values.contiguous()
+            return varlen.attention(*given, (ends, ends), (size, size)).flatten(1)
+        parts = zip(*(each.split(lengths) for each in (queries, keys, values)), strict=True)
+        return torch.cat([text_attention(model, *each) for each in parts])
+
+    residual_NH = residual_after_layers(model, model.embedded(ids_N), attend, adapter, few=False)
+    keys, values = zip(*kept, strict=True)
+    return residual_NH, torch.stack(keys), torch.stack(values)

@@ -1,4 +1,4 @@
-"""The seam to Modal: what we ask of it, and nothing else. `live.py` asks the real one, `testing/fake_modal.py` is one of this machine.
+"""The seam to Modal: what we ask of it, and nothing else. `live.py` asks the real one, `tests/fake_modal.py` is one of this machine.
 
 Modal runs functions in containers of its own making. There are two: the desk (`coordinator.py`), of which there is never more than one, and
 the work (`worker.py`), a call for each stint of a job, with the GPU, the time limit and the secrets of that job. What both share is a

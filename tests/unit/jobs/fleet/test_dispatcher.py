@@ -31,7 +31,7 @@ from groupwise.jobs.hosts.failures import FailureClass
 from groupwise.jobs.hosts.framing import BadAnswer
 from groupwise.jobs.hosts.port import Host, OutcomeUnknown, Request, RunnerResponse
 from groupwise.jobs.hosts.spec import JobSpec
-from groupwise.testing.fake_hosts import FakeHost, Fault, Script
+from tests.fake_hosts import FakeHost, Fault, Script
 from tests.in_process_fleet import InProcessFleet, NoChance
 
 

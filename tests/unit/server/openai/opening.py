@@ -17,7 +17,7 @@ from groupwise.server.app import make_app
 from groupwise.server.ledger import groups
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.routes.openai import attach, openai_routes
-from groupwise.testing.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine
 from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import Served
 

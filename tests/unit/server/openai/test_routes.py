@@ -14,7 +14,7 @@ from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.openai import ChatRequest, TextRequest
 from groupwise.api.schemas.problems import KINDS
 from groupwise.server.openai.service import MOST_SAMPLING
-from groupwise.testing.fakes import ALPHABET, END_ID, FakeTokenizer
+from groupwise.testing import ALPHABET, END_ID, FakeTokenizer
 from tests.processes import wait_until_async
 from tests.unit.server.http_client import HERE, client_of, keyring, listening
 from tests.unit.server.openai.opening import CHAT, TEXT, Client, asking, opened, record

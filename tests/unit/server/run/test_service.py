@@ -15,7 +15,7 @@ from groupwise.api.schemas.training import (
     StartRequest,
     StepRequest,
 )
-from groupwise.testing.fake_engine import Fault
+from tests.fake_engine import Fault
 from tests.unit.server.serving import ME, SETTINGS, Served, letters, refused, served
 
 

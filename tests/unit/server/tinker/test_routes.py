@@ -16,7 +16,7 @@ from groupwise.server.tinker.futures import Limits
 from groupwise.server.tinker.service import VerbService
 from groupwise.server.tinker.sessions import SESSION_SILENCE
 from groupwise.server.tinker.training import EPHEMERAL_KEPT
-from groupwise.testing.fake_verbs import FakeVerbs
+from tests.fake_verbs import FakeVerbs
 from tests.processes import wait_until_async
 from tests.tinker_app import KEY, app
 

@@ -27,7 +27,7 @@ from groupwise.tasks.rollouts.hosts import LocalHost
 from groupwise.tasks.rollouts.rows import training_rows
 from groupwise.tasks.rollouts.score import score_group, score_request
 from groupwise.tasks.rollouts.sessions import Reply, Sessions
-from groupwise.testing.fakes import FakeSampler, FakeTokenizer
+from groupwise.testing import FakeSampler, FakeTokenizer
 from tests.chat import SPECIAL, chat_tokenizer
 from tests.scripted import Pieces, ScriptedSampler, ask_for
 

@@ -5,7 +5,7 @@ import pytest
 from groupwise.core.errors import TaskError
 from groupwise.core.types import Example, NumberedRow
 from groupwise.tasks.rollouts.prompts import odd_prompts, tokenise
-from groupwise.testing.fakes import FakeTokenizer
+from groupwise.testing import FakeTokenizer
 from tests.chat import chat_tokenizer
 
 WHERE = "Task t (t.py): get_rl_dataset"

@@ -10,7 +10,7 @@ from groupwise.core.types import Example, Group, MaskedTokens, RolloutCredit
 from groupwise.tasks.rollouts.config import RolloutConfig
 from groupwise.tasks.rollouts.rows import training_rows
 from groupwise.tasks.rollouts.two_stage import TwoStage
-from groupwise.testing.fakes import FakeLearner, FakeSampler, FakeTokenizer
+from groupwise.testing import FakeLearner, FakeSampler, FakeTokenizer
 from tests.scripted import Pieces, ScriptedSampler, ask_for
 
 CONFIG = RolloutConfig(type="two_stage", max_reasoning_length=12, max_answer_length=5)

@@ -4,7 +4,7 @@ from typing import Any
 
 from groupwise.core.types import Example, Prompt
 from groupwise.tasks.data.overlap import same_prompt, same_row
-from groupwise.testing.fakes import FakeTokenizer
+from groupwise.testing import FakeTokenizer
 from groupwise.training.checks.check_data import (
     check_dataset,
     check_overlap,

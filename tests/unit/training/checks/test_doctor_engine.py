@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from groupwise.core.types import Example, Group, SamplingParams, UpdateResult
-from groupwise.testing.fakes import END_ID, FakeLearner, FakeSampler, FakeTokenizer
+from groupwise.testing import END_ID, FakeLearner, FakeSampler, FakeTokenizer
 from groupwise.training.checks.doctor_engine import (
     Engine,
     check_gap,

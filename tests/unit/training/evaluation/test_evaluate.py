@@ -17,7 +17,7 @@ from groupwise.tasks.contract import load_task
 from groupwise.tasks.rewards.inprocess import InProcessScorer
 from groupwise.tasks.rollouts.prompts import PromptSet
 from groupwise.tasks.rollouts.single import Single
-from groupwise.testing.fakes import END_ID, FakeSampler, FakeTokenizer
+from groupwise.testing import END_ID, FakeSampler, FakeTokenizer
 from groupwise.training.evaluation.comparison import compared
 from groupwise.training.evaluation.evaluate import (
     EvalResult,

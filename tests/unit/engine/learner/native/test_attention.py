@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from groupwise.engine.learner.native import packed_attention
 from groupwise.engine.learner.native import piece_attention as pieces
 from groupwise.engine.learner.native.attention import Attention
 from groupwise.engine.learner.native.fused_attention import fused_attention
 from groupwise.engine.learner.native.layout import Texts
 from groupwise.engine.learner.native.packed_attention import PackedAttention
 from groupwise.engine.learner.native.piece_attention import piece_attention
+from groupwise.engine.models.native import varlen
 from groupwise.engine.models.native.forward import text_attention
 from groupwise.engine.models.native.weights import Shape
 
@@ -130,7 +130,7 @@ def attention_of(request, monkeypatch):
     made, scores, queries_at_once = WAYS[request.param]
     monkeypatch.setattr(pieces, "SCORES", scores)
     monkeypatch.setattr(pieces, "QUERIES", queries_at_once)
-    monkeypatch.setattr(packed_attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     return made
 
 

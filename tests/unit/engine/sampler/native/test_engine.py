@@ -27,7 +27,6 @@ from groupwise.core.types import Completion, GroupRequest, SamplingParams
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.models.tiny import tiny_tokenizer
 from groupwise.engine.sampler.engine import Engine, Prompt, Row, SlotEngine
-from groupwise.engine.sampler.native import graph_engine
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import plainly
@@ -287,10 +286,9 @@ def test_random_schedules_leave_every_row_its_bits(name, adapter, kind, dtype):
 
 
 @by("native", "graph")
-def test_a_row_that_is_longer_by_far_changes_no_other(monkeypatch, kind):
+def test_a_row_that_is_longer_by_far_changes_no_other(kind):
     """Its keys and values are read to its own length, those of the others beyond theirs."""
     dtype = torch.bfloat16 if kind == "native" else torch.float32
-    monkeypatch.setattr(graph_engine, "KEYS", 128)  # of which both need one step
     weights = weights_of("wide", dtype, adapter=False)
     engine = engine_of(weights, kind)
     with torch.inference_mode():

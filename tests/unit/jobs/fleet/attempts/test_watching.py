@@ -9,7 +9,7 @@ from groupwise.jobs.fleet.attempts.watching import Pauses, Watch
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.port import Request
-from groupwise.testing.fake_hosts import FakeHosts, Script
+from tests.fake_hosts import FakeHosts, Script
 
 QUICK = Pauses(poll=5.0, first=0.005, longest=0.01)
 

@@ -25,7 +25,7 @@ from groupwise.jobs.hosts.answers import RunnerState
 from groupwise.jobs.hosts.driver import Known, Launch, Runner
 from groupwise.jobs.hosts.local import LocalHost
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec, as_json
-from groupwise.testing.fake_hosts import FakeHost, Script
+from tests.fake_hosts import FakeHost, Script
 from tests.in_process_fleet import InProcessFleet
 
 AT_ONCE = Keeping(0.0, 0.0)

@@ -36,7 +36,7 @@ from groupwise.jobs.clouds.modal.port import Call, Image
 from groupwise.jobs.clouds.modal.worker import Surroundings, work
 from groupwise.jobs.hosts.port import RunnerRefused
 
-THIS = "groupwise.testing.fake_modal"
+THIS = "tests.fake_modal"
 SECRETS = "GROUPWISE_SECRETS"
 EMPTY: Mapping[str, str] = MappingProxyType({})
 TICK = 0.02

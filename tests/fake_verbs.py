@@ -1,4 +1,4 @@
-"""An engine for the verbs that is small enough to read: several adapters, each the table of logits of `groupwise.testing.fakes`.
+"""An engine for the verbs that is small enough to read: several adapters, each the table of logits of `groupwise.testing`.
 
 It keeps the contract of `groupwise.server.engine.adapter_port` with the true gradient of the loss `given`, plain steps in place of AdamW's,
 and what is saved as files. `calls` lists its calls in order.
@@ -30,7 +30,7 @@ from groupwise.server.engine.adapter_port import (
     VerbSample,
     VerbSampled,
 )
-from groupwise.testing.fakes import ALPHABET, END_ID, FakeLearner, FakeSampler
+from groupwise.testing import ALPHABET, END_ID, FakeLearner, FakeSampler
 
 SPEC = "spec.json"
 BASE = Base("letters", 64, (END_ID,), "table", "letters")

@@ -6,7 +6,7 @@ import pytest
 
 from groupwise.core.errors import RunError
 from groupwise.server.engine.port import EngineLost, OpenRun, Plan, SampleOrder
-from groupwise.testing.fake_engine import FakeEngine, Fault
+from tests.fake_engine import FakeEngine, Fault
 
 PROMPT = "sort these"
 

@@ -69,7 +69,7 @@ from groupwise.server.engine.port import (
 from groupwise.tasks.rollouts.rows import training_rows
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.single import policy_segment
-from groupwise.testing.fakes import ALPHABET, END_ID, TABLE, FakeLearner, FakeSampler, FakeTokenizer
+from groupwise.testing import ALPHABET, END_ID, TABLE, FakeLearner, FakeSampler, FakeTokenizer
 
 VARIABLE = "GROUPWISE_FAKE_ENGINE"
 NO_SUCH_MODEL = "no-such-model"

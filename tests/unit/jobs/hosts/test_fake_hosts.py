@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from groupwise.jobs.hosts.port import Request
-from groupwise.testing.fake_hosts import FakeHost, FakeHosts
+from tests.fake_hosts import FakeHost, FakeHosts
 
 
 @pytest.fixture
