@@ -27,10 +27,10 @@ from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.core.terminal.notebook import Code, Table, as_html
 from groupwise.core.terminal.plot import svg_curve, with_mean
 from groupwise.core.terminal.text import shorten
+from groupwise.runs.curves import warm_up_curve
 from groupwise.runs.folder import RECORD, read_config, read_state, read_summary
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
-from groupwise.runs.warm_up import warm_up_curve
 from groupwise.tasks.contract import load_task
 from groupwise.training.config import (
     LoadedConfig,

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import groupwise
-from groupwise.core.errors import GroupwiseError, RunNotFoundError
+from groupwise import GroupwiseError, RunNotFoundError, Store
 from groupwise.core.terminal.plot import terminal_curve, with_mean
 from groupwise.core.terminal.text import one_line
 from groupwise.runs.find import newest_unfinished
-from groupwise.runs.store import Store
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "quickstart.yaml"

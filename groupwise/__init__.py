@@ -13,6 +13,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from groupwise.api.client import AsyncTrainingClient, TrainingClient
+    from groupwise.core.errors import (
+        CallbackError,
+        CheckpointError,
+        ConfigError,
+        EndpointError,
+        EnvironmentWorkerError,
+        GroupwiseError,
+        ModelError,
+        NonFiniteError,
+        NothingScoredError,
+        OutOfMemoryError,
+        PolicyMismatchError,
+        ResumeMismatchError,
+        RewardWorkerError,
+        RunError,
+        RunInUseError,
+        RunNotFoundError,
+        SandboxError,
+        StoreError,
+        TaskError,
+        UsageError,
+        WorkerLostError,
+    )
+    from groupwise.core.types import Completion, Example, Group, RewardPart, Rollout, Segment
+    from groupwise.runs.store import Store
+    from groupwise.tasks.environment import Step
+    from groupwise.tasks.rewards import get_reward_funcs
+    from groupwise.tasks.rewards.registry import reward
+    from groupwise.tasks.tools import TextCalls, Tools
     from groupwise.training.callbacks.base import Callback
     from groupwise.training.checks.check import check
     from groupwise.training.checks.doctor import doctor
@@ -23,33 +53,78 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AsyncTrainingClient",
     "Callback",
+    "CallbackError",
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "EndpointError",
+    "EnvironmentWorkerError",
     "EvalResult",
+    "Example",
     "GenerateResult",
+    "Group",
+    "GroupwiseError",
+    "ModelError",
+    "NonFiniteError",
+    "NothingScoredError",
+    "OutOfMemoryError",
+    "PolicyMismatchError",
+    "ResumeMismatchError",
+    "RewardPart",
+    "RewardWorkerError",
     "RlResult",
+    "Rollout",
+    "RunError",
+    "RunInUseError",
+    "RunNotFoundError",
+    "SandboxError",
+    "Segment",
     "SftResult",
+    "Step",
+    "Store",
+    "StoreError",
+    "TaskError",
+    "TextCalls",
+    "Tools",
+    "TrainingClient",
+    "UsageError",
+    "WorkerLostError",
     "__version__",
     "check",
     "doctor",
     "evaluate",
     "generate",
+    "get_reward_funcs",
+    "reward",
     "rl",
     "sft",
 ]
 
-_HOMES = {
-    "Callback": "groupwise.training.callbacks.base",
-    "EvalResult": "groupwise.training.evaluation.evaluate",
-    "GenerateResult": "groupwise.training.generation.generate",
-    "RlResult": "groupwise.training.loops.rl_start",
-    "SftResult": "groupwise.training.loops.sft_start",
-    "check": "groupwise.training.checks.check",
-    "doctor": "groupwise.training.checks.doctor",
-    "evaluate": "groupwise.training.evaluation.evaluate",
-    "generate": "groupwise.training.generation.generate",
-    "rl": "groupwise.training.loops.rl_start",
-    "sft": "groupwise.training.loops.sft_start",
+_NAMES = {
+    "groupwise.api.client": "AsyncTrainingClient TrainingClient",
+    "groupwise.core.errors": (
+        "CallbackError CheckpointError ConfigError EndpointError EnvironmentWorkerError "
+        "GroupwiseError ModelError NonFiniteError NothingScoredError OutOfMemoryError "
+        "PolicyMismatchError ResumeMismatchError RewardWorkerError RunError RunInUseError "
+        "RunNotFoundError SandboxError StoreError TaskError UsageError WorkerLostError"
+    ),
+    "groupwise.core.types": "Completion Example Group RewardPart Rollout Segment",
+    "groupwise.runs.store": "Store",
+    "groupwise.tasks.environment": "Step",
+    "groupwise.tasks.rewards": "get_reward_funcs",
+    "groupwise.tasks.rewards.registry": "reward",
+    "groupwise.tasks.tools": "TextCalls Tools",
+    "groupwise.training.callbacks.base": "Callback",
+    "groupwise.training.checks.check": "check",
+    "groupwise.training.checks.doctor": "doctor",
+    "groupwise.training.evaluation.evaluate": "EvalResult evaluate",
+    "groupwise.training.generation.generate": "GenerateResult generate",
+    "groupwise.training.loops.rl_start": "RlResult rl",
+    "groupwise.training.loops.sft_start": "SftResult sft",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

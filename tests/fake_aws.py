@@ -19,7 +19,7 @@ from unittest import mock
 
 from groupwise.jobs.clouds.aws import AwsBackend, Patience
 from groupwise.jobs.clouds.aws_checks import Access
-from groupwise.jobs.clouds.aws_state import Kept
+from groupwise.jobs.clouds.aws_state import JobRecords
 from groupwise.jobs.clouds.ec2 import IMAGE_PARAMETER, BotoEc2
 from tests.ssh_hosts import LoopbackHost
 
@@ -120,7 +120,7 @@ class FakeAws:
         self, kept: Path, patience: Patience = QUICK, ec2: Any = None, **access: Any
     ) -> AwsBackend:
         """A new way to it, as from the machine that keeps its records there."""
-        told = (ec2 or ec2_client(), self.access(**access), Kept(kept))
+        told = (ec2 or ec2_client(), self.access(**access), JobRecords(kept))
         return AwsBackend("aws", *told, owner="me@here", patience=patience)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from groupwise.jobs.clouds.aws import AwsBackend
 from groupwise.jobs.clouds.aws_checks import Access
-from groupwise.jobs.clouds.aws_state import Kept
+from groupwise.jobs.clouds.aws_state import JobRecords
 from groupwise.jobs.clouds.backend import Backend, Handle, Order, Outcome, Plan, Status
 from groupwise.jobs.clouds.folder import INCOMING
 from groupwise.jobs.clouds.gang import NODES, GangBackend
@@ -78,7 +78,7 @@ class BackendSpec:
         if self.kind == "modal":
             return modal_backend(FakeModal(Path(self.home)))
         if self.access is not None:
-            kept = Kept(Path(tempfile.mkdtemp(dir=Path(self.home).parent)))
+            kept = JobRecords(Path(tempfile.mkdtemp(dir=Path(self.home).parent)))
             ec2, access = fake_aws.ec2_client(), Access(**self.access)
             return AwsBackend(self.kind, ec2, access, kept, patience=fake_aws.QUICK)
         if self.login is not None:

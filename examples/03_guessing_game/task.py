@@ -3,7 +3,7 @@
 Whoever listens needs two guesses: the middle first, then where the answer points. Whoever does not wins half of the games.
 """
 
-from groupwise.tasks.environment import Step
+from groupwise import Step
 
 DIGITS = "123"
 

@@ -5,7 +5,7 @@ that is too small for JSON. Without `TextCalls`, and with chat prompts, a real m
 prompt and calls them by `<tool_call>{"name": "equals", "arguments": {}}</tool_call>`.
 """
 
-from groupwise.tasks.tools import TextCalls, Tools
+from groupwise import TextCalls, Tools
 
 SUMS = [(1, 0), (1, 1), (1, 2)]
 

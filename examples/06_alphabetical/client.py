@@ -9,8 +9,8 @@ The server is the one of GROUPWISE_URL, else http://127.0.0.1:8000; its key, whe
 import sys
 from itertools import pairwise
 
+from groupwise import GroupwiseError
 from groupwise.api.client import TrainingClient, train
-from groupwise.core.errors import GroupwiseError
 from groupwise.core.terminal.plot import sparkline
 
 LENGTH, STEPS = 16, 60

@@ -9,8 +9,7 @@ import sys
 
 import openai
 
-from groupwise.api.client import TrainingClient
-from groupwise.core.errors import GroupwiseError
+from groupwise import GroupwiseError, TrainingClient
 
 URL = os.environ.get("GROUPWISE_URL", "http://127.0.0.1:8000")
 STEPS, CALLS = 30, 8

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from groupwise.cli.rl import JsonOption, Overrides, TaskOption
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from groupwise.training.evaluation.evaluate import EvalResult
-    from groupwise.training.evaluation.suite_evaluation import SuitesFound
 
 
 def evaluate(
@@ -193,12 +187,7 @@ def _evaluate_task(
     results = evaluate_each(config, task_module, policy or ["base"], **given)
     if len(results) == 1:
         write_result(results[0].summary, as_json=as_json)
-    else:
-        _write_several(results, as_json)
-
-
-def _write_several(results: Sequence[EvalResult], as_json: bool) -> None:
-    from groupwise.cli.output import write_json
+        return
     from groupwise.cli.runs.compare import print_comparison
     from groupwise.training.review.compare import compare_sides, side_of_file
 
@@ -222,7 +211,14 @@ def _evaluate_suites(
     as_json: bool,
 ) -> None:
     from groupwise.cli.output import write_json
-    from groupwise.training.evaluation.suite_evaluation import SuitesAsked, evaluate_suites, plan
+    from groupwise.cli.printing import print_table, print_text
+    from groupwise.training.evaluation.suite_evaluation import (
+        METRIC,
+        SuitesAsked,
+        evaluate_suites,
+        interval_of,
+        plan,
+    )
 
     if policies and len(policies) > 1:
         raise typer.BadParameter("suites are asked of one policy at a time; give one --policy.")
@@ -233,15 +229,7 @@ def _evaluate_suites(
     found = evaluate_suites(asked, lambda text: typer.echo(text, err=True))
     if as_json:
         write_json(found.summary)
-    else:
-        _print_suites(found)
-    raise typer.Exit(found.exit_code)
-
-
-def _print_suites(found: SuitesFound) -> None:
-    from groupwise.cli.printing import print_table, print_text
-    from groupwise.training.evaluation.suite_evaluation import METRIC, interval_of
-
+        raise typer.Exit(found.exit_code)
     if found.results:
         rows = [
             (
@@ -257,6 +245,7 @@ def _print_suites(found: SuitesFound) -> None:
         print_table([("suite", f"{METRIC} [95 %]", "prompts", "samples", "time", "results"), *rows])
     for name, reason in found.failed.items():
         print_text(f"{name} failed: {reason}")
+    raise typer.Exit(found.exit_code)
 
 
 def _refuse(given: dict[str, Any], how: str) -> None:

@@ -51,7 +51,7 @@ def show_title(text: str) -> None:
 
 
 def show_text(text: str) -> None:
-    """Text of a stranger, cleaned and indented."""
+    """Untrusted text, cleaned and indented."""
     for line in clean(text).split("\n"):
         _echo(f"  {line}".rstrip())
 
@@ -90,5 +90,5 @@ def _number(value: float | None) -> str:
 
 
 def _echo(text: str) -> None:
-    """With colours only where they are wanted; see https://no-color.org."""
+    """Print a line, with colours unless NO_COLOR is set (https://no-color.org)."""
     typer.echo(text, color=False if os.environ.get("NO_COLOR") else None)

@@ -233,6 +233,14 @@ def generate(
     from groupwise.cli.output import write_json, write_result
     from groupwise.training.generation.generate import generate as run
 
+    fields: Any = None
+    if extra is not None:
+        try:
+            fields = json.loads(extra)
+        except ValueError as error:
+            raise typer.BadParameter(f"--extra is no JSON: {error}.") from error
+        if not isinstance(fields, dict):
+            raise typer.BadParameter('--extra is no JSON object, such as {"min_p": 0.1}.')
     options = {
         "dataset": dataset,
         "dataset_config": dataset_config,
@@ -252,7 +260,7 @@ def generate(
         "max_new_tokens": max_new_tokens,
         "stop": stop,
         "seed": seed,
-        "extra": _fields(extra),
+        "extra": cast("Any", fields),
         "num_generations": num_generations,
         "concurrency": _at_once(concurrency, input_batch_size, client_replicas),
         "timeout": timeout,
@@ -293,15 +301,3 @@ def _at_once(
     from groupwise.training.generation.config import CONCURRENCY
 
     return (CONCURRENCY if one is None else one) * client_replicas
-
-
-def _fields(extra: str | None) -> dict[str, Any] | None:
-    if extra is None:
-        return None
-    try:
-        fields: object = json.loads(extra)
-    except ValueError as error:
-        raise typer.BadParameter(f"--extra is no JSON: {error}.") from error
-    if not isinstance(fields, dict):
-        raise typer.BadParameter('--extra is no JSON object, such as {"min_p": 0.1}.')
-    return cast("dict[str, Any]", fields)

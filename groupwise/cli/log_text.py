@@ -1,4 +1,4 @@
-"""Writing the log of a job, whose bytes a stranger chose."""
+"""Writing the log of a job, whose bytes are not trusted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class LogWriter:
         """`last`: nothing more comes of the letter that is under way."""
         stream = sys.stderr if self._err else sys.stdout
         if is_terminal(stream):
-            _show(self._letters.decode(data, last), stream)
+            encoding = stream.encoding or "utf-8"
+            shown = clean(self._letters.decode(data, last).replace("\r", "\n"))
+            stream.write(shown.encode(encoding, "replace").decode(encoding))
         else:
             stream.flush()
             cast("BinaryIO", stream.buffer).write(data)
@@ -37,11 +39,5 @@ class LogWriter:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a person reads it."""
+    """True if a person reads it."""
     return stream.isatty()
-
-
-def _show(text: str, stream: TextIO) -> None:
-    encoding = stream.encoding or "utf-8"
-    shown = clean(text.replace("\r", "\n"))
-    stream.write(shown.encode(encoding, "replace").decode(encoding))

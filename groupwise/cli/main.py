@@ -41,7 +41,7 @@ class LazyGroup(TyperGroup):
     """The commands of a group, imported when one of them is asked for."""
 
     module = ""
-    """Whose `app` has them."""
+    """The module whose `app` has the commands."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         self._load()
@@ -90,18 +90,16 @@ app = typer.Typer(
 
 
 def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"{PROGRAM} {_version()}")
-        raise typer.Exit
-
-
-def _version() -> str:
+    if not wanted:
+        return
     from importlib import metadata
 
     try:
-        return metadata.version(PROGRAM)
+        version = metadata.version(PROGRAM)
     except metadata.PackageNotFoundError:
-        return "(not installed)"
+        version = "(not installed)"
+    typer.echo(f"{PROGRAM} {version}")
+    raise typer.Exit
 
 
 @app.callback()

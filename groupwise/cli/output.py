@@ -1,4 +1,4 @@
-"""What the commands write: data on stdout, talk on stderr, and one place that turns errors into exit codes.
+"""Output of the commands: data on stdout, messages on stderr, and one place that turns errors into exit codes.
 
 With `--json` a command writes exactly one JSON object on stdout, on failure with `error: {code, message}`.
 Exit codes: 0 done; 1 the run failed; 2 what was given cannot work; 130 and 143 interrupted by Ctrl-C or SIGTERM.
@@ -26,11 +26,11 @@ from groupwise.engine.models.memory import lacks_memory, out_of_memory
 PROGRAM = "groupwise"
 
 _COMMANDS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
-"""What JSON need not escape, and a terminal obeys; and halves of surrogates, which cannot be written otherwise."""
+"""Characters that a terminal obeys and JSON need not escape, and halves of surrogates, which cannot be written otherwise."""
 
 
 def collect_seldom() -> None:
-    """For commands that train nothing: of what they import hardly anything is garbage, and looking for it takes a tenth of their time."""
+    """Collect garbage seldom, in commands that train nothing: their imports leave hardly any, and looking takes a tenth of their time."""
     gc.set_threshold(10_000, 10, 10)
 
 
@@ -41,12 +41,12 @@ def write_json(data: Any) -> None:
 
 
 def say(text: str) -> None:
-    """Talk, on stderr: what strangers wrote in it is shown, and commands no terminal."""
+    """Write a message on stderr, with untrusted text in it made harmless."""
     typer.echo(clean(text), err=True)
 
 
 def write_result(summary: Mapping[str, Any], *, as_json: bool) -> None:
-    """What a command found: as JSON, or a line `key  value` for each number and text in it."""
+    """Write the result of a command: as JSON, or a line `key  value` for each number and text in it."""
     if as_json:
         write_json(summary)
         return
@@ -59,18 +59,15 @@ def write_result(summary: Mapping[str, Any], *, as_json: bool) -> None:
 def _lines(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         name = f"{above}{key}"
-        if _is_interval(value):
-            yield name, "{value:.3f} [{low:.3f}, {high:.3f}]".format_map(value)
-        elif isinstance(value, Mapping) and value.keys() == {"value"}:  # type: ignore[reportUnknownMemberType]
-            yield name, _text(value["value"])
-        elif isinstance(value, Mapping):
-            yield from _lines(cast("Mapping[str, Any]", value), f"{name}.")
-        else:
+        inner = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
+        if inner is None:
             yield name, _text(value)
-
-
-def _is_interval(value: Any) -> bool:
-    return isinstance(value, Mapping) and value.keys() == {"value", "low", "high"}  # type: ignore[reportUnknownMemberType]
+        elif set(inner) == {"value", "low", "high"}:
+            yield name, "{value:.3f} [{low:.3f}, {high:.3f}]".format_map(inner)
+        elif set(inner) == {"value"}:
+            yield name, _text(inner["value"])
+        else:
+            yield from _lines(inner, f"{name}.")
 
 
 def _text(value: Any) -> str:
@@ -94,7 +91,8 @@ def run_command(app: typer.Typer, program: str, args: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Stopped as stopped:
-        return report_stop(stopped, as_json=as_json)
+        # The work was not done; shells expect this exit code.
+        return _tell(str(stopped), "interrupted", stopped.exit_code, as_json)
     except Exception as error:  # noqa: BLE001 - the boundary: each failure gets a message and a code
         return report_error(error, as_json=as_json)
     return code if isinstance(code, int) else 0
@@ -107,7 +105,16 @@ def report_error(error: Exception, *, as_json: bool) -> int:
     if isinstance(error, GroupwiseError):
         return _tell(error.message, error.code, error.exit_code, as_json)
     if isinstance(error, typer.TyperException):
-        return _report_usage(error, as_json)
+        # A command line that cannot be parsed; typer's own text, which begins with the usage.
+        show = getattr(error, "show", None)
+        if show is not None:
+            error.message = clean(error.message) + _as_word(error)
+            show()
+        else:
+            say(f"{PROGRAM}: {error.format_message()}")
+        if as_json:
+            write_json({"error": {"code": "usage", "message": error.format_message()}})
+        return error.exit_code
     say("".join(traceback.format_exception(error)).rstrip("\n"))
     what = f"{type(error).__name__}: {error}"
     return _tell(f"this is a bug in {PROGRAM}, or in the task: {what}", "bug", 1, as_json)
@@ -117,15 +124,10 @@ class Stopped(Exception):
     """The user did not want to wait for the end: Ctrl-C, or a second signal."""
 
     def __init__(self, interrupt: KeyboardInterrupt) -> None:
-        """Who turns another signal than Ctrl-C into a KeyboardInterrupt gives it the signal's number."""
+        """Another signal than Ctrl-C that became a KeyboardInterrupt is its first argument, as a number."""
         number = interrupt.args[0] if interrupt.args else signal.SIGINT
         self.exit_code = 128 + int(number)
         super().__init__(f"stopped by {signal.Signals(number).name}")
-
-
-def report_stop(stopped: Stopped, *, as_json: bool) -> int:
-    """Tell that the work was not done, and return the exit code that shells expect."""
-    return _tell(str(stopped), "interrupted", stopped.exit_code, as_json)
 
 
 def _tell(message: str, code: str, exit_code: int, as_json: bool) -> int:
@@ -137,7 +139,7 @@ def _tell(message: str, code: str, exit_code: int, as_json: bool) -> int:
 
 
 def _as_word(error: Any) -> str:
-    """For a flag that is a key of the config, `--num_generations 8`: how it is given here. Only commands that take keys say so."""
+    """How to give a flag that is a key of the config, `--num_generations 8`; empty for other flags, and for commands that take no keys."""
     option: str = getattr(error, "option_name", None) or ""
     context: Any = getattr(error, "ctx", None)
     if not option or "overrides" not in {each.name for each in context.command.params}:
@@ -153,19 +155,6 @@ def _as_word(error: Any) -> str:
     except ConfigError as wrong:
         said = wrong.message.removeprefix("config: ")
         if "the nearest are" in said:
-            return ""  # no key of anybody's
+            return ""  # no framework has such a key
         return f". Keys of the config are words without dashes, as training.seed=1: {said}"
     return ""
-
-
-def _report_usage(error: typer.TyperException, as_json: bool) -> int:
-    """A command line that cannot be parsed; typer's own text, which begins with the usage."""
-    show = getattr(error, "show", None)
-    if show is not None:
-        error.message = clean(error.message) + _as_word(error)
-        show()
-    else:
-        say(f"{PROGRAM}: {error.format_message()}")
-    if as_json:
-        write_json({"error": {"code": "usage", "message": error.format_message()}})
-    return error.exit_code

@@ -1,4 +1,4 @@
-"""What the commands that look at runs have in common: their arguments, tables for people, JSON for programs.
+"""Common parts of the commands that look at runs: their arguments, tables for people, JSON for programs.
 
 What a model wrote may hold anything; it is shown as harmless plain text, in what the terminal's encoding can hold.
 """
@@ -39,7 +39,7 @@ def print_section(title: str, pairs: Sequence[tuple[str, Any]]) -> None:
 
 
 def print_advice(advice: Sequence[Mapping[str, Any]]) -> None:
-    """What the numbers of the last steps say, and what to do about it."""
+    """Print the advice on the numbers of the last steps."""
     if advice:
         print_text("\nadvice")
     for each in advice:
@@ -48,7 +48,7 @@ def print_advice(advice: Sequence[Mapping[str, Any]]) -> None:
 
 
 def next_commands(run: str) -> list[tuple[str, str]]:
-    """What one does with a run that has ended."""
+    """Commands to go on with after a run, with their purposes."""
     name = shlex.quote(run)
     return [
         (f"groupwise runs show {name}", "its numbers, evaluations and warnings"),
@@ -68,7 +68,7 @@ def print_pairs(pairs: Sequence[tuple[str, Any]]) -> None:
 
 
 def indented(text: str, margin: str) -> str:
-    """Text of a stranger, cleaned, with a margin before each line."""
+    """Untrusted text, cleaned, with a margin before each line."""
     return "\n".join(margin + line for line in clean(text).split("\n"))
 
 

@@ -69,9 +69,9 @@ def config_of(config: Path | None, overrides: list[str] | None) -> Path | dict[s
 def ways_to_start(
     resume: bool, resume_from: str | None, init_from: str | None = None
 ) -> dict[str, Any]:
-    """As given, unless the environment names a checkpoint.
+    """The given ways to start, unless the environment names a checkpoint.
 
-    A job is the same command at each of its attempts; where an earlier one got to a checkpoint, that is what counts.
+    A job is the same command at each of its attempts; if an earlier attempt got to a checkpoint, the next one goes on from it.
     """
     checkpoint = os.environ.get(RESUME_VARIABLE)
     if not checkpoint:

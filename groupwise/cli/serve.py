@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from groupwise.api.schemas.keys import Keyring
-    from groupwise.server.serve import InFrontOf
     from groupwise.server.settings import ServerConfig
 
 
@@ -66,10 +64,20 @@ def serve(
     Each setting may also stand in the environment, as GROUPWISE_SERVE_PORT; the key in GROUPWISE_API_KEY.
     """
     if api_key is not None:
-        _refuse_key()
+        from groupwise.core.errors import UsageError
+        from groupwise.server.settings import RIGHT_WAYS
+
+        raise UsageError(
+            "A key on the command line can be read by every user of the machine, so that --api-key is not taken. Instead, "
+            + RIGHT_WAYS
+        )
     if new_key is not None:
         _print_new_key(new_key)
         return
+    import os
+
+    from groupwise.server.settings import read_settings
+
     options = {
         "output_dir": output_dir,
         "host": host,
@@ -78,48 +86,32 @@ def serve(
         "key_file": key_file,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    settings = _settings(config, given, tuple(words or ()))
+    settings = read_settings(config, os.environ, given, tuple(words or ()))
     _serve(settings, start_with)
-
-
-def _settings(config: Path | None, options: dict[str, Any], words: tuple[str, ...]) -> ServerConfig:
-    import os
-
-    from groupwise.server.settings import read_settings
-
-    return read_settings(config, os.environ, options, words)
 
 
 def _serve(settings: ServerConfig, start_with: Path | None) -> None:
     import os
+    from importlib.util import find_spec
 
+    from groupwise.core.errors import UsageError
     from groupwise.server.settings import read_keys
 
     keys = read_keys(settings, os.environ)
-    _check_installed()
+    missing = [name for name in ("fastapi", "uvicorn", "jinja2") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"The server needs {' and '.join(missing)}: pip install 'groupwise[server]'. Clients need neither."
+        )
     from groupwise.server.serve import read_start, serve
 
     request = None if start_with is None else read_start(start_with)
-    raise typer.Exit(serve(settings, keys, request, in_front=_dashboard(settings, keys)))
+    pages = None
+    if settings.dashboard:
+        from groupwise.dashboard.mounted import in_front
 
-
-def _dashboard(settings: ServerConfig, keys: Keyring | None) -> InFrontOf | None:
-    """The pages for browsers; None: it is to have none."""
-    if not settings.dashboard:
-        return None
-    from groupwise.dashboard.mounted import in_front
-
-    return in_front(settings, keys)
-
-
-def _refuse_key() -> None:
-    from groupwise.core.errors import UsageError
-    from groupwise.server.settings import RIGHT_WAYS
-
-    raise UsageError(
-        "A key on the command line can be read by every user of the machine, so that --api-key is not taken. Instead, "
-        + RIGHT_WAYS
-    )
+        pages = in_front(settings, keys)
+    raise typer.Exit(serve(settings, keys, request, in_front=pages))
 
 
 def _print_new_key(word: str) -> None:
@@ -137,15 +129,3 @@ def _print_new_key(word: str) -> None:
         "The key is for the caller and is not shown again. The line is for the server's key file; it tells nobody the key.",
         err=True,
     )
-
-
-def _check_installed() -> None:
-    from importlib.util import find_spec
-
-    from groupwise.core.errors import UsageError
-
-    missing = [name for name in ("fastapi", "uvicorn", "jinja2") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"The server needs {' and '.join(missing)}: pip install 'groupwise[server]'. Clients need neither."
-        )

@@ -54,10 +54,16 @@ def web(
     makes one. Pages bring themselves up to date.
     """
     import os
+    from importlib.util import find_spec
 
     from groupwise.api.schemas.keys import VARIABLE
+    from groupwise.core.errors import UsageError
 
-    _expect_installed()
+    missing = [name for name in ("starlette", "uvicorn", "jinja2") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"The dashboard needs {' and '.join(missing)}: pip install 'groupwise[web]'."
+        )
     from groupwise.dashboard.serve import Settings, serve
 
     settings = Settings(dir, host, port, key_file, tls_certificate, tls_key, proxy, allow_actions)
@@ -75,9 +81,9 @@ def web(
 
 
 @contextmanager
-def _watched(told: str | None) -> Generator[WatchedFleet | None]:
+def _watched(place: str | None) -> Generator[WatchedFleet | None]:
     """The fleet that is to be shown; None: none is."""
-    if told is None:
+    if place is None:
         yield None
         return
     from groupwise.cli.fleet.access import fleet, require_installed
@@ -85,7 +91,7 @@ def _watched(told: str | None) -> Generator[WatchedFleet | None]:
     from groupwise.dashboard.sources.fleet import TIMEOUT, WatchedFleet
 
     require_installed()
-    with fleet(told, timeout=TIMEOUT) as found, ending(WatchedFleet(found)) as watched:
+    with fleet(place, timeout=TIMEOUT) as found, ending(WatchedFleet(found)) as watched:
         yield watched
 
 
@@ -104,15 +110,3 @@ def _watched_server(url: str | None) -> Generator[WatchedServer | None]:
         ending(WatchedServer(client)) as watched,
     ):
         yield watched
-
-
-def _expect_installed() -> None:
-    from importlib.util import find_spec
-
-    from groupwise.core.errors import UsageError
-
-    missing = [name for name in ("starlette", "uvicorn", "jinja2") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"The dashboard needs {' and '.join(missing)}: pip install 'groupwise[web]'."
-        )

@@ -16,14 +16,10 @@ TPUS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0
 
 
 def accelerator() -> Accelerator:
-    """A TPU before a GPU before neither."""
-    if any(_is_tpu(device) for device in PCI.glob("*")):
-        return "tpu"
+    """The best kind that this machine has: a TPU, else a GPU, else neither."""
+    for device in PCI.glob("*"):
+        with suppress(OSError):
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "device"))
+            if vendor == GOOGLE and kind in TPUS:
+                return "tpu"
     return "gpu" if NVIDIA.exists() else "cpu"
-
-
-def _is_tpu(device: Path) -> bool:
-    with suppress(OSError):
-        vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "device"))
-        return vendor == GOOGLE and kind in TPUS
-    return False

@@ -1,9 +1,9 @@
-"""The only gateway to the disk for whatever must outlive a crash.
+"""The only gateway to the disk for everything that must outlive a crash.
 
 A run is killed at the worst instant sooner or later. So each change becomes visible in one step: a file by renaming a
 finished copy over it, a folder by renaming it into place after all of it was flushed, a database transaction by
 its commit. Before that step the old state stands, after it the new one; there is nothing in between. Only what is added to
-the end of a file may be there in part; who goes on with such a file cuts that off.
+the end of a file may be there in part; a program that goes on with such a file cuts that off.
 
 Both sides of every such step are *crash points*: `on_write` is called with their name. It does nothing in a real run; a test
 replaces it, dies there, and then asks whether what is left can still be read. The names are `<kind>:<subject>:<moment>`:
@@ -192,7 +192,10 @@ def publish_folder(building: Path, final: Path) -> None:
     An existing empty `final` is replaced; FileExistsError if it holds anything.
     """
     with explained(final):
-        _flush_tree(building)
+        for folder, _, names in os.walk(building):
+            for name in names:
+                _flush(Path(folder, name))
+            _flush(Path(folder))
         crash_point(f"folder:{final.name}:before")
         try:
             building.rename(final)
@@ -286,13 +289,6 @@ def _show_file(building: Path, path: Path, replace: bool) -> None:
         building.replace(path)
     else:
         os.link(building, path)
-
-
-def _flush_tree(root: Path) -> None:
-    for folder, _, names in os.walk(root):
-        for name in names:
-            _flush(Path(folder, name))
-        _flush(Path(folder))
 
 
 def _flush(path: Path) -> None:

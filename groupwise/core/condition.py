@@ -1,4 +1,4 @@
-"""Wakes everybody who waits for something to change, in one event loop."""
+"""Wakes all tasks of one event loop that wait for something to change."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Objects made from a class and the parameters that a config gives for it, such as `{name: early_stop, patience: 5}`.
 
-Whatever cannot be made is refused with a TaskError that says what the class takes: unknown and missing parameters, values of
+An object that cannot be made is refused with a TaskError that says what the class takes: unknown and missing parameters, values of
 another type than its annotations say, and the class's own objections (a ValueError).
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -26,11 +26,17 @@ def instance(kind: type, parameters: Mapping[str, Any], what: str) -> object:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in parameters:
         if name not in names and not takes_any:
-            raise TaskError(_no_parameter(what, name, names))
+            near = nearest(name, names)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "."
+            there = f"It takes: {', '.join(names)}." if names else "It takes none."
+            raise TaskError(f"{what} has no parameter `{name}`{hint} {there}")
     missing = [p.name for p in known if p.default is p.empty and p.name not in parameters]
     if missing:
         raise TaskError(f"{what} needs {' and '.join(f'`{name}`' for name in missing)}.")
-    hints = _hints(kind)
+    try:
+        hints = get_type_hints(kind.__init__)
+    except Exception:  # noqa: BLE001 — annotations of users may be anything; without them any value is taken
+        hints: dict[str, Any] = {}
     values = {
         name: _typed(value, hints.get(name), f"{what}: {name}")
         for name, value in parameters.items()
@@ -54,20 +60,6 @@ def refusing(call: Callable[[], Any], what: str) -> Any:
             raise TaskError(f"{what}: {refused}") from refused
 
     return run_user_code(explained, what=f"{what} failed")
-
-
-def _no_parameter(what: str, name: str, names: Sequence[str]) -> str:
-    near = nearest(name, names)
-    hint = f"; did you mean {' or '.join(near)}?" if near else "."
-    there = f"It takes: {', '.join(names)}." if names else "It takes none."
-    return f"{what} has no parameter `{name}`{hint} {there}"
-
-
-def _hints(kind: type) -> dict[str, Any]:
-    try:
-        return get_type_hints(kind.__init__)
-    except Exception:  # noqa: BLE001 — annotations of users may be anything; without them any value is taken
-        return {}
 
 
 def _typed(value: Any, hint: Any, what: str) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from functools import cache
 from urllib.parse import urlsplit
 
@@ -46,22 +45,19 @@ def will_pass(error: BaseException) -> bool:
     """True if the same request may succeed later: the hub did not answer, or was busy, or the connection broke."""
     if is_offline():
         return False
-    return not answers() or any(_passing(each) for each in _causes(error))
-
-
-def _passing(error: BaseException) -> bool:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(status, int):
-        return status in PASSING
-    package = type(error).__module__.partition(".")[0]
-    return isinstance(error, ConnectionError | TimeoutError) or package in TRANSPORT
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """It, and what it came of."""
+    if not answers():
+        return True
     seen: set[int] = set()
     each: BaseException | None = error
-    while each is not None and id(each) not in seen:
+    while each is not None and id(each) not in seen:  # the error, and what it came of
         seen.add(id(each))
-        yield each
+        status = getattr(getattr(each, "response", None), "status_code", None)
+        if isinstance(status, int):
+            passes = status in PASSING
+        else:
+            package = type(each).__module__.partition(".")[0]
+            passes = isinstance(each, ConnectionError | TimeoutError) or package in TRANSPORT
+        if passes:
+            return True
         each = each.__cause__ or each.__context__
+    return False

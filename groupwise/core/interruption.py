@@ -1,7 +1,7 @@
 """Awaiting asynchronous work from code that is not async, and ending it by Ctrl-C or SIGTERM.
 
-The first signal asks the loop to end cleanly, another Ctrl-C ends it at once. Queues and launchers tell all processes of a job, and pass
-on what they hear: one that is told the same in that way is not told to hurry. Work that may be dropped half-way (sampling, a
+The first signal asks the loop to end cleanly, another Ctrl-C ends it at once. Queues and launchers send a signal to all processes of a
+job, and pass on what they receive; the same signal twice in that way does not mean to hurry. Work that may be dropped half-way (sampling, a
 partial gradient) is awaited through `Interruption.allow`; everything else (update, publication, record, checkpoint) runs
 undisturbed, and the request is noticed before the next droppable piece of work.
 """
@@ -100,18 +100,14 @@ class Interruption:
             await asyncio.gather(task, return_exceptions=True)
 
     def _receive(self, number: int, _: FrameType | None) -> None:
-        if self._hurries(number):
+        together = self._received is None or time.monotonic() - self._received_at < TOGETHER
+        if not together and (self._received, number) != (signal.SIGTERM, signal.SIGTERM):
             # Raised between two steps of the loop, it may cost a task its next step, so that it would be waited for for ever.
             self._loop.call_soon_threadsafe(
                 self._loop.call_later, CLEANUP_TIMEOUT, _interrupt, self._loop
             )
             raise KeyboardInterrupt(number)
         self.ask(number)
-
-    def _hurries(self, number: int) -> bool:
-        if self._received is None or time.monotonic() - self._received_at < TOGETHER:
-            return False
-        return (self._received, number) != (signal.SIGTERM, signal.SIGTERM)
 
 
 def _interrupt(loop: asyncio.AbstractEventLoop) -> None:
@@ -127,7 +123,7 @@ def sigterm_interrupts() -> AbstractContextManager[None]:
 
 @contextmanager
 def interrupting(*signals: signal.Signals) -> Generator[None]:
-    """These signals do what Ctrl-C does, and are told from it by their numbers; elsewhere than in the main thread nothing changes.
+    """Within, these signals do what Ctrl-C does, distinguished by their numbers. Outside of the main thread nothing changes.
 
     Within `asyncio.run` that is the cancellation of its own task: an exception out of a handler would cancel all of them at once, also
     those that are to come to their end.

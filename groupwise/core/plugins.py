@@ -5,7 +5,7 @@
     load("my_package.tasks:Chess")     an attribute; a class is instantiated without arguments
     load("sort_words", builtins=…)     a name: built-in first, then an installed entry point
 
-A file runs anew each time it is loaded, under a module name made from its whole path, so that two files called
+A file runs again each time it is loaded, under a module name made from its whole path, so that two files called
 `task.py` are two modules. Whatever goes wrong becomes one `TaskError` for people: what was looked for in which order,
 what exists nearby, or the traceback cut down to the user's own frames (`explain`).
 """
@@ -82,17 +82,17 @@ def load(
     target, attribute = _split(spec)
     file = Path(target).expanduser()
     if _is_path(target) or file.is_file():
-        return _taken(
+        return _loaded_plugin(
             _load_file(file, spec, kind), str(file.resolve()), attribute, kind, instantiate
         )
     builtins = builtins or {}
     if attribute is None and target in builtins:
-        return _taken(_import(builtins[target], kind), builtins[target], None, kind)
+        return _loaded_plugin(_import(builtins[target], kind), builtins[target], None, kind)
     announced = _announced(entry_points)
     if attribute is None and target in announced:
         target, attribute = _split(announced[target])
     if _exists(target):
-        return _taken(_import(target, kind), target, attribute, kind, instantiate)
+        return _loaded_plugin(_import(target, kind), target, attribute, kind, instantiate)
     raise TaskError(_not_found(spec, target, kind, builtins, announced))
 
 
@@ -152,7 +152,7 @@ def _warn_of_training(source: bytes, file: str | Path, kind: str) -> None:
 def explain(error: BaseException) -> str:
     """The error as its author wants to see it: own frames only, the line of each, and what to install."""
     every = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in every if _is_users(frame)] or every[-1:]
+    frames = [frame for frame in every if _is_users_file(frame.filename)] or every[-1:]
     if isinstance(error, SyntaxError):
         frames = []  # it names file and line itself, and nothing of the file has run
     lines = [
@@ -188,38 +188,32 @@ def _is_path(target: str) -> bool:
     return target.endswith(".py") or "/" in target or "\\" in target
 
 
-def _taken(
+def _loaded_plugin(
     module: ModuleType, source: str, attribute: str | None, kind: str, instantiate: bool = True
 ) -> LoadedPlugin:
     found: Any = module
     for name in attribute.split(".") if attribute else ():
         if not hasattr(found, name):
-            raise TaskError(_no_attribute(source, found, name, kind))
+            public = [known for known in dir(found) if not known.startswith("_")]
+            close = nearest(name, public)
+            hint = f" Did you mean {' or '.join(f'`{n}`' for n in close)}?" if close else ""
+            raise TaskError(
+                f"{source} has no `{name}` to load as a {kind}.{hint} It has: {_listed(public)}."
+            )
         found = getattr(found, name)
     if inspect.isclass(found) and instantiate:
-        found = _instance(found, source)
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise TaskError(
+                f"{source}: class `{found.__name__}` is instantiated without arguments, but its constructor "
+                f"does not allow that ({error}). Give its parameters defaults, or name an instance of it instead."
+            ) from error
+        found = run_user_code(
+            found, what=f"{source}: class `{found.__name__}` failed while it was instantiated"
+        )
     spec = f"{source}:{attribute}" if attribute else source
     return LoadedPlugin(found, module, spec, getattr(module, "__file__", None))
-
-
-def _no_attribute(source: str, owner: Any, name: str, kind: str) -> str:
-    public = [known for known in dir(owner) if not known.startswith("_")]
-    close = nearest(name, public)
-    hint = f" Did you mean {' or '.join(f'`{n}`' for n in close)}?" if close else ""
-    return f"{source} has no `{name}` to load as a {kind}.{hint} It has: {_listed(public)}."
-
-
-def _instance(kind: Callable[[], Any], source: str) -> Any:
-    try:
-        inspect.signature(kind).bind()
-    except TypeError as error:
-        raise TaskError(
-            f"{source}: class `{kind.__name__}` is instantiated without arguments, but its constructor "
-            f"does not allow that ({error}). Give its parameters defaults, or name an instance of it instead."
-        ) from error
-    return run_user_code(
-        kind, what=f"{source}: class `{kind.__name__}` failed while it was instantiated"
-    )
 
 
 def run_user_code(call: Callable[[], Any], *, what: str) -> Any:
@@ -248,40 +242,32 @@ def _load_file(file: Path, spec: str, kind: str) -> ModuleType:
     previous = sys.modules.get(name)
     sys.modules[name] = module
     try:
-        _run_file(module, path, kind)
+        # Run it with its folder in front, as Python does for a script; afterwards the folder stays at the end.
+        folder = str(path.parent)
+        _forget_namesakes(folder)
+        _user_folders.add(folder)
+        sys.path.insert(0, folder)
+
+        def run() -> None:
+            # Compiled here and not by the loader: its cache takes an edit within the same second for none.
+            source = path.read_bytes()
+            _warn_of_training(source, path, kind)
+            exec(compile(source, str(path), "exec"), module.__dict__)
+
+        try:
+            run_user_code(run, what=f"The {kind} file {path} cannot be loaded")
+        finally:
+            with suppress(ValueError):  # the file may have changed the path itself
+                sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
     except BaseException:
-        _restore(name, previous)
+        if previous is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = previous
         raise
     return module
-
-
-def _run_file(module: ModuleType, path: Path, kind: str) -> None:
-    """Run it with its folder in front, as Python does for a script; afterwards the folder stays at the end."""
-    folder = str(path.parent)
-    _forget_namesakes(folder)
-    _user_folders.add(folder)
-    sys.path.insert(0, folder)
-
-    def run() -> None:
-        # Compiled here and not by the loader: its cache takes an edit within the same second for none.
-        source = path.read_bytes()
-        _warn_of_training(source, path, kind)
-        exec(compile(source, str(path), "exec"), module.__dict__)
-
-    try:
-        run_user_code(run, what=f"The {kind} file {path} cannot be loaded")
-    finally:
-        with suppress(ValueError):  # the file may have changed the path itself
-            sys.path.remove(folder)
-    if folder not in sys.path:
-        sys.path.append(folder)
-
-
-def _restore(name: str, module: ModuleType | None) -> None:
-    if module is None:
-        del sys.modules[name]
-    else:
-        sys.modules[name] = module
 
 
 def _forget_namesakes(folder: str) -> None:
@@ -300,7 +286,10 @@ def _forget_namesakes(folder: str) -> None:
 def _exists(target: str) -> bool:
     if not all(part.isidentifier() for part in target.split(".")):
         return False
-    _make_working_directory_importable()
+    # The console script, unlike `python -m`, starts without it. At the end, so that it hides nothing.
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
     parent = target.rpartition(".")[0]
     if parent and not _exists(parent):
         return False
@@ -317,13 +306,6 @@ def _find_spec(target: str) -> importlib.machinery.ModuleSpec | None:
         raise
     except ValueError:  # `__main__` and hand-made modules have no spec
         return None
-
-
-def _make_working_directory_importable() -> None:
-    """The console script, unlike `python -m`, starts without it. At the end, so that it hides nothing."""
-    folder = str(Path.cwd())
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.append(folder)
 
 
 def _import(name: str, kind: str) -> ModuleType:
@@ -387,11 +369,11 @@ def _listed(names: Iterable[str], limit: int = 20) -> str:
     return ", ".join(ordered[:limit]) + more if ordered else "none"
 
 
-def _is_users(frame: traceback.FrameSummary) -> bool:
-    """True if the frame is in code that belongs neither to a library nor to this package."""
-    if frame.filename.startswith("<frozen "):
+def _is_users_file(name: str) -> bool:
+    """True for code that belongs neither to a library nor to this package, its tasks excepted."""
+    if name.startswith("<frozen "):
         return False
-    path = str(Path(frame.filename).resolve())
+    path = str(Path(name).resolve())
     if path.startswith(_PACKAGE_FOLDER):
         return f"{_PACKAGE_FOLDER}/tasks" in path and not path.endswith(
             ("contract.py", "environment.py")

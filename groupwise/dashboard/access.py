@@ -27,7 +27,7 @@ LASTS = 7 * 86_400
 TRIES_PER_SECOND, TRIES_AT_ONCE = 0.5, 10
 """Keys that may be tried from one address."""
 MOST_LEFT = 10_000
-"""Cookies of which it is remembered that they were signed out."""
+"""Signed-out cookies that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +78,16 @@ class Door:
         caller = self._keys.caller(key.strip()) if self._keys is not None else None
         if caller is None or self._keys is None:
             return None
-        told = f"{caller.id}.{int(self._clock()) + LASTS}.{secrets.token_hex(16)}"
-        return f"{told}.{self._keys.sealed(caller.id, f'cookie {told}')}"
+        content = f"{caller.id}.{int(self._clock()) + LASTS}.{secrets.token_hex(16)}"
+        return f"{content}.{self._keys.sealed(caller.id, f'cookie {content}')}"
 
     def leave(self, cookie: str | None) -> None:
         """Sign a cookie out: it is no longer accepted, as long as this dashboard runs."""
         if self._keys is None or not cookie or self._of_cookie(self._keys, cookie) is None:
             return
         self._left[cookie] = None
-        while (
-            len(self._left) > MOST_LEFT
-        ):  # oldest first: a clock that is set back makes none good again
+        # The oldest go first, not those that have expired: a clock that is set back makes none good again.
+        while len(self._left) > MOST_LEFT:
             del self._left[next(iter(self._left))]
 
     def may_act(self, visitor: Visitor, role: Role = Role.ACT) -> bool:
@@ -114,16 +113,18 @@ class Door:
                 "This dashboard only shows. Whoever runs it may begin it with --allow-actions.",
             )
         if visitor.caller.role < role:
+            enough = "or ".join(f"{each.word} " for each in Role if each >= role).strip()
             raise Refusal(
                 "forbidden",
-                f"The key {visitor.caller.id} has the role {visitor.caller.role.word}; this needs {_or_more(role)}.",
+                f"The key {visitor.caller.id} has the role {visitor.caller.role.word}; this needs {enough}.",
             )
 
     def _of_cookie(self, keys: Keyring, cookie: str) -> Visitor | None:
-        told, _, seal = cookie.rpartition(".")
-        name, _, rest = told.partition(".")
+        """The visitor of a cookie `KEY.EXPIRY.NONCE.SEAL`; None if it is forged, signed out or out of date, or its key is gone."""
+        content, _, seal = cookie.rpartition(".")
+        name, _, rest = content.partition(".")
         until, _, nonce = rest.partition(".")
-        own = keys.sealed(name, f"cookie {told}")
+        own = keys.sealed(name, f"cookie {content}")
         caller = keys.named(name)
         if own is None or caller is None or not hmac.compare_digest(own.encode(), seal.encode()):
             return None
@@ -144,7 +145,3 @@ def refuse_other_sites(headers: Mapping[str, str]) -> None:
     """Raise `forbidden` for what a page of another site has a browser send; a program says of itself nothing of the kind."""
     if is_from_our_page(headers) is False:
         raise Refusal("forbidden", "A page of another site has asked for this.")
-
-
-def _or_more(role: Role) -> str:
-    return "or ".join(f"{each.word} " for each in Role if each >= role).strip()

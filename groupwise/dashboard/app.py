@@ -19,24 +19,22 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from groupwise.core.errors import GroupwiseError
-from groupwise.dashboard import sign_in
+from groupwise.dashboard import server, sign_in
 from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.fleet import jobs as fleet_jobs
 from groupwise.dashboard.fleet import machines as fleet_machines
 from groupwise.dashboard.live import Streams, live
-from groupwise.dashboard.pages import ABOVE, above, failed, respond_not_found
+from groupwise.dashboard.pages import ABOVE, above, respond_error, respond_not_found
 from groupwise.dashboard.runs import (
     answers,
     comparing,
     curves,
     evaluating,
-    evaluation_answers,
     files,
     overview,
     reading,
 )
 from groupwise.dashboard.runs import listing as runs
-from groupwise.dashboard.server import page as server_page
 from groupwise.dashboard.templates import STATIC
 
 HEADERS = {
@@ -66,10 +64,9 @@ def make_app(place: DashboardContext) -> ASGIApp:
         *files.ROUTES,
         *reading.ROUTES,
         *evaluating.ROUTES,
-        *evaluation_answers.ROUTES,
         *fleet_machines.ROUTES,
         *fleet_jobs.ROUTES,
-        *server_page.ROUTES,
+        *server.ROUTES,
         *sign_in.ROUTES,
         Route("/live", live),
         Route("/healthz", _lives),
@@ -78,9 +75,9 @@ def make_app(place: DashboardContext) -> ASGIApp:
     app = Starlette(
         routes=routes,
         exception_handlers={
-            GroupwiseError: failed,
+            GroupwiseError: respond_error,
             HTTPException: respond_not_found,
-            Exception: failed,
+            Exception: respond_error,
         },
     )
     app.state.place = place

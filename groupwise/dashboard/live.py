@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -33,13 +32,13 @@ Look = Callable[[], Any]
 
 
 class Streams:
-    """How many there are."""
+    """Limits the number of open streams."""
 
     def __init__(self, most: int = MOST_STREAMS) -> None:
         self._free = threading.Semaphore(most)
 
     def take(self) -> None:
-        """Raises `too_busy`."""
+        """Count a new stream. Raises `too_busy`."""
         if not self._free.acquire(blocking=False):
             raise Refusal(
                 "too_busy", f"{MOST_STREAMS} pages are open; close some.", retry_after=RETRY_SECONDS
@@ -69,16 +68,15 @@ def look_of(place: DashboardContext, request: Request) -> Look:
     """The function to watch for the page of this address."""
     runs = [place.run(name) for name in request.query_params.getlist("run")[:20]]
     if runs:
-        return lambda: [_of_run(place, path) for path in runs]
+        # State of a run: its record, the results that evaluations have left beside it, and whether a process works on it.
+        return lambda: [
+            (stamp_of(path), changed(path / RESULTS), place.runs.one(path).info.state)
+            for path in runs
+        ]
     for name, watched in (("fleet", place.fleet), ("server", place.server)):
         if name in request.query_params and watched is not None:
             return watched.stamp
     return place.runs.stamp
-
-
-def _of_run(place: DashboardContext, path: Path) -> Any:
-    """State of a run: its record, the results that evaluations have left beside it, and whether a process works on it."""
-    return stamp_of(path), changed(path / RESULTS), place.runs.one(path).info.state
 
 
 async def _events(

@@ -53,13 +53,13 @@ class Here:
 
     def status(self) -> StatusAnswer:
         """See `ServerLike`."""
-        return self._asked(self._serving.service.status())
+        return self._result(self._serving.service.status())
 
     def activity(self) -> ActivityAnswer:
         """See `ServerLike`."""
-        return self._asked(self._serving.activity())
+        return self._result(self._serving.activity())
 
-    def _asked(self, work: Awaitable[T]) -> T:
+    def _result(self, work: Awaitable[T]) -> T:
         async def within() -> T:
             async with asyncio.timeout(TIMEOUT):
                 return await work

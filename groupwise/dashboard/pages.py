@@ -38,20 +38,18 @@ ABOVE = "groupwise.above"
 """Scope key of the path prefix before our paths."""
 MOST_FORM = 64 * 1024
 """Bytes of a form."""
-
-
 LARGEST = 2**63 - 1
-"""Whole number that a record can be asked about."""
+"""The largest whole number that a record can be searched for."""
 
 
 class Query(BaseModel):
-    """What an address may say behind its question mark; an empty value is none."""
+    """The parameters of an address; an empty value counts as not given."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut(Generic[T]):
+class ListPage(Generic[T]):
     """One page of a long list."""
 
     rows: Sequence[T]
@@ -60,11 +58,11 @@ class Cut(Generic[T]):
     pages: int
 
 
-def cut(rows: Sequence[T], page: int, most: int) -> Cut[T]:
+def paginate(rows: Sequence[T], page: int, most: int) -> ListPage[T]:
     """Cut a page of `most` rows from a list."""
     pages = max(1, -(-len(rows) // most))
     page = min(page, pages)
-    return Cut(rows[(page - 1) * most : page * most], page, pages)
+    return ListPage(rows[(page - 1) * most : page * most], page, pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +89,13 @@ class Visit:
         return str(self.request.path_params[name])
 
     def query(self, kind: type[Q]) -> Q:
-        """Parse the address's query. Raises UsageError."""
+        """The address's parameters. Raises UsageError."""
         given: dict[str, Any] = {}
-        several = {name for name, each in kind.model_fields.items() if _is_several(each.annotation)}
+        several = {
+            name
+            for name, each in kind.model_fields.items()
+            if getattr(each.annotation, "__origin__", None) in (tuple, list)
+        }
         for name in self.request.query_params:
             values = [each for each in self.request.query_params.getlist(name) if each != ""]
             if values:
@@ -106,7 +108,7 @@ class Visit:
             raise UsageError(f"{where}={first['input']!s:.100}: {first['msg']}.") from None
 
     def said_with(self, **changed: Any) -> str:
-        """This page's address with other words behind its question mark; None takes one away."""
+        """This page's address with changed parameters; None takes one away."""
         kept = [(n, v) for n, v in self.request.query_params.multi_items() if n not in changed]
         new = [(name, str(value)) for name, value in changed.items() if value not in (None, "")]
         return str(self.request.url.replace(query="").path) + _as_query([*kept, *new])
@@ -120,7 +122,7 @@ def live_of(*runs: str) -> str:
 Show = Callable[[Visit], Page | Response]
 
 
-def shown(path: str, show: Show) -> Route:
+def page_route(path: str, show: Show) -> Route:
     """A page at this address."""
     return Route(
         path, partial(_answer, show), methods=["GET"], name=getattr(show, "__name__", path)
@@ -131,7 +133,7 @@ Do = Callable[[Visit, Mapping[str, str]], str]
 """Changes something as a form asks, and returns the address that is shown then."""
 
 
-def done(path: str, do: Do, role: Role = Role.ACT) -> Route:
+def form_route(path: str, do: Do, role: Role = Role.ACT) -> Route:
     """A route for a form that changes something, which takes a key of this role."""
     name = getattr(do, "__name__", path)
     return Route(path, partial(_do, do, role), methods=["POST"], name=name)
@@ -161,14 +163,17 @@ async def _answer(show: Show, request: Request) -> Response:
     place: DashboardContext = request.app.state.place
     visitor = visitor_of(request)
     if visitor is None:
-        return _sign_in_first(request)
+        if wants_json(request):
+            raise Refusal("unauthorised")
+        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        return RedirectResponse(above(request) + "/sign-in" + _as_query([("next", path)]), 303)
     visit = Visit(place, request, visitor)
-    return await run_in_threadpool(_shown, visit, show)
 
+    def answer() -> Response:
+        found = show(visit)
+        return found if isinstance(found, Response) else respond(visit, found)
 
-def _shown(visit: Visit, show: Show) -> Response:
-    found = show(visit)
-    return found if isinstance(found, Response) else respond(visit, found)
+    return await run_in_threadpool(answer)
 
 
 async def read_form(request: Request) -> dict[str, str]:
@@ -194,15 +199,8 @@ def above(request: Request) -> str:
     return str(request.scope.get(ABOVE, ""))
 
 
-def _sign_in_first(request: Request) -> Response:
-    if wants_json(request):
-        raise Refusal("unauthorised")
-    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    return RedirectResponse(above(request) + "/sign-in" + _as_query([("next", path)]), 303)
-
-
 def respond(visit: Visit, page: Page) -> Response:
-    """The page, as the visitor wants it."""
+    """The page as HTML, or its data as JSON for a program."""
     if wants_json(visit.request):
         data = to_jsonable_python(page.data, inf_nan_mode="null", fallback=str)
         return Response(json.dumps(data, allow_nan=False), media_type="application/json")
@@ -220,9 +218,8 @@ def respond(visit: Visit, page: Page) -> Response:
         },
         above(visit.request),
     )
-    return HTMLResponse(
-        text.encode("utf-8", "replace")
-    )  # a lone surrogate in a text is no reason to fail
+    # A text with a lone surrogate is shown as well as it can be.
+    return HTMLResponse(text.encode("utf-8", "replace"))
 
 
 def wants_json(request: Request) -> bool:
@@ -233,16 +230,26 @@ def wants_json(request: Request) -> bool:
     return "application/json" in accepts and "text/html" not in accepts
 
 
-async def failed(request: Request, error: Exception) -> Response:
+async def respond_error(request: Request, error: Exception) -> Response:
     """Render an error as a page or a problem that says what to do."""
-    status, code, title, message = _explained(error)
+    if isinstance(error, Refusal):
+        status, title, message = error.status, error.kind.title, error.detail
+    elif isinstance(error, RunNotFoundError):
+        status, title, message = 404, "There is no such thing", error.message
+    elif isinstance(error, UsageError):
+        status, title, message = 400, "This cannot be shown", error.message
+    elif isinstance(error, GroupwiseError):
+        status, title, message = 409, "This cannot be read", error.message
+    else:
+        status, title = 500, "Something went wrong here"
+        message = "Its details are in the log of the dashboard."
     headers = error.headers if isinstance(error, Refusal) else {}
     if wants_json(request):
         body = {
             "type": "about:blank",
             "title": title,
             "status": status,
-            "code": code,
+            "code": error.code if isinstance(error, GroupwiseError) else "internal",
             "detail": message,
         }
         content = json.dumps(body).encode()  # a lone surrogate is written as its number
@@ -257,33 +264,14 @@ async def failed(request: Request, error: Exception) -> Response:
     return HTMLResponse(text, status, headers)
 
 
-def _explained(error: Exception) -> tuple[int, str, str, str]:
-    if isinstance(error, Refusal):
-        return error.status, error.code, error.kind.title, error.detail
-    if isinstance(error, RunNotFoundError):
-        return 404, error.code, "There is no such thing", error.message
-    if isinstance(error, UsageError):
-        return 400, error.code, "This cannot be shown", error.message
-    if isinstance(error, GroupwiseError):
-        return 409, error.code, "This cannot be read", error.message
-    return (
-        500,
-        "internal",
-        "Something went wrong here",
-        "Its details are in the log of the dashboard.",
-    )
-
-
-def _is_several(annotation: Any) -> bool:
-    return getattr(annotation, "__origin__", None) in (tuple, list)
-
-
 def _as_query(pairs: list[tuple[str, str]]) -> str:
     return f"?{urlencode(pairs)}" if pairs else ""
 
 
 async def respond_not_found(request: Request, error: Exception) -> Response:
-    """An address that is none of ours, or a way of asking that it does not take."""
+    """The answer for an unknown address, or a method that an address does not take."""
     status = getattr(error, "status_code", 404)
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
-    return await failed(request, Refusal(code, f"There is no page {request.url.path[:200]}."))
+    return await respond_error(
+        request, Refusal(code, f"There is no page {request.url.path[:200]}.")
+    )

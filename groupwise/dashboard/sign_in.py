@@ -25,7 +25,7 @@ async def show(request: Request) -> Response:
 
 
 async def enter(request: Request) -> Response:
-    """Take the key, and give a cookie for it. Whoever may sign in has a key, so that no other site could make somebody do it."""
+    """Take the key, and give a cookie for it. Signing in takes a key, so no other site can make a browser do it."""
     place: DashboardContext = request.app.state.place
     refuse_other_sites(request.headers)
     form = await read_form(request)

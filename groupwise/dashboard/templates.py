@@ -75,13 +75,13 @@ def static(at: str, name: str) -> str:
 
 def text(value: Any, most: int = LONGEST) -> str:
     """Untrusted text, made harmless and otherwise unchanged; very long text is cut."""
-    found = _plain(value)
+    found = _as_text(value)
     more = f"\n… {len(found) - most:,} more characters" if len(found) > most else ""
     return clean(found[:most]) + more
 
 
 def line(value: Any) -> str:
-    """The same in one line, of which the beginning is enough."""
+    """The beginning of the same, in one line."""
     return short(value, LONGEST_LINE)
 
 
@@ -130,12 +130,12 @@ def spark(values: Sequence[float], width: int = 120, height: int = 28) -> str:
 
 def short(value: Any, most: int = 60) -> str:
     """The beginning of untrusted text, in one line; the rest is not looked at. A line break may be two characters."""
-    return shorten(one_line(_plain(value)[: 2 * most + 2]), most)
+    return shorten(one_line(_as_text(value)[: 2 * most + 2]), most)
 
 
 def gist(value: Any, most: int = 160) -> str:
     """The end of a prompt in one line, where its question stands, without the marks of a chat template between its messages."""
-    told = SPEAKER.sub(r" \1: ", _plain(value)[-20 * most :])
+    told = SPEAKER.sub(r" \1: ", _as_text(value)[-20 * most :])
     plain = (
         " ".join(clean(MARKS.sub(" ", told)).split())
         .removesuffix(" assistant:")
@@ -187,7 +187,7 @@ def outcome(value: str) -> str:
     return OUTCOMES.get(value, value)
 
 
-def _plain(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else str(value)
 
 

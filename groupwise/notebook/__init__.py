@@ -19,15 +19,13 @@ if TYPE_CHECKING:
     from groupwise.core.accelerators import accelerator
     from groupwise.notebook.config import ColabTrainingConfig, TrainingConfig
     from groupwise.notebook.connection import Connection, connect
-    from groupwise.notebook.datasets import prepare_datasets, register_dataset
+    from groupwise.notebook.datasets import format_prompt, prepare_datasets, register_dataset
     from groupwise.notebook.evaluation import evaluate
     from groupwise.notebook.export import export_checkpoint
     from groupwise.notebook.hyperparameter_search import search
-    from groupwise.notebook.prompts import format_prompt
     from groupwise.notebook.quick import quick_test, run_full_pipeline
     from groupwise.notebook.rewards import create_reward_functions, register_reward
     from groupwise.notebook.rubrics import Criterion, Rubric, RubricSet, load_rubrics
-    from groupwise.notebook.search_result import Search
     from groupwise.notebook.search_space import Between
     from groupwise.notebook.session import (
         ColabSession,
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
         prepare_colab_session,
         prepare_session,
     )
+    from groupwise.notebook.study import Search
     from groupwise.notebook.training import TrainerState, train_grpo
 
 __all__ = [
@@ -78,7 +77,7 @@ _ROOMS = {
     "Criterion": "rubrics",
     "Rubric": "rubrics",
     "RubricSet": "rubrics",
-    "Search": "search_result",
+    "Search": "study",
     "Session": "session",
     "TrainerState": "training",
     "TrainingConfig": "config",
@@ -87,7 +86,7 @@ _ROOMS = {
     "create_reward_functions": "rewards",
     "evaluate": "evaluation",
     "export_checkpoint": "export",
-    "format_prompt": "prompts",
+    "format_prompt": "datasets",
     "load_rubrics": "rubrics",
     "prepare_colab_session": "session",
     "prepare_datasets": "datasets",

@@ -1,14 +1,39 @@
-"""Finds the names and modules that a function uses, and decides if they are the user's."""
+"""Finds what a function uses: names and modules that are the user's, and the parts that values are made of."""
 
 from __future__ import annotations
 
+import dataclasses
 import dis
+import functools
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from array import array
+from collections import UserDict, UserList, UserString
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from itertools import chain
+from logging import Logger
+from operator import attrgetter, itemgetter
+from pathlib import PurePath
+from string import Template
+from types import (
+    CodeType,
+    EllipsisType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    NoneType,
+    SimpleNamespace,
+)
+from typing import Any, cast
+from uuid import UUID
+
+from pydantic import BaseModel
 
 OURS = "groupwise"
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
@@ -17,7 +42,7 @@ _COMPILED = 1 << 8
 """Class flag Py_TPFLAGS_IMMUTABLETYPE: the class is written in C, and cannot be changed."""
 
 
-def around(function: FunctionType) -> dict[str, Any]:
+def globals_used(function: FunctionType) -> dict[str, Any]:
     """Globals that a user's function reads, and what it uses of the user's modules, each under its full name."""
     own = function.__globals__
     loaded: dict[str, Any] = {}
@@ -29,16 +54,16 @@ def around(function: FunctionType) -> dict[str, Any]:
             for each in dis.get_instructions(code)
             if each.opname in _LOADS and each.argval in own
         }
-        modules = _imported(code, str(own.get("__package__") or ""))
+        modules = _imported_modules(code, str(own.get("__package__") or ""))
         for name, value in {**found, **modules}.items():
             if isinstance(value, ModuleType):
-                loaded |= dict(_parts(value, names))
+                loaded |= dict(_module_parts(value, names))
             else:
                 loaded[whole_name(str(own.get("__name__")), name)] = value
     return loaded
 
 
-def captured(function: FunctionType) -> dict[str, Any]:
+def captured_values(function: FunctionType) -> dict[str, Any]:
     """Values that a function holds: its closure, its defaults by the names of the parameters, and its attributes."""
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
@@ -46,36 +71,31 @@ def captured(function: FunctionType) -> dict[str, Any]:
     named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     return {
         **(vars(function) if is_users_function(function) else {}),
-        **{name: _held(cell) for name, cell in cells},
+        **{name: _cell_content(cell) for name, cell in cells},
         **dict(zip(named, defaults, strict=True)),
         **(function.__kwdefaults__ or {}),
     }
 
 
-def _imported(code: CodeType, package: str) -> dict[str, ModuleType]:
-    """The user's modules that it imports when it runs; imported now, where they were not yet."""
+def _imported_modules(code: CodeType, package: str) -> dict[str, ModuleType]:
+    """The user's modules that the code imports when it runs; those that are not imported yet are imported now."""
     instructions = [*dis.get_instructions(code)]
     found: dict[str, ModuleType] = {}
     for place, each in enumerate(instructions):
         if each.opname == "IMPORT_NAME":
             level = instructions[place - 2].argval
-            wanted = instructions[place - 1].argval or ()
+            wanted = instructions[place - 1].argval or ()  # the names of `from … import names`
             with suppress(Exception, SystemExit):  # the function will say so itself
                 name = importlib.util.resolve_name("." * level + each.argval, package)
                 if _is_of_the_user(name.partition(".")[0]):
                     found[name] = importlib.import_module(name)
-                    _import_below(name, wanted)
+                    for below in wanted:
+                        if not hasattr(sys.modules[name], below):
+                            importlib.import_module(f"{name}.{below}")
     return found
 
 
-def _import_below(package: str, names: Sequence[str]) -> None:
-    """Modules of a package that `from package import …` would import."""
-    for name in names:
-        if not hasattr(sys.modules[package], name):
-            importlib.import_module(f"{package}.{name}")
-
-
-def _parts(
+def _module_parts(
     module: ModuleType, names: Sequence[str], above: tuple[ModuleType, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
     """Names that code may use of a user's module and of the modules in it, with their values."""
@@ -84,12 +104,12 @@ def _parts(
     for name in names:
         inside = vars(module).get(name)
         if isinstance(inside, ModuleType):
-            yield from _parts(inside, names, (*above, module))
+            yield from _module_parts(inside, names, (*above, module))
         elif name in vars(module):
             yield whole_name(module.__name__, name), inside
 
 
-def _held(cell: Any) -> Any:
+def _cell_content(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # nothing yet
@@ -143,13 +163,171 @@ def _is_of_the_user(module: str) -> bool:
     package = module.partition(".")[0]
     if package == OURS or package in sys.stdlib_module_names:
         return False
-    return not any(part in _file_of(module) for part in _INSTALLED)
-
-
-def _file_of(module: str) -> str:
-    """File of a module, imported or not; empty if it has none, like the cells of a notebook."""
+    file = None  # the cells of a notebook have none
     if module in sys.modules:
-        return str(getattr(sys.modules[module], "__file__", None) or "")
-    with suppress(ImportError, ValueError):
-        return str(getattr(importlib.util.find_spec(module), "origin", None) or "")
-    return ""
+        file = getattr(sys.modules[module], "__file__", None)
+    else:
+        with suppress(ImportError, ValueError):
+            file = getattr(importlib.util.find_spec(module), "origin", None)
+    return not any(part in str(file or "") for part in _INSTALLED)
+
+
+CONSTANTS: tuple[type, ...] = (
+    *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType),
+)
+"""Types whose values never change, if a value is of exactly this type and of no subclass."""
+SAID: tuple[type, ...] = (
+    *(bytearray, array, Decimal, Fraction, PurePath, date, time, timedelta, UUID),
+    *(itemgetter, attrgetter),
+)
+"""Values of Python that say all of themselves in words."""
+CACHED: Any = type(functools.lru_cache(len))
+"""Type of a function wrapped by `functools.cache`."""
+_MADE_OF: tuple[tuple[Any, dict[str, str]], ...] = (
+    (MethodType, {"function": "__func__", "self": "__self__"}),
+    ((staticmethod, classmethod), {"function": "__func__"}),
+    (property, {"get": "fget", "set": "fset", "delete": "fdel"}),
+    (functools.cached_property, {"function": "func"}),
+    (functools.singledispatchmethod, {"function": "func", "dispatcher": "dispatcher"}),
+    (CACHED, {"function": "__wrapped__"}),
+)
+"""Code around code, with the attributes that say which."""
+_BY_ATTRIBUTES = (SimpleNamespace, Namespace, Template, UserDict, UserList, UserString)
+"""Objects of Python whose attributes say all."""
+_METHODS = (
+    *(staticmethod, classmethod, property, functools.partialmethod),
+    *(functools.singledispatchmethod, CACHED),
+)
+_SILENT = (ModuleType, Logger)
+_SILENT_MODULES = (
+    *("_abc", "abc", "dataclasses", "typing", "inspect", "weakref", "_weakref", "contextvars"),
+    *("threading", "_thread", "_contextvars", "asyncio.locks", "types", "torch.autograd.grad_mode"),
+)
+"""Modules whose objects hold nothing that could change a reward's value."""
+
+
+def parts_of(value: Any) -> Mapping[str, Any] | None:
+    """The parts of code, a user's object, or plain data, by name; None for anything else, such as collections and numbers."""
+    if isinstance(value, FunctionType):
+        parts = captured_values(value)
+        if is_users_function(value) or of_this_package(value):
+            return parts
+        # Of a library's function, what the user may have given it: code, numbers, texts, collections.
+        given = (*CONSTANTS, list, tuple, set, frozenset, dict)
+        return {
+            name: part
+            for name, part in parts.items()
+            if isinstance(part, given) or _is_users_code(part)
+        }
+    if isinstance(value, type):
+        return _of_class(cast("type[object]", value))
+    if isinstance(value, functools.partial | functools.partialmethod):
+        called = cast("functools.partial[Any]", value)
+        arguments = {f"argument {place}": each for place, each in enumerate(called.args, 1)}
+        return {"function": called.func, **arguments, **called.keywords}
+    for kinds, attributes in _MADE_OF:
+        if isinstance(value, kinds):
+            return {name: getattr(value, each) for name, each in attributes.items()}
+    if isinstance(value, _BY_ATTRIBUTES):
+        return vars(value)
+    if is_collection(value) or isinstance(value, CONSTANTS):
+        return None
+    if isinstance(value, BaseModel) or dataclasses.is_dataclass(value):
+        return _fields(value)
+    return state_of(value) if is_users_class(type(cast("object", value))) else None
+
+
+def _is_users_code(value: Any) -> bool:
+    return isinstance(value, FunctionType) and is_users_function(value)
+
+
+def _of_class(value: type[object]) -> dict[str, Any]:
+    """The entries of a class that the user wrote, and the defaults of a model's fields; nothing of other people's classes."""
+    if not is_users_class(value):
+        return {}
+    fields = getattr(value, "model_fields", {}) if issubclass(value, BaseModel) else {}
+    found = {
+        name: each.default_factory or each.default
+        for name, each in fields.items()
+        if not each.is_required()
+    }
+    for name, each in vars(value).items():
+        if name.startswith("__"):
+            by_python = not isinstance(each, (FunctionType, *_METHODS))
+        else:
+            by_python = name.startswith("_") and name.endswith("_") and issubclass(value, Enum)
+        if not by_python:
+            found[name] = each
+    return found
+
+
+def _fields(value: Any) -> dict[str, Any] | None:
+    """The fields of data, and all that a user's object holds; None for data of this package that may change while it is used."""
+    model = isinstance(value, BaseModel)
+    kind = cast("type[object]", type(value))
+    if is_users_class(kind):
+        hidden = (value.__pydantic_private__, value.__pydantic_extra__) if model else ()
+        return {
+            **state_of(value),
+            **dict(chain.from_iterable((each or {}).items() for each in hidden)),
+        }
+    frozen = value.model_config.get("frozen") if model else value.__dataclass_params__.frozen
+    if of_this_package(kind) and not frozen:
+        return None
+    return (
+        vars(value)
+        if model
+        else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    )
+
+
+def state_of(value: Any) -> dict[str, Any]:
+    """An object's slots and attributes."""
+    found: dict[str, Any] = {}
+    for kind in reversed(type(value).__mro__):
+        named = kind.__dict__.get("__slots__", ())
+        for name in (named,) if isinstance(named, str) else named:
+            hidden = name.startswith("__") and not name.endswith("__")
+            place = f"_{kind.__name__.lstrip('_')}{name}" if hidden else name
+            if not place.startswith("__"):
+                found[place] = getattr(value, place, None)
+    held = getattr(value, "__dict__", None)
+    return {**found, **(cast("dict[str, Any]", held) if isinstance(held, dict) else {})}
+
+
+def users_code_in(value: Any) -> dict[str, Any]:
+    """Functions of the user's that an object of a library holds, as one of `numpy.vectorize`."""
+    held = getattr(value, "__dict__", {})
+    return {name: each for name, each in held.items() if _is_users_code(each)}
+
+
+def is_collection(value: Any) -> bool:
+    """True if it is a container of other values."""
+    return isinstance(value, list | tuple | set | frozenset | dict)
+
+
+def is_array(value: Any) -> bool:
+    """True for an array of numpy or the like."""
+    return _has(value, "tobytes", "tolist", "shape", "dtype")
+
+
+def is_pattern(value: Any) -> bool:
+    """True for a pattern of `re` or `regex`."""
+    return _has(value, "pattern", "flags", "fullmatch")
+
+
+def is_silent(value: Any) -> bool:
+    """True if nothing needs to be known of it: it is no data, or its class is described elsewhere."""
+    kind = cast("type[object]", type(value))
+    return (
+        isinstance(value, _SILENT)
+        or kind is object
+        or kind.__module__ in _SILENT_MODULES
+        or of_this_package(kind)
+        or hasattr(kind, "__get__")
+    )
+
+
+def _has(value: Any, *names: str) -> bool:
+    """True if its class has all these names; the class decides, since an object may answer to any name."""
+    return all(hasattr(cast("type[object]", type(value)), name) for name in names)

@@ -54,9 +54,7 @@ Devices = Literal["auto"] | int | tuple[int, int]
 Sink = Literal["tensorboard", "wandb", "trackio", "mlflow", "jsonl", "parquet"]
 PresetName = Literal["quick", "standard", "production"]
 
-if (
-    TYPE_CHECKING
-):  # a text is taken, and held as a secret; what is computed where it is None is a text afterwards
+if TYPE_CHECKING:  # what may be given; a credential is held as a SecretStr, and None is replaced by the computed text
     Secret = SecretStr | str
     Computed = str
 else:
@@ -277,7 +275,7 @@ class TrainingConfig(Worded):
             "__pydantic_fields_set__": state["__pydantic_fields_set__"] - hidden,
         }
 
-    if not TYPE_CHECKING:  # who reads the types shall see the fields
+    if not TYPE_CHECKING:  # type checkers read the fields instead
 
         def __delattr__(self, name: str) -> None:
             raise ConfigError(f"{name} cannot be removed; give it another value.")
@@ -346,7 +344,14 @@ class TrainingConfig(Worded):
         for name in ("system_prompt", "checkpoint_dir"):
             if values[name] is None or (name == "checkpoint_dir" and not values[name]):
                 self.__pydantic_fields_set__.discard(name)
-        computed = {"system_prompt": self._instruction(), "checkpoint_dir": self._folder()}
+        above = DRIVE if self.save_to_drive else CHECKPOINTS
+        computed = {
+            "system_prompt": (
+                f"Solve the problem. First think it through between {self.reasoning_start} and {self.reasoning_end}, then give the answer "
+                f"alone between {self.solution_start} and {self.solution_end}."
+            ),
+            "checkpoint_dir": str(above / self.experiment_name),
+        }
         values.update(
             (name, value) for name, value in computed.items() if name not in self.model_fields_set
         )
@@ -365,16 +370,6 @@ class TrainingConfig(Worded):
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return self
-
-    def _instruction(self) -> str:
-        return (
-            f"Solve the problem. First think it through between {self.reasoning_start} and {self.reasoning_end}, then give the answer "
-            f"alone between {self.solution_start} and {self.solution_end}."
-        )
-
-    def _folder(self) -> str:
-        above = DRIVE if self.save_to_drive else CHECKPOINTS
-        return str(above / self.experiment_name)
 
 
 ColabTrainingConfig = TrainingConfig

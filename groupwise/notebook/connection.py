@@ -22,16 +22,15 @@ from groupwise.api.schemas.keys import VARIABLE
 from groupwise.core.errors import UsageError
 from groupwise.engine.backends.remote.session import FIRST_PATIENCE, RequestThread
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.datasets import prepare_datasets, register_dataset
+from groupwise.notebook.datasets import format_prompt, prepare_datasets, register_dataset
 from groupwise.notebook.evaluation import evaluate
 from groupwise.notebook.export import export_checkpoint
 from groupwise.notebook.hyperparameter_search import search
-from groupwise.notebook.prompts import format_prompt
 from groupwise.notebook.quick import quick_test, run_full_pipeline
 from groupwise.notebook.rewards import Given, create_reward_functions, register_reward
-from groupwise.notebook.search_result import Search
 from groupwise.notebook.search_space import Space
 from groupwise.notebook.session import Session, prepare_session
+from groupwise.notebook.study import Search
 from groupwise.notebook.training import TrainerState, train_grpo
 
 _given: set[str | None] = set()

@@ -79,8 +79,9 @@ def core_config(
     `graded`: whether rows have answers, so that success is a right one. `server`: where it is trained, if not here.
     """
     folder = run_folder(config)
+    model_keys, run_keys = _devices(config, server)
     values: dict[str, Any] = {
-        "model": {"name": model_of(config), **_backend(config, server)},
+        "model": {"name": model_of(config), **model_keys},
         "lora": {"r": config.lora_rank, "alpha": config.lora_alpha},
         "sampler": {"max_completion_length": config.total_generation_steps},
         "algorithm": {"type": "grpo", "beta": config.beta, "epsilon": config.epsilon},
@@ -104,11 +105,12 @@ def core_config(
         "run": {
             "name": folder.name,
             "dir": str(folder.parent),
-            "save_steps": _save_steps(config),
+            # In a short training a quarter of it, so that a lost machine does not take all of it.
+            "save_steps": min(SAVE_STEPS, max(LEAST_SAVE_STEPS, config.max_steps // 4)),
             "save_total_limit": KEPT,
             "report_to": list(config.report_to),
             "server": server,
-            **_processes(config, server),
+            **run_keys,
         },
     }
     return load_config(values, _overrides(config), to_train=True)
@@ -128,11 +130,6 @@ def by_own_names(config: TrainingConfig) -> Generator[None]:
         raise
 
 
-def _save_steps(config: TrainingConfig) -> int:
-    """Steps between checkpoints; in a short training a quarter of it, so that a lost machine does not take all of it."""
-    return min(SAVE_STEPS, max(LEAST_SAVE_STEPS, config.max_steps // 4))
-
-
 def run_folder(config: TrainingConfig) -> Path:
     """Folder of the run's record: checkpoint_dir, unless that is on Drive, where no database may live."""
     if config.save_to_drive:
@@ -147,63 +144,50 @@ def model_of(config: TrainingConfig) -> str:
     return SMALL if accelerator() == "cpu" else GEMMA
 
 
-def _chosen(config: TrainingConfig, server: str | None) -> str:
-    """The backend: a training server computes with torch, whatever this machine has."""
-    if server is None:
-        return config.chosen_backend
-    if config.backend == "tunix":
+def _devices(config: TrainingConfig, server: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The backend and its devices, as keys of `model` and keys of `run`. A training server has torch, whatever this machine has."""
+    devices = config.devices
+    if server is not None and config.backend == "tunix":
         raise ConfigError(
             "backend is 'tunix', but a training server computes with torch. Leave backend out, or train here: prepare_session(config)."
         )
-    return "torch"
-
-
-def _backend(config: TrainingConfig, server: str | None) -> dict[str, Any]:
-    if _chosen(config, server) == "torch":
-        return {}
-    devices = config.devices
-    if devices == "auto":
-        return {"backend": "tunix"}
-    return {"backend": "tunix", "mesh": (devices, 1) if isinstance(devices, int) else devices}
-
-
-def _processes(config: TrainingConfig, server: str | None) -> dict[str, Any]:
-    if _chosen(config, server) == "tunix" or config.devices == "auto":
-        return {}
-    if isinstance(config.devices, tuple):  # where the machine's own backend would be tunix
+    if server is None and config.chosen_backend == "tunix":
+        if devices == "auto":
+            return {"backend": "tunix"}, {}
+        mesh = (devices, 1) if isinstance(devices, int) else devices
+        return {"backend": "tunix", "mesh": mesh}, {}
+    if isinstance(devices, tuple):  # possible if this machine's own backend would be tunix
         raise ConfigError(
-            f"devices is {config.devices}, a mesh, which a training server does not have. Leave devices out."
+            f"devices is {devices}, a mesh, which a training server does not have. Leave devices out."
         )
-    return {"processes": config.devices}
+    return {}, {} if devices == "auto" else {"processes": devices}
 
 
 def _overrides(config: TrainingConfig) -> list[str]:
+    """The overrides as `key=JSON`. Raises ConfigError for keys that a notebook decides itself, all at once."""
     found = flat(config.overrides)
-    refused = [
-        f"overrides: {key} {reason}" for key, value in found if (reason := _why_not(key, value))
-    ]
+    refused: list[str] = []
+    for key, value in found:
+        reasons = [why for place, why in _NOT_HERE.items() if f"{key}.".startswith(f"{place}.")]
+        if key == "lora":
+            reasons = [_NO_ADAPTER]
+        elif (key, value) == ("rollout.type", "environment"):
+            reasons = [_NO_ENVIRONMENT]
+        refused += [f"overrides: {key} {reason}" for reason in reasons[:1]]
     if refused:
         raise ConfigError("\n".join(refused))
-    return [f"{key}={_as_json(key, value)}" for key, value in found]
-
-
-def _why_not(key: str, value: Any) -> str | None:
-    """The reason why a key cannot be overridden; None if it can."""
-    if key == "lora":
-        return _NO_ADAPTER
-    if (key, value) == ("rollout.type", "environment"):
-        return _NO_ENVIRONMENT
-    reasons = (why for place, why in _NOT_HERE.items() if f"{key}.".startswith(f"{place}."))
-    return next(reasons, None)
-
-
-def _as_json(key: str, value: Any) -> str:
-    try:
-        return json.dumps(value, default=lambda other: other.item())  # a number of numpy or torch
-    except (TypeError, ValueError, AttributeError):
-        raise ConfigError(
-            f"overrides: {key} is of the type {type(value).__name__}; give a number, a text, a list or None."
-        ) from None
+    assignments: list[str] = []
+    for key, value in found:
+        try:
+            text = json.dumps(
+                value, default=lambda other: other.item()
+            )  # a number of numpy or torch
+        except (TypeError, ValueError, AttributeError):
+            raise ConfigError(
+                f"overrides: {key} is of the type {type(value).__name__}; give a number, a text, a list or None."
+            ) from None
+        assignments.append(f"{key}={text}")
+    return assignments
 
 
 def flat(values: Mapping[Any, Any], above: KeyPath = ()) -> list[tuple[str, Any]]:

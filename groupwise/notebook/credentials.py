@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from groupwise.notebook.config import SECRETS, TrainingConfig
-
-Source = Callable[[str], str | None]
 
 CONFIG = "the config"
 
@@ -39,20 +37,29 @@ _put: dict[str, _Put] = {}
 
 def provide(config: TrainingConfig) -> dict[str, str]:
     """Put what is found into the environment. Returns, for each credential that was found, which source had it."""
-    sources: dict[str, Source] = {
-        CONFIG: lambda name: _secret(config, name),
+
+    def from_config(name: str) -> str | None:
+        secret = getattr(config, name.lower())
+        return None if secret is None else secret.get_secret_value()
+
+    sources: dict[str, Callable[[str], str | None]] = {
+        CONFIG: from_config,
         "the environment": _from_outside,
-        "Colab's secrets": _colab(),
-        "Kaggle's secrets": _kaggle(),
+        **_secrets_of_services(),
     }
     found: dict[str, str] = {}
     for field in SECRETS:
         name = field.upper()
-        for place, value in _looked_up(sources, name):
-            _put[name] = _Put(value, place, _from_outside(name))
-            os.environ[name] = value
-            found[field] = place
-            break
+        for place, source in sources.items():
+            value = None
+            # A secret that is not there, or not granted, is an error of another kind in each service.
+            with suppress(Exception):
+                value = source(name)
+            if value:
+                _put[name] = _Put(value, place, _from_outside(name))
+                os.environ[name] = value
+                found[field] = place
+                break
         else:
             if os.environ.get(name):
                 found[field] = f"an earlier {'config' if _put[name].place == CONFIG else 'session'}"
@@ -65,38 +72,13 @@ def _from_outside(name: str) -> str | None:
     return put.before if put is not None and put.value == value else value
 
 
-def _looked_up(sources: dict[str, Source], name: str) -> Iterator[tuple[str, str]]:
-    for place, source in sources.items():
-        value = None
-        with suppress(
-            Exception
-        ):  # a secret that is not there, or not granted, is an error of another kind in each service
-            value = source(name)
-        if value:
-            yield place, value
-
-
-def _secret(config: TrainingConfig, name: str) -> str | None:
-    held = getattr(config, name.lower())
-    return None if held is None else held.get_secret_value()
-
-
-def _colab() -> Source:
-    userdata = _imported("google.colab.userdata")
-    return lambda name: None if userdata is None else userdata.get(name)
-
-
-def _kaggle() -> Source:
-    secrets = _imported("kaggle_secrets")
-    client = None
-    if secrets is not None:
-        with suppress(Exception):  # it looks for its service when it is made
-            client = secrets.UserSecretsClient()
-    return lambda name: None if client is None else client.get_secret(name)
-
-
-def _imported(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        return None
+def _secrets_of_services() -> dict[str, Callable[[str], str | None]]:
+    """How to ask Colab and Kaggle for a secret, if the notebook runs there."""
+    found: dict[str, Callable[[str], str | None]] = {}
+    with suppress(ImportError):
+        userdata: Any = importlib.import_module("google.colab.userdata")
+        found["Colab's secrets"] = userdata.get
+    with suppress(Exception):  # the client looks for its service when it is made
+        client: Any = importlib.import_module("kaggle_secrets").UserSecretsClient()
+        found["Kaggle's secrets"] = client.get_secret
+    return found

@@ -1,4 +1,4 @@
-"""The rows that a notebook trains on: datasets by name, and how they are divided into a train and a test part.
+"""The rows that a notebook trains on: datasets by name, their train and test part, and the prompts made of their questions.
 
     def load_capitals(config):
         return [{"question": "Capital of France?", "answer": "Paris"}, …]
@@ -13,17 +13,19 @@ chat, the question is what the user says last in it. Rows that cannot be used ar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-from groupwise.core.errors import TaskError
+from groupwise.core.errors import TaskError, UsageError
 from groupwise.core.plugins import nearest, run_user_code
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.parts import divided, with_prompts
 from groupwise.notebook.rows import (
     RUBRIC,
     accepted_forms,
+    holds,
     is_chat,
+    key_of,
     listed,
     refuse_odd_answer,
     row_of,
@@ -32,6 +34,7 @@ from groupwise.notebook.rows import (
 )
 from groupwise.tasks.builtin import math, rubric_answers
 from groupwise.tasks.data.chat import Account, Row, Rows
+from groupwise.tasks.data.order import Stream
 from groupwise.tasks.data.sources import ENDINGS, is_local, read_source, sample
 
 Loaded: TypeAlias = (
@@ -48,7 +51,7 @@ KNOWN = {
     for each in columns.values()
     for name in each
 }
-"""Columns that are found in whatever case."""
+"""Columns that are found in upper or lower case."""
 GENERATED = 2000
 """Problems of `arithmetic`, where dataset_max does not say how many."""
 LEVEL = 1
@@ -63,7 +66,13 @@ def register_dataset(name: str, loader: Loader) -> None:
         raise TaskError(
             f"register_dataset({name!r}): {type(loader).__name__} is no function. Give one that takes the config and returns rows."
         )
-    if not _is_a_name(name):
+    if not (
+        isinstance(cast("object", name), str)
+        and bool(name.strip())
+        and not set(name) & set("/\\")
+        and not name.startswith((".", "~"))
+        and not name.endswith(ENDINGS)
+    ):
         raise TaskError(
             f"{name!r} cannot name a dataset. Give a text that looks like no file: without / and \\, without . or ~ at the start, and not "
             f"ending with {', '.join(ENDINGS)}."
@@ -73,16 +82,6 @@ def register_dataset(name: str, loader: Loader) -> None:
     _REGISTERED[name] = loader
 
 
-def _is_a_name(name: object) -> bool:
-    return (
-        isinstance(name, str)
-        and bool(name.strip())
-        and not set(name) & set("/\\")
-        and not name.startswith((".", "~"))
-        and not name.endswith(ENDINGS)
-    )
-
-
 def dataset_names() -> list[str]:
     """All names that `dataset` may have, besides hub ids and files."""
     return [*_BUILT_IN, *_REGISTERED]
@@ -90,12 +89,20 @@ def dataset_names() -> list[str]:
 
 def dataset_of(config: TrainingConfig) -> str:
     """The dataset that the config means. Raises TaskError where it names none, or one that is not there."""
-    if config.dataset is not None:
-        return _known(config.dataset)
-    if config.use_openrubrics:
+    known, name = dataset_names(), config.dataset
+    if name is None and config.use_openrubrics:
         return "openrubrics"
+    if name is None:
+        raise TaskError(
+            f"No dataset: dataset is None and use_openrubrics is false. Name one: {', '.join(known)}, a hub id (owner/name), a file."
+        )
+    if name in known or is_local(name) or "/" in name:
+        return name
+    near = nearest(name, known)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise TaskError(
-        f"No dataset: dataset is None and use_openrubrics is false. Name one: {', '.join(dataset_names())}, a hub id (owner/name), a file."
+        f"There is no dataset {name!r}.{hint} There are: {', '.join(known)}; a hub id (owner/name) or a file; and what "
+        "register_dataset(name, loader) makes known."
     )
 
 
@@ -104,33 +111,18 @@ def prepare_datasets(config: TrainingConfig) -> tuple[Rows, Rows]:
 
     Shuffled by the seed; train_fraction of the rows are trained on, at least one and all but one.
     """
-    train, test = divided(_loaded(config), dataset_of(config), config)
+    train, test = split_rows(_load_rows(config), dataset_of(config), config)
     return with_prompts(train, config), with_prompts(test, config)
-
-
-def _known(name: str) -> str:
-    if name in dataset_names() or is_local(name) or "/" in name:
-        return name
-    near = nearest(name, dataset_names())
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    raise TaskError(
-        f"There is no dataset {name!r}.{hint} There are: {', '.join(dataset_names())}; a hub id (owner/name) or a file; and what "
-        "register_dataset(name, loader) makes known."
-    )
 
 
 def _openrubrics(config: TrainingConfig) -> Rows:
     """Instructions with rubrics. The reference is the better of two responses, where a row has those."""
-    rows = [
-        _with_winner(row)
-        for row in read_source(OPENRUBRICS, limit=config.openrubrics_max, seed=config.seed)
-    ]
+    rows: list[Row] = []
+    for row in read_source(OPENRUBRICS, limit=config.openrubrics_max, seed=config.seed):
+        winner = str(row.get("winner")).strip().lower()[-1:]  # A or B, or Response A
+        better = {"a": "response_a", "b": "response_b"}.get(winner)
+        rows.append({**row, "reference": row[better]} if better and better in row else row)
     return _of_rubrics(rows, OPENRUBRICS)
-
-
-def _with_winner(row: Row) -> Row:
-    better = {"a": "response_a", "b": "response_b"}.get(str(row.get("winner")).strip().lower()[-1:])
-    return {**row, "reference": row[better]} if better and better in row else row
 
 
 def _gsm8k(config: TrainingConfig) -> Rows:
@@ -153,29 +145,22 @@ _BUILT_IN: dict[str, Callable[[TrainingConfig], Rows]] = {
 }
 
 
-def _loaded(config: TrainingConfig) -> Rows | tuple[Rows, Rows]:
+def _load_rows(config: TrainingConfig) -> Rows | tuple[Rows, Rows]:
+    """The usable rows of the config's dataset; two parts, if a registered loader returns two."""
     name = dataset_of(config)
     if name in _BUILT_IN:
         return _BUILT_IN[name](config)
     if name in _REGISTERED:
         return _of_loader(name, _REGISTERED[name], config)
     rows = read_source(name, limit=config.dataset_max, seed=config.seed)
-    return _of_source(_in_lower_case(rows), name)
-
-
-def _in_lower_case(rows: Sequence[Row]) -> list[Row]:
-    """Renames known columns to lower case, such as `Question` to `question`, unless a column has that name."""
     there = list(dict.fromkeys(column for row in rows for column in row))
+    # Known columns are renamed to lower case, such as `Question` to `question`, unless a column has that name.
     first = {column.lower(): column for column in reversed(there)}
     ours = {first[name]: name for name in KNOWN & first.keys() - {*there}}
-    return [{ours.get(column, column): cell for column, cell in row.items()} for row in rows]
-
-
-def _of_source(rows: Sequence[Row], name: str) -> Rows:
-    """Rows of a hub id or a file, by the columns that they have."""
-    there = {column for row in rows for column in row}
-    rubric = there.intersection(rubric_answers.COLUMNS["rubric"])
-    return _of_rubrics(rows, name) if rubric else _of_answers(rows, name)
+    rows = [{ours.get(column, column): cell for column, cell in row.items()} for row in rows]
+    columns = {ours.get(column, column) for column in there}
+    by_rubric = columns.intersection(rubric_answers.COLUMNS["rubric"])
+    return _of_rubrics(rows, name) if by_rubric else _of_answers(rows, name)
 
 
 def _of_rubrics(rows: Sequence[Row], name: str) -> Rows:
@@ -264,3 +249,95 @@ def _checked(given: Any, where: str, config: TrainingConfig) -> Rows:
     )
     drawn = [rows[place] for place in sample(len(rows), config.dataset_max, config.seed)]
     return usable_rows(drawn, lambda row: row_of(row, config), where)
+
+
+def format_prompt(question: str, config: TrainingConfig, rubric: str | None = None) -> str:
+    """The user's message: the system prompt and the question. The model's chat template is applied later.
+
+    The system prompt stands in the user's turn, because Gemma's template has no other. `rubric` is shown to the model where it is given:
+    what is then rewarded for its words may be repeated, so nothing gives it by default. Raises UsageError for a question that is no text,
+    and for what is no config.
+    """
+    called = "format_prompt(question, config)"
+    if not isinstance(cast("object", question), str):
+        raise UsageError(
+            f"The question is of the type {type(question).__name__}; give a text: {called}."
+        )
+    if not isinstance(cast("object", config), TrainingConfig):
+        raise UsageError(
+            f"Expected a TrainingConfig second, got {type(config).__name__}: {called}."
+        )
+    shown = f"{question}\n\nA good answer mentions:\n{rubric}" if rubric else question
+    return f"{config.system_prompt}\n\n{shown}" if config.system_prompt else shown
+
+
+def split_rows(
+    found: Rows | tuple[Rows, Rows], dataset: str, config: TrainingConfig
+) -> tuple[Rows, Rows]:
+    """Both parts of a dataset, shuffled by the seed; of two lists, the first without what the second has. Raises TaskError."""
+    stream = Stream("notebook", config.seed)
+    if isinstance(found, tuple):
+        train, test = found
+        tested = {key_of(row) for row in test}
+        alone = [row for row in train if key_of(row) not in tested]
+        if not alone:
+            raise TaskError(
+                f"The dataset {dataset!r}: all questions of the train part stand in the test part, too, so that none is left to "
+                "train on. Return two parts without a common question, or one list, which is divided here."
+            )
+        shared = Counter({"the test part has the question": len(train) - len(alone)})
+        left_out = Counter(train.account.left_out) + shared
+        return (
+            Rows(stream.sample(alone, len(alone)), Account(dict(left_out))),
+            Rows(stream.sample(test, len(test)), test.account),
+        )
+    if len(found) < 2:
+        raise TaskError(
+            f"The dataset {dataset!r} has {len(found)} usable row{'s' * (len(found) != 1)}; at least two are needed, one to train "
+            "on and one to test."
+        )
+    rows = stream.sample(found, len(found))
+    count = min(max(int(len(rows) * config.train_fraction + 1e-9), 1), len(rows) - 1)
+    return Rows(rows[:count], found.account), Rows(rows[count:], Account())
+
+
+def replacement_rows(part: str, given: object, config: TrainingConfig) -> Rows:
+    """Rows that the user assigns to a part, as `with_prompts` makes them; the part's name is for messages."""
+    rows = given if isinstance(given, Rows) else listed(given, f"{part} was given")
+    if not rows:
+        raise TaskError(f"{part} was given no rows. Expected at least one.")
+    return with_prompts(rows, config)
+
+
+def refuse_shared(train: Sequence[Row], test: Sequence[Row]) -> None:
+    """Raise UsageError where a question is in both parts."""
+    tested = {key_of(row) for row in test}
+    shared = [row.get("question") or row.get("prompt") for row in train if key_of(row) in tested]
+    if shared:
+        raise UsageError(
+            f"{len(shared)} of {len(train)} rows to train on ask what the test part asks, first {shared[0]!r:.200}. An evaluation would "
+            "measure what was learnt by heart: take them out of session.train_dataset or session.test_dataset."
+        )
+
+
+def with_prompts(rows: Sequence[Row], config: TrainingConfig) -> Rows:
+    """The rows, each with what the model is given: its own prompt, else one made of its question."""
+
+    def with_prompt(given: object) -> Row:
+        if not isinstance(given, dict):
+            raise TaskError(
+                f"A row is {type(given).__name__}. Expected rows such as {{'question': …, 'answer': …}}."
+            )
+        row = cast("Row", given)
+        if holds(row.get("prompt")):
+            return row
+        if not holds(row.get("question")):
+            raise TaskError(
+                f"A row has neither a question nor a prompt, but {', '.join(map(str, row)) or 'nothing'}. Rename the column that asks to "
+                "question."
+            )
+        text = format_prompt(row["question"], config)
+        return {**row, "prompt": [{"role": "user", "content": text}]}
+
+    account = rows.account if isinstance(rows, Rows) else Account({})
+    return Rows([with_prompt(row) for row in rows], account)

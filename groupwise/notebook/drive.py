@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import logging
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import CheckpointError, UsageError
 from groupwise.notebook.config import DRIVE, TrainingConfig
 from groupwise.notebook.core import KEPT, run_folder
-from groupwise.notebook.reward_state import FILE as COLLECTED
-from groupwise.notebook.run_naming import number_of, sibling
+from groupwise.notebook.identity import COLLECTED_FILE
+from groupwise.notebook.previous_runs import number_of, sibling
 from groupwise.runs import checkpoint_bundle, checkpoints, recovery
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD
 from groupwise.runs.store import Store
@@ -47,9 +46,19 @@ def mount(config: TrainingConfig) -> list[tuple[str, str]]:
 
 
 def ensure(config: TrainingConfig) -> None:
-    """Mount Drive if that is asked for. Raises UsageError where Colab refuses."""
-    if config.save_to_drive and not DRIVE.exists():
-        _mount()
+    """Mount Drive if that is asked for; outside of Colab there is none. Raises UsageError where Colab refuses."""
+    if not config.save_to_drive or DRIVE.exists():
+        return
+    try:
+        drive: Any = importlib.import_module("google.colab.drive")
+    except ImportError:
+        return
+    try:
+        drive.mount(MOUNT)
+    except Exception as error:
+        raise UsageError(
+            f"Google Drive could not be mounted: {error}. Allow it when Colab asks, or set save_to_drive=False."
+        ) from error
 
 
 def mirror(config: TrainingConfig) -> Path | None:
@@ -70,7 +79,7 @@ def mirror_of(config: TrainingConfig, run: str) -> Mirror | None:
     return Mirror(sibling(place, number))
 
 
-def names(config: TrainingConfig) -> set[str]:
+def run_names(config: TrainingConfig) -> set[str]:
     """Names of the experiment's runs that are on Drive."""
     place = mirror(config)
     first = run_folder(config)
@@ -78,31 +87,27 @@ def names(config: TrainingConfig) -> set[str]:
 
 
 def bring_back(place: Path, run: Path) -> list[str]:
-    """Make the runs of an experiment that are mirrored and not here, each of its newest checkpoint. Returns `run@step` of each."""
+    """Restore the runs of an experiment that are mirrored and not here, each from its newest checkpoint. Returns `run@step` of each."""
     brought: list[str] = []
     for number in _numbers(place):
         own = sibling(run, number)
         if (own / RECORD).is_file():
             continue
-        step = _bring_newest(sibling(place, number) / CHECKPOINTS, own / CHECKPOINTS)
-        if step is not None:
+        # The newest checkpoint that is whole. Only what is copied is read, since Drive is slow.
+        for each in reversed(checkpoints.complete(sibling(place, number) / CHECKPOINTS)):
+            copy = own / CHECKPOINTS / each.path.name
+            _copy(each.path, copy)
+            try:
+                checkpoints.read(copy).verify()
+            except CheckpointError:
+                atomic_files.remove_folder(copy)
+                continue
             checkpoint_bundle.unpack(own)
             recovery.recover(own)
-            _copy_file(sibling(place, number) / COLLECTED, own / COLLECTED)
-            brought.append(f"{own.name}@{step}")
+            _copy_file(sibling(place, number) / COLLECTED_FILE, own / COLLECTED_FILE)
+            brought.append(f"{own.name}@{each.step}")
+            break
     return brought
-
-
-def _bring_newest(mirrored: Path, own: Path) -> int | None:
-    """Copy the newest checkpoint that is whole; returns its step. Only what is copied is read, since Drive is slow."""
-    for each in reversed(checkpoints.complete(mirrored)):
-        copy = own / each.path.name
-        _copy(each.path, copy)
-        with suppress(CheckpointError):
-            checkpoints.read(copy).verify()
-            return each.step
-        atomic_files.remove_folder(copy)
-    return None
 
 
 def _numbers(place: Path) -> list[int]:
@@ -130,10 +135,10 @@ class Mirror(Callback):
         """See `Callback`."""
         if end.state == "finished" and self.place_of(run.folder):
             _copy(run.folder / FINAL, self._place / FINAL)
-            _copy_file(run.folder / COLLECTED, self._place / COLLECTED)
+            _copy_file(run.folder / COLLECTED_FILE, self._place / COLLECTED_FILE)
 
     def keep_finished(self, run: Path) -> None:
-        """Copy what is left of a run that was finished before."""
+        """Copy what is not yet on Drive of a run that was finished before."""
         newest = checkpoints.newest(run / CHECKPOINTS)
         if newest is not None:
             self._keep(run, newest.path)
@@ -146,7 +151,7 @@ class Mirror(Callback):
         copy = self._place / CHECKPOINTS / checkpoint.name
         if not copy.exists():
             _copy(checkpoint, copy)
-        _copy_file(run / COLLECTED, self._place / COLLECTED)
+        _copy_file(run / COLLECTED_FILE, self._place / COLLECTED_FILE)
         checkpoints.prune(self._place / CHECKPOINTS, KEPT)
 
     def place_of(self, run: Path) -> Path | None:
@@ -164,19 +169,6 @@ class Mirror(Callback):
             run,
         )
         return None
-
-
-def _mount() -> None:
-    try:
-        drive: Any = importlib.import_module("google.colab.drive")
-    except ImportError:
-        return
-    try:
-        drive.mount(MOUNT)
-    except Exception as error:
-        raise UsageError(
-            f"Google Drive could not be mounted: {error}. Allow it when Colab asks, or set save_to_drive=False."
-        ) from error
 
 
 def _copy_file(file: Path, to: Path) -> None:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from groupwise.core.errors import UsageError
 from groupwise.core.terminal.notebook import Table, show, tell
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names, flat
-from groupwise.notebook.friendly_errors import plain_number
-from groupwise.notebook.identity import REWARDS, differences, reward_facts
+from groupwise.notebook.friendly_errors import is_count, plain_number
+from groupwise.notebook.identity import (
+    REWARDS,
+    collected_names,
+    comparable,
+    differences,
+    note_changes,
+    reward_facts,
+)
 from groupwise.notebook.previous_runs import FACTS
-from groupwise.notebook.reward_state import collected, comparable, noticed
 from groupwise.notebook.rewards import Given, rewards_of
-from groupwise.notebook.session import Session, is_count, refuse_other
+from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
 from groupwise.training.evaluation.evaluate import evaluate as evaluated
-
-
-def _policy(session: Session) -> str:
-    """The run by its name, so that the results are written there."""
-    if session.folder is None or session.weights is None:
-        return "base"
-    return session.folder.name
 
 
 def evaluate(
@@ -42,26 +37,39 @@ def evaluate(
     accuracy, within_10_percent (where answers are numbers) and format_rate are shares of the answers; pass@k that one of k samples is
     right, for k up to `samples_per_prompt`, else the eval.samples_per_prompt of the overrides, else 1. One sample is drawn greedily,
     several at temperature 1, unless the overrides have an eval.temperature. For rubrics, rubric_overlap is the mean reward. `reward` is
-    that of the functions given here, else of those of the config; where the training had others, that is told.
+    that of the functions given here, else of those of the config; if the training had others, a note says so.
     """
     refuse_other(config, session)
     core = session.core.config
     samples = core.eval.samples_per_prompt
     if samples_per_prompt is not None:
         samples = plain_number(samples_per_prompt)
-        _refuse_no_count(samples)
+        if not is_count(samples):
+            raise UsageError(
+                f"samples_per_prompt is {samples!r}; it must be a whole number, at least 1, or None."
+            )
     warm = samples > 1 and "eval.temperature" not in dict(flat(config.overrides))
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
     facts = reward_facts(rewards)
+    policy = "base"
     if session.folder is not None and session.weights is not None:
-        _tell_of_other_rewards(session.folder, facts)
+        policy = session.folder.name  # the run by its name, so that the results are written there
+        noted = Store.facts(session.folder / RECORD)
+        had, now = comparable(noted.get(FACTS, {}), facts, collected_names(session.folder))
+        if REWARDS in had and differences(had, now):
+            # A mean reward says nothing beside that of other functions.
+            counted = [name for name, weight in noted["rewards"].items() if weight]
+            tell(
+                f"The training had other rewards ({', '.join(counted)}): give the same reward_functions or extra_reward_functions to "
+                "compare `reward`."
+            )
     task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards)
-    with by_own_names(config), noticed(rewards, facts):
+    with by_own_names(config), note_changes(rewards, facts):
         result = evaluated(
             core,
             task,
             overrides=["eval.temperature=1.0"] if warm else [],
-            policy=_policy(session),
+            policy=policy,
             samples_per_prompt=samples,
         )
     judged = {name: result.interval(name) for name in result.judged}
@@ -75,23 +83,3 @@ def evaluate(
     ]
     show(Table(f"{result.policy}: {result.prompts} prompts", rows, ("", "", "95 % interval")))
     return result.metrics
-
-
-def _refuse_no_count(samples: object) -> None:
-    if not is_count(samples):
-        raise UsageError(
-            f"samples_per_prompt is {samples!r}; it must be a whole number, at least 1, or None."
-        )
-
-
-def _tell_of_other_rewards(run: Path, facts: Mapping[str, Any]) -> None:
-    """A mean reward says nothing beside that of other functions. `facts`: those of the functions that are given now."""
-    noted = Store.facts(run / RECORD)
-    had, now = comparable(noted.get(FACTS, {}), facts, collected(run))
-    if REWARDS not in had or not differences(had, now):
-        return
-    counted = [name for name, weight in noted["rewards"].items() if weight]
-    tell(
-        f"The training had other rewards ({', '.join(counted)}): give the same reward_functions or extra_reward_functions to compare "
-        "`reward`."
-    )

@@ -15,7 +15,7 @@ from groupwise.engine.models.config import ModelConfig
 from groupwise.notebook import drive
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import core_config, run_folder
-from groupwise.notebook.run_naming import number_of
+from groupwise.notebook.previous_runs import number_of
 from groupwise.notebook.session import Session, differing, refuse_no_config, refuse_other
 from groupwise.notebook.training import TrainerState
 from groupwise.runs import checkpoints
@@ -53,82 +53,66 @@ def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Sess
     rows = [
         ("checkpoint", f"{newest.path}, after {newest.step} steps"),
         ("adapter", str(adapter)),
-        *_zipped(config, run, adapter),
     ]
+    mirror = drive.mirror_of(config, run.name)
+    place = None if mirror is None else mirror.place_of(run)
+    if place is not None:
+        target = place / f"{run.name}.zip"
+        with atomic_files.explained(target):
+            building = str(atomic_files.building_path(target))
+            atomic_files.publish_file(Path(shutil.make_archive(building, "zip", adapter)), target)
+        rows.append(("zip", str(target)))
     show(Table("Export", rows))
-    model = core_config(config).config.model
-    show(Code("To load it", _loading(model, adapter)))
-    show(Code("To serve it", _serving(model, config.lora_rank, run.name, adapter)))
+    _show_commands(core_config(config).config.model, config.lora_rank, run.name, adapter)
     return str(newest.path)
 
 
-def _run_of(config: TrainingConfig, told: object) -> Path:
+def _run_of(config: TrainingConfig, source: object) -> Path:
+    """The run's folder of a trainer state or a session. Raises UsageError if it belongs to another config."""
     refuse_no_config(config)
-    if isinstance(told, Session):
-        refuse_other(config, told)
-        return told.run.folder
-    if not isinstance(told, TrainerState):
+    if isinstance(source, Session):
+        refuse_other(config, source)
+        return source.run.folder
+    if not isinstance(source, TrainerState):
         raise UsageError(
-            f"Expected a trainer state or a session second, got {type(told).__name__}: export_checkpoint(config, trainer_state)."
+            f"Expected a trainer state or a session second, got {type(source).__name__}: export_checkpoint(config, trainer_state)."
         )
-    _refuse_state_of_another(config, told)
-    return Path(told.checkpoint_dir)
-
-
-def _refuse_state_of_another(config: TrainingConfig, state: TrainerState) -> None:
-    """Raises UsageError for a state of another config; if the state has no config, the name of its folder decides."""
-    run, first = Path(state.checkpoint_dir), run_folder(config).name
-    if state.config is not None and (changed := differing(config, state.config)):
+    run, first = Path(source.checkpoint_dir), run_folder(config).name
+    if source.config is not None and (changed := differing(config, source.config)):
         raise UsageError(
             f"The trainer state is of {run}, which was trained with another config: {changed} differ. Give the config that it was trained "
             "with: export_checkpoint(trainer_state.config, trainer_state)."
         )
-    if state.config is None and number_of(run.name, first) is None:
+    # Without a config, the name of the folder decides.
+    if source.config is None and number_of(run.name, first) is None:
         raise UsageError(
             f"The trainer state is of {run}, but runs of this config are called {first}, {first}-2 and so on. Give the config that it was "
             "trained with."
         )
+    return run
 
 
-def _loading(model: ModelConfig, adapter: Path) -> str:
-    """Over a base in float32: over a rounded one, what was learned is rounded too."""
-    lines = [
+def _show_commands(model: ModelConfig, rank: int, name: str, adapter: Path) -> None:
+    """Show how to load the adapter with peft, and how to serve it with vLLM."""
+    base, served = json.dumps(model.name), quote(model.name)
+    imports = [
         "from peft import PeftModel",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
     ]
-    base = json.dumps(model.name)
-    revision = f", revision={json.dumps(model.revision)}" if model.revision else ""
     if model.name in ALIASES:
-        lines.append("from groupwise.engine.models.bundled import fetch_model")
-        base = f"fetch_model({base})"
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f'base = AutoModelForCausalLM.from_pretrained({base}{revision}, dtype="float32")',
-            f'model = PeftModel.from_pretrained(base, "{adapter}")',
-            f'tokenizer = AutoTokenizer.from_pretrained("{adapter}")',
-        ]
-    )
-
-
-def _serving(model: ModelConfig, rank: int, name: str, adapter: Path) -> str:
-    bundled = model.name in ALIASES
-    base = f'"$(groupwise fetch-model {model.name})"' if bundled else quote(model.name)
+        imports.append("from groupwise.engine.models.bundled import fetch_model")
+        base, served = f"fetch_model({base})", f'"$(groupwise fetch-model {model.name})"'
+    revision = f", revision={json.dumps(model.revision)}" if model.revision else ""
+    # Over a base in float32: over a rounded one, what was learned is rounded too.
+    lines = [
+        *imports,
+        "",
+        f'base = AutoModelForCausalLM.from_pretrained({base}{revision}, dtype="float32")',
+        f'model = PeftModel.from_pretrained(base, "{adapter}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{adapter}")',
+    ]
+    show(Code("To load it", "\n".join(lines)))
     revision = f" --revision {quote(model.revision)}" if model.revision else ""
     most = next((each for each in VLLM_RANKS if each >= rank), rank)
     lora = f"--enable-lora --max-lora-rank {most} --lora-modules {quote(f'{name}={adapter}')}"
-    return f"vllm serve {base}{revision} {lora}"
-
-
-def _zipped(config: TrainingConfig, run: Path, adapter: Path) -> list[tuple[str, str]]:
-    """Zips the adapter into this run's folder on Drive; nothing if there is none."""
-    mirror = drive.mirror_of(config, run.name)
-    place = None if mirror is None else mirror.place_of(run)
-    if place is None:
-        return []
-    target = place / f"{run.name}.zip"
-    with atomic_files.explained(target):
-        made = Path(shutil.make_archive(str(atomic_files.building_path(target)), "zip", adapter))
-        atomic_files.publish_file(made, target)
-    return [("zip", str(target))]
+    show(Code("To serve it", f"vllm serve {served}{revision} {lora}"))

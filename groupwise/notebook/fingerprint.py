@@ -29,20 +29,18 @@ from types import (
 from typing import Any, cast
 
 from groupwise.notebook.code_dependencies import (
-    around,
-    is_global,
-    is_users_class,
-    is_users_function,
-    place_of,
-)
-from groupwise.notebook.values import (
     CONSTANTS,
     SAID,
+    globals_used,
     is_array,
     is_collection,
+    is_global,
     is_pattern,
     is_silent,
+    is_users_class,
+    is_users_function,
     parts_of,
+    place_of,
     state_of,
     users_code_in,
 )
@@ -62,27 +60,27 @@ _BUILT_IN = (
 
 def digest(value: Any) -> str:
     """A short fingerprint of plain values, and of numbers, dates and texts of other libraries."""
-    return _short(_plain(value))
+    return _short(_plain_value(value))
 
 
-def _short(told: Any) -> str:
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+def _short(description: Any) -> str:
+    return hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
         parts = cast("Mapping[Any, Any]", value)
-        return sorted(([repr(key), _plain(each)] for key, each in parts.items()), key=str)
+        return sorted(([repr(key), _plain_value(each)] for key, each in parts.items()), key=str)
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in cast("Sequence[Any]", value)]
+        return [_plain_value(each) for each in cast("Sequence[Any]", value)]
     if isinstance(value, set | frozenset):
-        return sorted(map(_plain, cast("set[Any]", value)), key=str)
+        return sorted(map(_plain_value, cast("set[Any]", value)), key=str)
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    told = repr(value)
-    return type(value).__qualname__ if " at 0x" in told else told
+        return _plain_value(value.tolist())
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text
 
 
 class Look:
@@ -96,7 +94,7 @@ class Look:
         self.found: dict[str, str] = {}
         """Fingerprints by name; that of the function itself under an empty one."""
         self.unseen: dict[str, str] = {}
-        """Types of things of which nothing else is known, by name."""
+        """Types of things that are known by their type alone, by name."""
         self._taken: set[str] = set()
         self._around: set[str] = set()
         self._classes: dict[str, type] = {}
@@ -105,7 +103,7 @@ class Look:
         self._next: deque[tuple[str, Any, int]] = deque()
         self._name("", function)
         while self._next:
-            self._tell(*self._next.popleft())
+            self._describe(*self._next.popleft())
 
     def _name(self, name: str, value: Any, depth: int = 0) -> str:
         """Queues a value to be described under this name, with a number if that is taken."""
@@ -125,14 +123,14 @@ class Look:
             self._around.add(name)
             self._name(name, value)
 
-    def _tell(self, name: str, value: Any, depth: int) -> None:
+    def _describe(self, name: str, value: Any, depth: int) -> None:
         try:
-            self.found[name] = _short(self._named(name, value, depth))
-        except Exception:  # noqa: BLE001  a strange object, or one that goes too deep, shall not keep anybody from training
+            self.found[name] = _short(self._description(name, value, depth))
+        except Exception:  # noqa: BLE001  a strange object, or one that goes too deep, must not prevent a training
             self.found[name] = ""
             self.unseen[name] = place_of(cast("type[object]", type(value)))
 
-    def _named(self, name: str, value: Any, depth: int) -> Any:
+    def _description(self, name: str, value: Any, depth: int) -> Any:
         if isinstance(value, type) and self._classes.get(name) is not value:
             return ["as", self._class(value)]
         if (
@@ -157,7 +155,7 @@ class Look:
             return self._class(cast("type[object]", type(value)))
         if not is_users_function(value):
             return place_of(value)
-        for name, each in sorted(around(value).items()):
+        for name, each in sorted(globals_used(value).items()):
             self._name_around(name, each)
         return [place_of(value), _code(value.__code__, value.__doc__)]
 
@@ -176,9 +174,9 @@ class Look:
         """A fingerprint that distinguishes classes of one name."""
         within = {id(value): (0, value)}
         parts, unseen = parts_of(value) or {}, dict(self.unseen)
-        told = [[name, self._content("", parts[name], within)] for name in sorted(parts)]
+        content = [[name, self._content("", parts[name], within)] for name in sorted(parts)]
         self.unseen = unseen
-        return _short(told)
+        return _short(content)
 
     def _content(self, name: str, value: Any, within: Within) -> Any:
         """Plain values for everything in it. `within`: values described already, which may recur if objects refer to each other."""
@@ -193,58 +191,63 @@ class Look:
         if id(value) in within:
             return ["again", within[id(value)][0]]
         within[id(value)] = (len(within), value)
-        tell = functools.partial(self._content, name, within=within)
+        describe = functools.partial(self._content, name, within=within)
         if (parts := parts_of(value)) is not None:
-            return [self._itself(value), [[part, tell(parts[part])] for part in sorted(parts)]]
+            return [self._itself(value), [[part, describe(parts[part])] for part in sorted(parts)]]
         if is_collection(value):
-            state = tell(state_of(value)) if is_users_class(kind) else ""
+            state = describe(state_of(value)) if is_users_class(kind) else ""
             return [self._class(kind), state, self._elements(name, value, within)]
-        told = self._single(value, tell)
-        return [self._class(kind), self._unseen(name, value, tell) if told is None else told]
+        content = self._single(value, describe)
+        if content is None:  # its class is all that is known of it, and the user's functions in it
+            if not is_silent(value):
+                self.unseen.setdefault(name, place_of(kind))
+            called = getattr(value, "__name__", "")
+            content = [called if isinstance(called, str) else "", describe(users_code_in(value))]
+        return [self._class(kind), content]
 
     def _elements(self, name: str, value: Any, within: Within) -> Any:
         if isinstance(value, set | frozenset):
-            plain, told = list[str](), list[str]()
+            plain, others = list[str](), list[str]()
             for each in cast("set[Any]", value):
                 if _is_plain(each):
                     plain.append(repr(each))
-                else:  # they come in no order, so that each is told as if it were the first
-                    told.append(json.dumps(self._content(name, each, {**within})))
-            return [*sorted(plain), *sorted(told)]
-        tell = functools.partial(self._content, name, within=within)
+                else:  # a set has no order, so each element is described as if it were the first
+                    others.append(json.dumps(self._content(name, each, {**within})))
+            return [*sorted(plain), *sorted(others)]
+        describe = functools.partial(self._content, name, within=within)
         if not isinstance(value, dict):
-            return [tell(each) for each in value]
+            return [describe(each) for each in value]
         missing = value.default_factory if isinstance(value, defaultdict) else None
         pairs = cast("dict[Any, Any]", value).items()
-        return [tell(missing), [[tell(key), tell(each)] for key, each in pairs]]
+        return [describe(missing), [[describe(key), describe(each)] for key, each in pairs]]
 
-    def _single(self, value: Any, tell: Callable[[Any], Any]) -> Any:
+    def _single(self, value: Any, describe: Callable[[Any], Any]) -> Any:
         """Description of a value that is no collection; None if there is nothing to say."""
         if isinstance(value, CONSTANTS):  # of a class below one of them
             plain: Any = next(each for each in type(value).__mro__ if each in CONSTANTS)
-            return [plain.__repr__(value), tell(state_of(value))]
+            return [plain.__repr__(value), describe(state_of(value))]
         if isinstance(value, Enum):  # of a library
-            return [value.name, tell(value.value)]
+            return [value.name, describe(value.value)]
         if isinstance(value, SAID):
             return repr(value)
         if isinstance(value, Random):
             return repr(value.getstate())
         if isinstance(value, deque):
-            return [value.maxlen, [tell(each) for each in cast("deque[Any]", value)]]
+            return [value.maxlen, [describe(each) for each in cast("deque[Any]", value)]]
         if isinstance(value, MappingProxyType):
-            return tell({**cast("Mapping[Any, Any]", value)})
+            return describe({**cast("Mapping[Any, Any]", value)})
         if isinstance(value, _BUILT_IN):
             owner = getattr(value, "__self__", None)
-            return [value.__qualname__, "" if isinstance(owner, ModuleType) else tell(owner)]
+            return [value.__qualname__, "" if isinstance(owner, ModuleType) else describe(owner)]
         if is_pattern(value):
             return [repr(value.pattern), value.flags]
-        return _array(value, tell) if is_array(value) else None
-
-    def _unseen(self, name: str, value: Any, tell: Callable[[Any], Any]) -> Any:
-        if not is_silent(value):
-            self.unseen.setdefault(name, place_of(cast("type[object]", type(value))))
-        called = getattr(value, "__name__", "")
-        return [called if isinstance(called, str) else "", tell(users_code_in(value))]
+        if is_array(value):
+            objects = getattr(value.dtype, "hasobject", False)  # their bytes would be addresses
+            held = (
+                describe(value.tolist()) if objects else hashlib.sha256(value.tobytes()).hexdigest()
+            )
+            return [str(value.shape), str(value.dtype), held]
+        return None
 
 
 def _code(code: CodeType, doc: str | None = None) -> Any:
@@ -253,8 +256,8 @@ def _code(code: CodeType, doc: str | None = None) -> Any:
     first, *others = code.co_consts or (None,)
     constants = [None if doc is not None and first == doc else first, *others]
     jumps = code.co_exceptiontable.hex()
-    told = [_constant(each) for each in constants]
-    return [code.co_code.hex(), jumps, code.co_names, arguments, told]
+    described = [_constant(each) for each in constants]
+    return [code.co_code.hex(), jumps, code.co_names, arguments, described]
 
 
 def _constant(value: Any) -> Any:
@@ -265,12 +268,6 @@ def _constant(value: Any) -> Any:
     if isinstance(value, frozenset):
         return sorted(json.dumps(_constant(each)) for each in cast("frozenset[Any]", value))
     return repr(value)
-
-
-def _array(value: Any, tell: Callable[[Any], Any]) -> Any:
-    objects = getattr(value.dtype, "hasobject", False)  # their bytes would be addresses
-    held = tell(value.tolist()) if objects else hashlib.sha256(value.tobytes()).hexdigest()
-    return [str(value.shape), str(value.dtype), held]
 
 
 def _is_plain(value: Any) -> bool:

@@ -20,17 +20,26 @@ class Worded(Strict):
     @classmethod
     def as_shown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """The given values, as messages may show them."""
-        return {name: _plain(value) for name, value in values.items()}
+        return {name: _json_value(value) for name, value in values.items()}
 
     def changed(self, **changes: Any) -> Self:
         """The same with other values; values that were not given are computed again."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**{**given, **changes})
 
-    if not TYPE_CHECKING:  # who reads the types shall see the fields
+    if not TYPE_CHECKING:  # type checkers read the fields instead
 
         def __init__(self, *unnamed: Any, **values: Any) -> None:
-            _refuse_unnamed(type(self), unnamed)
+            if unnamed:
+                kind, fields = type(self).__name__, ", ".join(list(type(self).model_fields)[:3])
+                preset = (
+                    f", or start from {kind}.preset('quick')"
+                    if hasattr(type(self), "preset")
+                    else ""
+                )
+                raise ConfigError(
+                    f"{kind} takes each value by its name ({fields}, …), but {len(unnamed)} came without one. Write name=value{preset}."
+                )
             try:
                 super().__init__(**values)
             except ValidationError as error:
@@ -40,25 +49,18 @@ class Worded(Strict):
         __init__.__pydantic_base_init__ = True
 
 
-def _refuse_unnamed(kind: type[Worded], values: Sequence[Any]) -> None:
-    if values:
-        some = ", ".join(list(kind.model_fields)[:3])
-        preset = (
-            f", or start from {kind.__name__}.preset('quick')" if hasattr(kind, "preset") else ""
-        )
-        raise ConfigError(
-            f"{kind.__name__} takes each value by its name ({some}, …), but {len(values)} came without one. Write name=value{preset}."
-        )
-
-
 def in_words(kind: type[Worded], values: Mapping[str, Any], error: ValidationError) -> ConfigError:
     """Everything that is wrong with these values."""
     try:
         validate(kind, tree_of(kind.as_shown(values), kind.__name__))
-    except ConfigError as told:
-        return told
-    told = (_told(each) for each in error.errors())
-    return ConfigError("\n".join(f"{kind.__name__}: {each}" for each in told))
+    except ConfigError as worded:
+        return worded
+    lines: list[str] = []
+    for problem in error.errors():
+        place = ".".join(map(str, problem["loc"]))
+        message = problem["msg"].removeprefix("Value error, ").removeprefix("config: ")
+        lines.append(f"{kind.__name__}: {f'{place}: {message}' if place else message}")
+    return ConfigError("\n".join(lines))
 
 
 def plain_number(value: Any) -> Any:
@@ -66,20 +68,20 @@ def plain_number(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
-def _told(problem: Any) -> str:
-    place = ".".join(map(str, problem["loc"]))
-    message = problem["msg"].removeprefix("Value error, ").removeprefix("config: ")
-    return f"{place}: {message}" if place else message
+def is_count(value: object) -> bool:
+    """True for an int from 1 on; a bool is none."""
+    return type(value) is int and value >= 1
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
+    """The value as JSON has it; its repr, if it has no form there."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Mapping):
         parts = cast("Mapping[Any, Any]", value)
-        return {str(name): _plain(each) for name, each in parts.items()}
+        return {str(name): _json_value(each) for name, each in parts.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in cast("Sequence[Any]", value)]
+        return [_json_value(each) for each in cast("Sequence[Any]", value)]
     try:
         return json.loads(json.dumps(plain_number(value)))
     except (TypeError, ValueError):

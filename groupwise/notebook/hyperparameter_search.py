@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -31,15 +30,14 @@ from groupwise.core.terminal.notebook import one_output, show, tell
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.config import TrainingConfig, without_secrets
 from groupwise.notebook.core import flat, run_folder
-from groupwise.notebook.friendly_errors import plain_number
-from groupwise.notebook.identity import ROWS, differences, facts_of
-from groupwise.notebook.reward_state import collected, comparable
+from groupwise.notebook.friendly_errors import is_count, plain_number
+from groupwise.notebook.identity import ROWS, collected_names, comparable, differences, facts_of
 from groupwise.notebook.rewards import Given, rewards_of
-from groupwise.notebook.search_result import Search
 from groupwise.notebook.search_space import FIXED, Space, distributions, is_credential, with_values
-from groupwise.notebook.session import Session, is_count, make_session, refuse_no_config
+from groupwise.notebook.session import Session, make_session, refuse_no_config
 from groupwise.notebook.study import (
     JOURNAL,
+    Search,
     end_early,
     fail,
     next_trial,
@@ -90,7 +88,8 @@ def search(
     """
     refuse_no_config(config)
     trials = plain_number(trials)
-    _refuse_count(trials)
+    if not is_count(trials):
+        raise ConfigError(f"trials is {trials!r}; it must be a whole number, at least 1.")
     refuse_without_optuna()
     wanted = distributions(config, space)
     credentials.provide(config)
@@ -99,11 +98,14 @@ def search(
     rewards = rewards_of(config, base.train_dataset, reward_functions, extra_reward_functions)
     _check_metric(metric, base, rewards)
     folder = Path(f"{run_folder(config)}{AFTER}")
-    _bring_back(config, folder)
+    on_drive = drive.mirror(config)
+    journal = None if on_drive is None else Path(f"{on_drive}{AFTER}") / JOURNAL
+    if journal is not None and journal.is_file():
+        _bring_back(journal, folder / JOURNAL)
     study = open_study(folder, prune)
     found = Search(config, metric, study)
     refuse_other_space(study, wanted)
-    _refuse_other_question(study, _question(base, rewards, space, metric), folder)
+    _refuse_other_question(study, folder, base, rewards, space, metric)
     while (trial := next_trial(study, wanted, trials, config.seed)) is not None:
         try:
             if not repeats(study, trial):
@@ -114,28 +116,24 @@ def search(
                 rewards = rewards_of(
                     own, session.train_dataset, reward_functions, extra_reward_functions
                 )
-                _tried(study, trial, session, rewards, metric, prune=prune)
+                _train_trial(study, trial, session, rewards, metric, prune=prune)
         except (RunInUseError, ResumeMismatchError):
             raise
         except (RunError, UsageError) as error:
             fail(study, trial, error)
         _collected(study, folder)
-        _copy_to_drive(config, folder)
+        if journal is not None:
+            _copy_to_drive(folder / JOURNAL, journal)
         show(found)
     if len(study.trials) < trials:
         tell(why_over(study, trials))
     return found
 
 
-def _refuse_count(trials: object) -> None:
-    if not is_count(trials):
-        raise ConfigError(f"trials is {trials!r}; it must be a whole number, at least 1.")
-
-
-def _tried(
+def _train_trial(
     study: Study, trial: Trial, session: Session, rewards: Rubric, metric: str, *, prune: bool
 ) -> None:
-    """Train a trial, unless that was done already, and tell the study what came of it."""
+    """Train a trial, unless that was done before an interruption, and report its result to the study."""
     run_training(session, rewards, [_Pruner(trial)] if prune else [])
     if "stopped" in session.run.summary:
         end_early(study, trial)
@@ -143,32 +141,30 @@ def _tried(
         study.tell(trial, session.run.evaluations()["after"][metric])
 
 
-def _question(session: Session, rewards: Rubric, space: Space, metric: str) -> dict[str, Any]:
-    """Facts that trials must share to be compared: the metric, the fields and keys that are not varied, rows and rewards."""
+def _refuse_other_question(
+    study: Study, folder: Path, session: Session, rewards: Rubric, space: Space, metric: str
+) -> None:
+    """Raise ConfigError if earlier trials of the study cannot be compared with those to come.
+
+    They can if metric, rows, rewards, and the fields and keys that are not varied are the same. Lists that the trials' rewards filled
+    make no difference.
+    """
     config = session.config
     fields = config.model_dump(mode="json", exclude={*FIXED, *space})
-    set_here = {
-        **fields,
-        **{key: value for key, value in flat(config.overrides) if key not in space},
-    }
-    told = {key: value for key, value in set_here.items() if not is_credential(key)}
+    fields |= {key: value for key, value in flat(config.overrides) if key not in space}
+    fields = {key: value for key, value in fields.items() if not is_credential(key)}
     facts = facts_of(config, session.train_dataset, session.test_dataset, rewards)
     if {"seed", "train_fraction"} & {*space}:  # each trial has a split of its own
         facts = {name: value for name, value in facts.items() if name not in ROWS}
-    asked = {"metric": metric, **without_secrets(told), **facts}
-    return json.loads(json.dumps(asked, default=str))
-
-
-def _refuse_other_question(study: Study, question: Mapping[str, Any], folder: Path) -> None:
-    """Raises ConfigError if the study answers another question. Lists that the trials' rewards filled make no difference."""
+    question = {"metric": metric, **without_secrets(fields), **facts}
+    question = json.loads(json.dumps(question, default=str))
     before = study.user_attrs.get(QUESTION)
     if before is None:
         study.set_user_attr(QUESTION, question)
         return
-    gone = _collected(study, folder)
-    before, question = comparable(before, question, gone)
-    asked = {**dict.fromkeys(before), **question}  # what is not asked any more is a difference, too
-    if changed := differences(before, asked):
+    before, question = comparable(before, question, _collected(study, folder))
+    # What is not part of the question any more is a difference, too.
+    if changed := differences(before, {**dict.fromkeys(before), **question}):
         raise ConfigError(
             f"There is a search of this experiment already, which differs in {', '.join(changed)}, so that its trials say nothing about "
             "this one. Choose another experiment_name, or ask as before to go on."
@@ -178,40 +174,28 @@ def _refuse_other_question(study: Study, question: Mapping[str, Any], folder: Pa
 def _collected(study: Study, folder: Path) -> set[str]:
     """Names that the trials' rewards changed; the study keeps them, since the trials' folders stay on this machine."""
     kept = {*study.user_attrs.get(COLLECTED, ())}
-    found = kept.union(*map(collected, folder.glob("trial-*")))
+    found = kept.union(*map(collected_names, folder.glob("trial-*")))
     if found != kept:
         study.set_user_attr(COLLECTED, sorted(found))
     return found
 
 
-def _bring_back(config: TrainingConfig, folder: Path) -> None:
+def _bring_back(on_drive: Path, here: Path) -> None:
     """Replace the journal by the one on Drive if that holds more; a last line that was cut off does not count."""
-    kept = _journal_on_drive(config)
-    if kept is None or not kept.is_file():
-        return
-    there = kept.read_bytes()
+    there = on_drive.read_bytes()
     there = there[: there.rfind(b"\n") + 1]
-    here = folder / JOURNAL
     if len(there) > (here.stat().st_size if here.is_file() else 0):
-        folder.mkdir(parents=True, exist_ok=True)
+        here.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.write_file(here, there)
 
 
-def _journal_on_drive(config: TrainingConfig) -> Path | None:
-    place = drive.mirror(config)
-    return None if place is None else Path(f"{place}{AFTER}") / JOURNAL
-
-
-def _copy_to_drive(config: TrainingConfig, folder: Path) -> None:
-    """Copies the journal; if Drive refuses, this only warns, since the original is here."""
-    kept = _journal_on_drive(config)
-    if kept is None:
-        return
+def _copy_to_drive(journal: Path, to: Path) -> None:
+    """Copy the journal; if Drive refuses, this only warns, since the original is here."""
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        atomic_files.write_file(kept, (folder / JOURNAL).read_bytes())
+        to.parent.mkdir(parents=True, exist_ok=True)
+        atomic_files.write_file(to, journal.read_bytes())
     except (OSError, StoreError) as error:
-        logger.warning("what was tried is not copied to %s: %s", kept, error)
+        logger.warning("what was tried is not copied to %s: %s", to, error)
 
 
 def _check_metric(metric: str, session: Session, rewards: Rubric) -> None:

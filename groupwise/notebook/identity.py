@@ -1,18 +1,25 @@
-"""Fingerprints that show if a training equals an earlier one: its rows, its marks and its rewards with all that they use.
+"""Shows if a training equals an earlier one, by fingerprints of its rows, its marks and its rewards with all that they use.
 
-`groupwise.notebook.reward_state` finds which of these a training itself changed, for example a list that a function fills.
+Rewards may collect things in lists, dictionaries and objects. What a training itself changed in this way (`Collected`) does not count as a
+difference between two trainings. Each run lists it in a file of its folder, whenever it saves and when it ends, because the collected
+values may come back from a file of the user's in another kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
+from groupwise.core import atomic_files
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.fingerprint import Look, digest
 from groupwise.tasks.data.chat import Row
 from groupwise.tasks.rewards.nesting import stood_for
 from groupwise.tasks.rewards.rubric import Rubric
+from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 
 REWARDS = "rewards"
 """The fact that says by its weight and its code what each part is."""
@@ -60,14 +67,12 @@ def reward_facts(rewards: Rubric) -> dict[str, Any]:
     }
 
 
-def _of_one_alone(*facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Endings of the names of things that belong to rewards which only one of both has."""
-    one, other = (set[str](each.get(REWARDS, ())) for each in facts)
-    return tuple(f" of the reward {each}" for each in one ^ other)
-
-
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Differences of the facts in `now`, in words; parts of the reward by their names."""
+    # Things that belong to rewards which only one of both has: the difference is the reward itself.
+    with_reward = tuple(
+        f" of the reward {each}" for each in {*before.get(REWARDS, ())} ^ {*now.get(REWARDS, ())}
+    )
     found: list[str] = []
     for name, value in now.items():
         was = before.get(name) if name != UNSEEN else value
@@ -77,7 +82,89 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             if name == REWARDS:
                 found += [f"the reward {part}" for part in parts]
             else:
-                found += [part for part in parts if not part.endswith(_of_one_alone(before, now))]
+                found += [part for part in parts if not part.endswith(with_reward)]
         elif was != value:
             found.append(name)
     return found
+
+
+COLLECTED_FILE = "collected.json"
+_HERE: dict[str, set[str]] = {}
+"""Names changed by this process's trainings, by the fingerprint of their rewards: a model that one of them loaded is there for the next."""
+
+
+class Collected(Callback):
+    """Compares what rewards use with what it was at the start."""
+
+    def __init__(self, rewards: Rubric, facts: Mapping[str, Any]) -> None:
+        """`facts`: those of the start (`facts_of`)."""
+        self._rewards = rewards
+        self._before = facts[USED]
+        self._here = _changed_here(facts)
+
+    def on_save(self, run: RunHandle, checkpoint: Path) -> None:
+        """See `Callback`."""
+        self._note(run.folder)
+
+    def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
+        """See `Callback`."""
+        self._note(run.folder)
+
+    def _note(self, run: Path) -> None:
+        known = collected_names(run)
+        self._here |= _changes(self._before, reward_facts(self._rewards)[USED])
+        found = known | self._here
+        if found != known:
+            atomic_files.write_json(run / COLLECTED_FILE, sorted(found))
+
+
+def collected_names(run: Path) -> set[str]:
+    """Names of what a run has changed."""
+    try:
+        return set(json.loads((run / COLLECTED_FILE).read_bytes()))
+    except (OSError, ValueError):
+        return set()
+
+
+@contextmanager
+def note_changes(rewards: Rubric, facts: Mapping[str, Any]) -> Generator[None]:
+    """Notes changes that rewards make within, as in an evaluation before any training: they are no difference for this process's trainings.
+
+    `facts`: those of the start, as for `Collected`.
+    """
+    try:
+        yield
+    finally:
+        here = _changed_here(facts)
+        here |= _changes(facts[USED], reward_facts(rewards)[USED])
+
+
+def _changed_here(facts: Mapping[str, Any]) -> set[str]:
+    return _HERE.setdefault(digest(facts[REWARDS]), set())
+
+
+def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
+    """Names of what has changed; of what came or went, marked: where both have it later, it is to be the same."""
+    both = {*before} & {*now}
+    passing = {*before} ^ {*now}
+    changed = {name for name in both if before[name] != now[name]}
+    return changed | {_passing(name) for name in passing}
+
+
+def _passing(name: str) -> str:
+    return f"({name})"
+
+
+def comparable(
+    before: Mapping[str, Any], now: Mapping[str, Any], names: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The facts of two trainings without the things that the first one's rewards changed: `names`, as `collected_names` returns them."""
+    used = [each.get(USED, {}) for each in (before, now)]
+    passing = {name for name in {*used[0]} ^ {*used[1]} if _passing(name) in names}
+    left_out = passing.union(names)
+    kept = ({name: each[name] for name in each if name not in left_out} for each in used)
+    one, other = (
+        {**facts, USED: each} if USED in facts else dict(facts)
+        for facts, each in zip((before, now), kept, strict=True)
+    )
+    return one, other

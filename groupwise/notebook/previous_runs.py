@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,29 @@ from groupwise.core.errors import StoreError, UsageError
 from groupwise.core.settings.comparison import compare
 from groupwise.engine.models.identity import identity
 from groupwise.notebook.core import OWN_NAMES
-from groupwise.notebook.identity import differences
-from groupwise.notebook.reward_state import collected, comparable
-from groupwise.notebook.run_naming import number_of, siblings
+from groupwise.notebook.identity import collected_names, comparable, differences
 from groupwise.runs import checkpoint_bundle, checkpoints, find, recovery
 from groupwise.runs.find import RunInfo
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config
 from groupwise.runs.store import Store
 from groupwise.training.config import RunConfig, resolved
+
+
+def number_of(run: str, name: str) -> int | None:
+    """The number of an experiment's run, by its folder's name: 1, 2, 3 …; None if it is none of them."""
+    found = re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", run)
+    return int(found[1] or 1) if found else None
+
+
+def sibling(first: Path, number: int) -> Path:
+    """The folder of the experiment's run of that number, beside its first one."""
+    return first if number == 1 else first.with_name(f"{first.name}-{number}")
+
+
+def siblings(first: Path) -> Iterator[Path]:
+    """The folders of all possible runs, in order, without end."""
+    return (sibling(first, number) for number in count(1))
+
 
 FACTS = "notebook"
 """The fact about a run that holds `groupwise.notebook.identity.facts_of`."""
@@ -69,7 +86,7 @@ def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence
     else:
         loose = [key for key in found.free if key == LENGTH]
     noted = Store.facts(run.path / RECORD)
-    before, now = comparable(noted.get(FACTS, {}), facts, collected(run.path))
+    before, now = comparable(noted.get(FACTS, {}), facts, collected_names(run.path))
     differing = [*found.fixed, *loose, *differences(before, now)]
     if not differing and noted.get("base") not in (None, identity(core.model)):
         return ["the weights of the model"]
@@ -82,7 +99,7 @@ def free_name(core: RunConfig, taken: Collection[str] = ()) -> str:
     return next(each.name for each in folders if not each.exists() and each.name not in taken)
 
 
-def described(run: RunInfo) -> str:
+def describe_run(run: RunInfo) -> str:
     """The run's state, for a table."""
     if run.state == "finished":
         return f"{run.path}: finished after {run.steps} steps"

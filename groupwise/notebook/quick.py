@@ -7,8 +7,8 @@ from typing import Any
 from groupwise.core.errors import UsageError
 from groupwise.core.terminal.notebook import Table, show
 from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.datasets import format_prompt
 from groupwise.notebook.export import export_checkpoint
-from groupwise.notebook.prompts import format_prompt
 from groupwise.notebook.rewards import Given
 from groupwise.notebook.session import Session, prepare_session, refuse_other
 from groupwise.notebook.training import TrainerState, train_grpo

@@ -10,7 +10,7 @@ from typing import Any
 from groupwise.core.errors import UsageError
 from groupwise.core.plugins import nearest
 from groupwise.core.terminal.notebook import Table
-from groupwise.core.terminal.page import EACH, asked, number, picture
+from groupwise.core.terminal.page import EACH, number, picture, prompt_end
 from groupwise.core.terminal.plot import svg_curve, with_mean
 from groupwise.core.terminal.text import shorten
 from groupwise.core.types import Prompt
@@ -42,7 +42,14 @@ class Record:
         """
         with self._store() as store:
             if names:
-                _refuse_unknown(names, store.metric_names())
+                known = store.metric_names()
+                for name in names if known else ():
+                    if name not in known:
+                        near = nearest(str(name), known)
+                        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+                        raise UsageError(
+                            f"The run has no metric {name!r}.{hint} It has: {', '.join(known)}."
+                        )
             return store.metrics(names or None)
 
     def metric_names(self) -> list[str]:
@@ -54,7 +61,14 @@ class Record:
         """Completions with their rewards: of one step (counted from 0), or the newest ones. Raises UsageError for a step not done yet."""
         step = plain_number(step)
         with self._store() as store:
-            _refuse_later(step, store.last_step())
+            last = store.last_step()
+            done = type(step) is int and 0 <= step <= (last or 0)
+            if step is not None and not done:
+                there = "no step is done yet" if last is None else f"there are 0 to {last}"
+                raise UsageError(
+                    f"step is {step!r}, but {there}. Give one of the steps that are done, counted from 0, or None for the newest "
+                    "completions."
+                )
             return store.rollouts(
                 RolloutFilter(
                     step=step, order="draw" if step is not None else "newest", limit=limit
@@ -94,23 +108,6 @@ class Record:
         return Store.open(self.folder / RECORD, readonly=True)
 
 
-def _refuse_unknown(names: Sequence[str], known: Sequence[str]) -> None:
-    for name in names if known else ():
-        if name not in known:
-            near = nearest(str(name), known)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise UsageError(f"The run has no metric {name!r}.{hint} It has: {', '.join(known)}.")
-
-
-def _refuse_later(step: object, last: int | None) -> None:
-    if step is None or (type(step) is int and 0 <= step <= (last or 0)):
-        return
-    there = "no step is done yet" if last is None else f"there are 0 to {last}"
-    raise UsageError(
-        f"step is {step!r}, but {there}. Give one of the steps that are done, counted from 0, or None for the newest completions."
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Plot:
     """A curve that a notebook draws; `svg` is its source."""
@@ -135,7 +132,7 @@ def completions_table(
     draws = [None, *(each.draw for each in rollouts)]
     rows = [
         (
-            asked(prompts[each.draw], longest // 2) if each.draw != before else "",
+            prompt_end(prompts[each.draw], longest // 2) if each.draw != before else "",
             number(each.reward),
             "  ".join(f"{part.name} {number(part.value)}" for part in each.parts),
             shorten(each.completion, longest),

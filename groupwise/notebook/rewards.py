@@ -9,17 +9,20 @@ from typing import Any, TypeAlias, cast
 from groupwise.core.construct import taken_by
 from groupwise.core.errors import TaskError
 from groupwise.core.reward_call.call import check_function, name_of
-from groupwise.core.reward_call.tags import Tag, Tags
+from groupwise.core.reward_call.tags import Tag, Tags, after_reasoning, marks
 from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.core.types import Prompt
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import dataset_of, prepare_datasets
-from groupwise.notebook.grading import grades
 from groupwise.notebook.rows import Kind, kind_of
 from groupwise.notebook.rubrics import Rubric as Criteria
 from groupwise.notebook.rubrics import RubricSet
 from groupwise.tasks.data.chat import Row
+from groupwise.tasks.rewards.answers import last_number, literal_number
+from groupwise.tasks.rewards.gold import gold_answers, gold_of_row
+from groupwise.tasks.rewards.mathematics import MathAnswer, answer_of, in_words
 from groupwise.tasks.rewards.nesting import standing_for
+from groupwise.tasks.rewards.overlap import words
 from groupwise.tasks.rewards.registry import get_reward_funcs, registered
 from groupwise.tasks.rewards.registry import reward as entered
 from groupwise.tasks.rewards.rubric import Rubric
@@ -63,8 +66,13 @@ def create_reward_functions(
 
     `rows` says what kind of data they are for; without it, that is known of built-in datasets, and looked up for others.
     """
-    kind = _kind(config) if rows is None else kind_of(rows)
     tags = config.tags
+    if rows is not None:
+        kind = kind_of(rows)
+    elif (name := dataset_of(config)) in _KINDS:
+        kind = _KINDS[name]
+    else:
+        kind = kind_of(prepare_datasets(config)[0])
     layout = {
         "name": "match_format",
         "reasoning_tag": _listed(tags.reasoning),
@@ -86,22 +94,28 @@ def rewards_of(
     if reward_functions is None:
         chosen = create_reward_functions(config, rows)
     else:
-        chosen = _given("reward_functions", reward_functions, config)
-    counted = [*chosen, *_given("extra_reward_functions", extra_reward_functions, config)]
+        chosen = _check_rewards("reward_functions", reward_functions, config)
+    counted = [*chosen, *_check_rewards("extra_reward_functions", extra_reward_functions, config)]
     if not counted:
         raise TaskError(
             "There is no reward function: reward_functions is empty. Give at least one, or leave it out."
         )
-    measured = _accuracy(config, rows)
-    if measured and any(name_of(_function(each)) == ACCURACY for each in counted):
+    if kind_of(rows) == "rubric":
+        return Rubric(counted, where="reward_functions")
+    if any(name_of(_function(each)) == ACCURACY for each in counted):
         raise TaskError(
             f"A reward function is called {ACCURACY!r}, as is what is measured beside the rewards, the share of right answers. Give it "
             "another name: right, for example."
         )
-    return Rubric([*counted, *measured], where="reward_functions")
+    tags = config.tags
+
+    def accuracy(completions: Sequence[CompletionText], **columns: Any) -> list[float]:
+        return grades(tags, completions, tolerant=False, **columns)
+
+    return Rubric([*counted, (accuracy, 0.0)], where="reward_functions")
 
 
-def _given(where: str, given: object, config: TrainingConfig) -> list[Any]:
+def _check_rewards(where: str, given: object, config: TrainingConfig) -> list[Any]:
     if given is None:
         return []
     if callable(given) or isinstance(given, str):
@@ -111,10 +125,10 @@ def _given(where: str, given: object, config: TrainingConfig) -> list[Any]:
         raise TaskError(
             f"{where} is of the type {type(given).__name__}; give a list of functions, or of names of rewards."
         )
-    return [_made(where, each, config.tags) for each in cast("Sequence[Any]", given)]
+    return [_make_reward(where, each, config.tags) for each in cast("Sequence[Any]", given)]
 
 
-def _made(where: str, given: Any, tags: Tags) -> Any:
+def _make_reward(where: str, given: Any, tags: Tags) -> Any:
     """A function on texts, or a pair with its weight."""
     if isinstance(given, list | tuple):
         pair = cast("Sequence[Any]", given)
@@ -122,25 +136,20 @@ def _made(where: str, given: Any, tags: Tags) -> Any:
             raise TaskError(
                 f"A reward is {pair!r}; give a function or a name, or a pair with its weight."
             )
-        one = _made(where, pair[0], tags)
+        one = _make_reward(where, pair[0], tags)
         return _function(one), pair[1]
     if isinstance(given, str | Mapping):
-        function, weight = _named(where, cast("str | Mapping[str, Any]", given), tags)
+        section: dict[str, Any] = {"name": given} if isinstance(given, str) else {**given}
+        kind = registered().get(str(section.get("name")))
+        if inspect.isclass(kind):
+            # A reward that looks for marks looks for those of the config, unless it is given others.
+            taken = {parameter.name for parameter in taken_by(kind)}
+            marked = {"reasoning_tag": tags.reasoning, "answer_tag": tags.answer}
+            own = {name: _listed(tag) for name, tag in marked.items() if name in taken}
+            section = {**own, **section}
+        [(function, weight)] = get_reward_funcs([section], where=where)
         return _on_texts(function), weight
     return _on_texts(given.reward() if isinstance(given, Criteria | RubricSet) else given)
-
-
-def _named(where: str, given: str | Mapping[str, Any], tags: Tags) -> tuple[Reward, float]:
-    """A reward of the registry; one that looks for marks looks for those of the config, where nothing else is said."""
-    section: dict[str, Any] = {"name": given} if isinstance(given, str) else {**given}
-    kind = registered().get(str(section.get("name")))
-    marks = {"reasoning_tag": tags.reasoning, "answer_tag": tags.answer}
-    if inspect.isclass(kind):
-        taken = {parameter.name for parameter in taken_by(kind)}
-        own = {name: _listed(tag) for name, tag in marks.items() if name in taken}
-        section = {**own, **section}
-    [found] = get_reward_funcs([section], where=where)
-    return found
 
 
 def _function(given: Any) -> Any:
@@ -170,21 +179,49 @@ def _text(said: Prompt | CompletionText) -> str:
     return said if isinstance(said, str) else completion_text([{**said[-1], "role": "assistant"}])
 
 
-def _accuracy(config: TrainingConfig, rows: Sequence[Row]) -> list[tuple[Reward, float]]:
-    if kind_of(rows) == "rubric":
-        return []
-    tags = config.tags
-
-    def accuracy(completions: Sequence[CompletionText], **columns: Any) -> list[float]:
-        return grades(tags, completions, tolerant=False, **columns)
-
-    return [(accuracy, 0.0)]
-
-
-def _kind(config: TrainingConfig) -> Kind:
-    name = dataset_of(config)
-    return _KINDS[name] if name in _KINDS else kind_of(prepare_datasets(config)[0])
-
-
 def _listed(tag: Tag) -> str | list[str]:
     return tag if isinstance(tag, str) else list(tag)
+
+
+def grades(
+    tags: Tags, completions: Sequence[CompletionText], *, tolerant: bool, **columns: Any
+) -> list[float]:
+    """How right each completion is, by the scale of `math_answer`, independently of its rewards.
+
+    Rewards require the config's marks; a metric should distinguish a model that does not know from one that writes no marks. So the
+    answer is the text between the marks (or in a \\boxed{}). If there is none, it is the last number of the text if the gold answer is a
+    number, else the last line. A gold answer in words is also right if the text ends with it, as in `The capital is Tokyo.`
+    """
+    golds = gold_answers(columns, len(completions), tag=tags.answer, boxes=True)
+    said = zip(completions, golds, strict=True)
+    grade = MathAnswer(tolerant=tolerant, answer_tag=tags.answer)
+    return grade([with_marks(tags, each, forms) for each, forms in said], **columns)
+
+
+def is_numeric(tags: Tags, answer: Any) -> bool:
+    """True if a gold answer is a number."""
+    return _has_number(gold_of_row({"answer": answer}, tag=tags.answer, boxes=True))
+
+
+def with_marks(tags: Tags, completion: CompletionText, forms: Sequence[str]) -> str:
+    """The text with its answer between marks; `forms` are those in which the gold answer is accepted."""
+    text = after_reasoning(completion_text(completion), tags.reasoning)
+    marked = answer_of(text, tags.answer)
+    lines = text.strip().splitlines()
+    last_line = lines[-1].strip() if lines else ""
+    said = words(marked or last_line)
+    for form in forms:  # a gold answer in words that ends what is said, as whole words
+        end = words(form)
+        if end and literal_number(form) is None and in_words(form) and said[-len(end) :] == end:
+            answer = form
+            break
+    else:
+        if marked is not None:
+            return text
+        answer = last_number(text) if _has_number(forms) else last_line
+    opened, closed = marks(tags.answer)
+    return f"{opened}{answer}{closed}" if answer else text
+
+
+def _has_number(forms: Sequence[str]) -> bool:
+    return any(literal_number(form) is not None for form in forms)

@@ -43,6 +43,13 @@ def usable_rows(
     rows: Sequence[Mapping[str, Any]], make: Callable[[Mapping[str, Any]], Row], where: str
 ) -> Rows:
     """The results of `make`, without rows for which it raises Unusable, and without repeated questions. Raises TaskError for none."""
+
+    def why_again(earlier: Row, later: Row) -> str:
+        for name in ("answer", *RUBRIC):
+            if str(earlier.get(name)).strip() != str(later.get(name)).strip():
+                return f"it asks an earlier row's question with another {name}"
+        return SAME
+
     found, left_out = usable(
         rows,
         make,
@@ -53,39 +60,28 @@ def usable_rows(
             "Expected: question (text), and rubric with reference, or answer: text or a number. A long solution marks its answer: "
             "after ####, or in \\boxed{}."
         ),
-        again=_again,
+        again=why_again,
     )
     return Rows(found, Account(dict(left_out)))
 
 
-def _again(earlier: Row, later: Row) -> str:
-    for name in ("answer", *RUBRIC):
-        if str(earlier.get(name)).strip() != str(later.get(name)).strip():
-            return f"it asks an earlier row's question with another {name}"
-    return SAME
-
-
-def listed(given: Any, told: str, also: str = "") -> list[Any]:
-    """The given rows as a list; cells of a pandas table become Python values. `told` and `also` are for the message."""
+def listed(given: Any, source: str, also: str = "") -> list[Any]:
+    """The given rows as a list; cells of a pandas table become Python values. `source` and `also` are for the message."""
     kind = type(given).__name__
     if kind == "DataFrame":
-        records = cast("list[Row]", given.to_dict("records"))
-        return [{name: _cell(value) for name, value in row.items()} for row in records]
+        rows = [{**row} for row in cast("list[Row]", given.to_dict("records"))]
+        for row in rows:  # arrays become lists, and gaps None
+            for name, cell in row.items():
+                plain = cell.tolist() if hasattr(cell, "tolist") else cell
+                gap = type(plain).__name__ in ("NAType", "NaTType")
+                row[name] = None if gap or (isinstance(plain, float) and plain != plain) else plain
+        return rows
     if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__iter__"):
         kind = "a coroutine" if inspect.iscoroutine(cast("object", given)) else kind
         raise TaskError(
-            f"{told} {kind}. Expected a list of rows such as {{'question': …, 'answer': …}}{also}."
+            f"{source} {kind}. Expected a list of rows such as {{'question': …, 'answer': …}}{also}."
         )
     return list(cast("Iterable[Any]", given))
-
-
-def _cell(value: Any) -> Any:
-    """Arrays as lists, and gaps as None."""
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    gap = type(plain).__name__ in ("NAType", "NaTType") or (
-        isinstance(plain, float) and plain != plain
-    )
-    return None if gap else plain
 
 
 def key_of(row: Row) -> str:
@@ -108,27 +104,21 @@ def row_of(given: object, config: TrainingConfig) -> Row:
     if not isinstance(question, str) or not question.strip():
         raise Unusable("it has no text in the column question")
     gaps = dict.fromkeys(name for name in ("answer", *RUBRIC) if name in row)
-    scored = _scored(row, config)
+    answers = MathAnswer("answer", answer_tag=config.tags.answer)
+    # The columns among answer, rubric and reference that the row can be scored by; None, NaN and empty text do not count.
+    scored: Row = {}
+    if _reads(refuse_odd_answer, row.get("answer")) and _reads(answers.check_row, row):
+        scored["answer"] = row["answer"]
+    if holds(row.get("rubric")) and _reads(RubricOverlap("reference").check_row, row):
+        scored |= {name: row[name] for name in RUBRIC}
     if not scored:
         refuse_odd_answer(row.get("answer"))
         raise Unusable("it has neither an answer nor a rubric with a reference")
     return {**row, **gaps, **scored, "question": question.strip()}
 
 
-def _scored(row: Mapping[str, Any], config: TrainingConfig) -> Row:
-    """The columns among answer, rubric and reference that can be scored by; None, NaN and empty text do not count."""
-    answers = MathAnswer("answer", answer_tag=config.tags.answer)
-    found = (
-        ["answer"]
-        if _reads(refuse_odd_answer, row.get("answer")) and _reads(answers.check_row, row)
-        else []
-    )
-    if holds(row.get("rubric")) and _reads(RubricOverlap("reference").check_row, row):
-        found += RUBRIC
-    return {name: row[name] for name in found}
-
-
 def _reads(check: Callable[[Any], None], given: object) -> bool:
+    """True if a check accepts this."""
     try:
         check(given)
     except (ValueError, Unusable):

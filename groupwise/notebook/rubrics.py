@@ -18,7 +18,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
 
 from pydantic import Field
 from ruamel.yaml import YAML
@@ -85,7 +85,10 @@ class Criterion(Worded):
 
         Raises UsageError for what is no text.
         """
-        _refuse_no_text(text)
+        if not isinstance(cast("object", text), str):
+            raise UsageError(
+                f"What is to be scored is of the type {type(text).__name__}. Give the text of one answer; several are scored one by one."
+            )
         share = keyword_share(text, self.keywords)
         if share is None:
             share = overlap(set(words(text)), self._vocabulary)
@@ -99,13 +102,6 @@ class Criterion(Worded):
     def __str__(self) -> str:
         shown = "".join(f"\n  such as: {example}" for example in self.examples)
         return f"{self.name}{f': {self.description}' if self.description else ''}{shown}"
-
-
-def _refuse_no_text(answer: object) -> None:
-    if not isinstance(answer, str):
-        raise UsageError(
-            f"What is to be scored is of the type {type(answer).__name__}. Give the text of one answer; several are scored one by one."
-        )
 
 
 class Rubric(Worded):
@@ -133,12 +129,10 @@ class Rubric(Worded):
                 "target_score is that of reference_response, which is missing.",
                 ("target_score", "reference_response"),
             )
-        elif not any(list(criterion.conflicts()) for criterion in self.criteria):
-            yield from self._missed_target()
-
-    def _missed_target(self) -> Iterator[Conflict]:
         if self.target_score is None or self.reference_response is None:
             return
+        if any(list(criterion.conflicts()) for criterion in self.criteria):
+            return  # they say so themselves, and cannot score
         reached = self.score(self.reference_response)
         keys = ("target_score", "reference_response", "criteria")
         if not self.lowest <= self.target_score <= self.highest:
@@ -285,25 +279,21 @@ def load_rubrics(path: Path | str) -> RubricSet:
     """The rubrics of a YAML file, which holds one or a set, or of all such files in a folder. Raises ConfigError."""
     place = Path(path).expanduser()
     if not place.is_dir():
-        return _loaded(place)
+        return _load_file(place)
     files = sorted(file for file in place.iterdir() if file.suffix in (".yaml", ".yml"))
     if not files:
         raise ConfigError(f"{place} has no files .yaml or .yml.")
-    found = [(file, rubric) for file in files for rubric in _loaded(file).rubrics]
-    _refuse_one_name(found)
-    return RubricSet(name=place.name, rubrics=tuple(rubric for _, rubric in found))
-
-
-def _refuse_one_name(found: Sequence[tuple[Path, Rubric]]) -> None:
+    rubrics = [(file, rubric) for file in files for rubric in _load_file(file).rubrics]
     first: dict[str, Path] = {}
-    for file, rubric in found:
+    for file, rubric in rubrics:
         if (earlier := first.setdefault(rubric.name, file)) != file:
             raise ConfigError(
                 f"Two rubrics are called {rubric.name!r}, one in {earlier} and one in {file}. Rename one of them."
             )
+    return RubricSet(name=place.name, rubrics=tuple(rubric for _, rubric in rubrics))
 
 
-def _loaded(file: Path) -> RubricSet:
+def _load_file(file: Path) -> RubricSet:
     tree: Tree = read_yaml(file, EXPECTED)
     if "rubrics" in tree.values:
         return validate(RubricSet, tree)
@@ -335,8 +325,14 @@ def _reward(name: str, rubrics: Sequence[Rubric] | RubricSet) -> Any:
         chosen = [
             rubrics.of_type(kind) if isinstance(rubrics, RubricSet) else rubrics for kind in types
         ]
-        if log_metric is not None:
-            _record(log_metric, texts, chosen)
+        if log_metric is not None:  # the mean of each criterion
+            found: dict[str, list[float]] = {}
+            for text, own in zip(texts, chosen, strict=True):
+                for rubric in own:
+                    for criterion, value in rubric.scores(text).items():
+                        found.setdefault(f"{rubric.name}/{criterion}", []).append(value)
+            for metric, values in found.items():
+                log_metric(metric, fmean(values))
         return [
             fmean(rubric.score(text) for rubric in own) if own else None
             for text, own in zip(texts, chosen, strict=True)
@@ -344,15 +340,3 @@ def _reward(name: str, rubrics: Sequence[Rubric] | RubricSet) -> Any:
 
     reward.__name__ = name
     return reward
-
-
-def _record(
-    log_metric: LogMetric, texts: Sequence[str], chosen: Sequence[Sequence[Rubric]]
-) -> None:
-    found: dict[str, list[float]] = {}
-    for text, own in zip(texts, chosen, strict=True):
-        for rubric in own:
-            for criterion, value in rubric.scores(text).items():
-                found.setdefault(f"{rubric.name}/{criterion}", []).append(value)
-    for metric, values in found.items():
-        log_metric(metric, fmean(values))

@@ -48,7 +48,10 @@ def distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
     for name, values in cast("Space", space).items():
         if name in FIXED or is_credential(name):
             raise ConfigError(f"{name} is nothing that a search can vary.")
-        found[name] = tried = _distribution(name, values, _is_whole(config, name))
+        fields = [leaf.key for leaf in leaves(RunConfig) if ".".join(leaf.path) == name]
+        if (own := type(config).model_fields.get(name)) is not None:
+            fields = [own]
+        found[name] = tried = _distribution(name, values, takes_whole_alone(*fields))
         ends = [tried.low, tried.high] if isinstance(values, Between) else tried.choices
         if without_secrets(list(ends)) != list(ends):
             raise ConfigError(
@@ -59,14 +62,8 @@ def distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
     return found
 
 
-def _is_whole(config: TrainingConfig, name: str) -> bool:
-    """True if a field, or a key of the core, takes whole numbers alone."""
-    own = type(config).model_fields.get(name)
-    of_core = (leaf.key for leaf in leaves(RunConfig) if ".".join(leaf.path) == name)
-    return takes_whole_alone(*([own] if own else of_core))
-
-
 def _distribution(name: str, values: Any, whole: bool) -> Any:
+    """Optuna's form of the values of one field or key; `whole`: it takes whole numbers alone. Raises ConfigError."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if not isinstance(values, Between):
@@ -77,7 +74,13 @@ def _distribution(name: str, values: Any, whole: bool) -> Any:
         return CategoricalDistribution(
             [plain_number(each) for each in cast("Sequence[Any]", values)]
         )
-    low, high = (_number(name, end) for end in (values.low, values.high))
+    ends: list[float] = []
+    for end in (values.low, values.high):
+        value = plain_number(end)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{name}: a range has numbers as its ends, not {end!r}.")
+        ends.append(float(value))
+    low, high = ends
     if not low < high:
         raise ConfigError(f"{name}: {low} is not below {high}.")
     if values.log and low <= 0:
@@ -90,26 +93,6 @@ def _distribution(name: str, values: Any, whole: bool) -> Any:
                 f"{name}: a range from {low:g} to {high:g}, but {name} takes whole numbers alone. Begin and end with such, or give a list."
             )
     return IntDistribution(int(low), int(high), log=values.log)
-
-
-def _number(name: str, end: Any) -> float:
-    """An end of a range."""
-    value = plain_number(end)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{name}: a range has numbers as its ends, not {end!r}.")
-    return float(value)
-
-
-def size(distribution: Any) -> int | None:
-    """The number of different values; None if it is unlimited."""
-    from optuna.distributions import CategoricalDistribution, IntDistribution
-
-    if isinstance(distribution, CategoricalDistribution):
-        choices = distribution.choices
-        return sum(each not in choices[:place] for place, each in enumerate(choices))
-    if isinstance(distribution, IntDistribution):
-        return distribution.high - distribution.low + 1
-    return None
 
 
 def is_credential(name: str) -> bool:

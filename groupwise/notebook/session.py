@@ -1,4 +1,4 @@
-"""A prepared notebook session: config, data, and the model in the forms that people ask for.
+"""A prepared notebook session: config, data, and the model in the forms that people use.
 
 `prepare_session` checks everything that can be found out before training, in seconds, and says what it did in a table. The model itself is
 loaded when something asks for it (`session.ref_model`, `session.sampler`), and by the training; so there is never a second copy beside it.
@@ -6,29 +6,25 @@ loaded when something asks for it (`session.ref_model`, `session.sampler`), and 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.core.terminal.notebook import Table, show
-from groupwise.core.types import Prompt, SamplingParams
 from groupwise.engine.backends.tunix.environment import look, mesh_of
 from groupwise.notebook import credentials, drive
-from groupwise.notebook.answering import answers
 from groupwise.notebook.config import SECRETS, TrainingConfig
 from groupwise.notebook.core import by_own_names, core_config, model_of, run_folder
-from groupwise.notebook.datasets import dataset_of, prepare_datasets
-from groupwise.notebook.friendly_errors import plain_number
+from groupwise.notebook.datasets import dataset_of, prepare_datasets, replacement_rows
 from groupwise.notebook.identity import facts_of
-from groupwise.notebook.parts import in_place_of
-from groupwise.notebook.previous_runs import described, free_name, newest_alike
+from groupwise.notebook.previous_runs import describe_run, free_name, newest_alike
 from groupwise.notebook.record import Record
 from groupwise.notebook.rows import kind_of
+from groupwise.notebook.sampler import Sampler
 from groupwise.runs import find
 from groupwise.tasks.data.chat import Row, Rows
 from groupwise.training import build
@@ -49,7 +45,9 @@ class Session:
 
     def __setattr__(self, name: str, value: Any) -> None:
         rows = name in ("train_dataset", "test_dataset")
-        object.__setattr__(self, name, in_place_of(name, value, self.config) if rows else value)
+        object.__setattr__(
+            self, name, replacement_rows(name, value, self.config) if rows else value
+        )
 
     @property
     def core(self) -> LoadedConfig:
@@ -70,7 +68,7 @@ class Session:
     @property
     def next_folder(self) -> Path:
         """The folder of a training that does not continue an earlier one."""
-        name = free_name(self.settings, drive.names(self.config))
+        name = free_name(self.settings, drive.run_names(self.config))
         return run_folder(self.config).with_name(name)
 
     @property
@@ -145,7 +143,7 @@ class Session:
 
     def table(self) -> Table:
         """A table of the prepared session."""
-        return Table("Session", list(_told(self)))
+        return Table("Session", list(_lines(self)))
 
 
 ColabSession = Session
@@ -158,100 +156,6 @@ def _there(folder: Path) -> Path:
             "prepared), or prepare another session: session = prepare_session(config). It finds what runs there are, or begins anew."
         )
     return folder
-
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """Completes prompts with the newest weights of a session. The model is loaded for each call."""
-
-    session: Session
-
-    def __call__(
-        self,
-        prompts: Sequence[Prompt],
-        total_generation_steps: int = 256,
-        temperature: float = 0.7,
-        top_k: int | None = 50,
-        top_p: float | None = 0.95,
-        seed: int | None = None,
-    ) -> list[str]:
-        """A completion of each prompt. A text is what the user says; messages are a chat. Raises UsageError for what cannot be asked."""
-        chats = _chats(prompts)
-        session = self.session
-        steps, warmth, most, share, chosen = map(
-            plain_number,
-            (
-                total_generation_steps,
-                temperature,
-                top_k,
-                top_p,
-                session.config.seed if seed is None else seed,
-            ),
-        )
-        _refuse_odd(steps, warmth, most, share, chosen)
-        weights = session.weights
-        if not chats:
-            return []
-        params = SamplingParams(max_tokens=steps, temperature=warmth, top_k=most, top_p=share)
-        with by_own_names(session.config):
-            return answers(session.core.config, chats, weights, params, chosen)
-
-
-def _chats(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str):
-        raise UsageError("prompts is one text; give a list of them.")
-    if not isinstance(prompts, list | tuple):
-        raise UsageError(f"prompts is of the type {type(prompts).__name__}; give a list of texts.")
-    return [_chat(each) for each in cast("Sequence[Any]", prompts)]
-
-
-def _chat(prompt: Any) -> Prompt:
-    if isinstance(prompt, str) and prompt.strip():
-        return [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and prompt:
-        messages = cast("list[Any]", prompt)
-        if all(isinstance(each, dict) for each in messages):
-            return messages
-    raise UsageError(
-        f"A prompt is {prompt!r}. Expected a text, or messages such as {{'role': 'user', 'content': …}}."
-    )
-
-
-def _refuse_odd(steps: Any, temperature: Any, top_k: Any, top_p: Any, seed: Any) -> None:
-    wrong = [
-        told
-        for told, right in (
-            (
-                f"total_generation_steps is {steps!r}; it must be a whole number, at least 1",
-                is_count(steps),
-            ),
-            (
-                f"temperature is {temperature!r}; it must be a number, at least 0",
-                _is_number(temperature) and temperature >= 0,
-            ),
-            (
-                f"top_k is {top_k!r}; it must be a whole number, at least 1, or None",
-                top_k is None or is_count(top_k),
-            ),
-            (
-                f"top_p is {top_p!r}; it must be a number above 0 and at most 1, or None",
-                top_p is None or (_is_number(top_p) and 0 < top_p <= 1),
-            ),
-            (f"seed is {seed!r}; it must be a whole number, or None", type(seed) is int),
-        )
-        if not right
-    ]
-    if wrong:
-        raise UsageError("; ".join(wrong) + ".")
-
-
-def is_count(value: object) -> bool:
-    """True for an int from 1 on; a bool is none."""
-    return type(value) is int and value >= 1
-
-
-def _is_number(value: object) -> bool:
-    return type(value) is int or (isinstance(value, float) and math.isfinite(value))
 
 
 def prepare_session(config: TrainingConfig, *, server: str | None = None) -> Session:
@@ -268,23 +172,17 @@ def prepare_session(config: TrainingConfig, *, server: str | None = None) -> Ses
     with by_own_names(config):
         run = newest_alike(session.core.config, session.facts)
         session.folder = run.path if run is not None else None
-        told = list(_told(session))
-    rows = [
-        *told,
-        *([("earlier run", described(run))] if run is not None else []),
-        *mounted,
-        (
-            "credentials",
-            "; ".join(f"{name} from {place}" for name, place in found.items()) or "none found",
-        ),
-    ]
-    show(Table("Session", rows))
+        rows = list(_lines(session))
+    if run is not None:
+        rows.append(("earlier run", describe_run(run)))
+    sources = "; ".join(f"{name} from {place}" for name, place in found.items())
+    show(Table("Session", [*rows, *mounted, ("credentials", sources or "none found")]))
     config.prepared()
     return session
 
 
 def make_session(config: TrainingConfig, server: str | None = None) -> Session:
-    """A session with its data, without a word."""
+    """A session with its data; shows nothing."""
     train, test = prepare_datasets(config)
     session = Session(config, train, test, server)
     with by_own_names(config):
@@ -323,13 +221,30 @@ def differing(config: TrainingConfig, other: TrainingConfig) -> str:
     return ", ".join(name for name in {**own, **others} if own.get(name) != others.get(name))
 
 
-def _told(session: Session) -> Iterator[tuple[str, str]]:
-    config = session.config
-    yield "backend", _computes(session)
+def _lines(session: Session) -> Iterator[tuple[str, str]]:
+    """Lines of the table that `prepare_session` shows: name and value."""
+    config, train, test = session.config, session.train_dataset, session.test_dataset
+    if session.server is not None:
+        yield "backend", f"torch, on {session.server}"
+    elif session.mesh is None:
+        yield "backend", "torch"
+    else:
+        found = look()
+        mesh = " × ".join(f"{axis} {count}" for axis, count in session.mesh.items())
+        yield (
+            "backend",
+            f"tunix {found.tunix} with jax {found.jax}, {found.devices} × {found.device} as {mesh}",
+        )
     yield "model", model_of(config)
     policy = session.lora_policy
     yield "adapter", f"rank {policy['r']}, {policy['parameters']:,} parameters are trained"
-    yield from _data(session)
+    yield "dataset", f"{dataset_of(config)}: {len(train)} rows to train on, {len(test)} to test"
+    left_out: Counter[str] = Counter()
+    for part in (train, test):
+        if isinstance(part, Rows):
+            left_out.update(part.account.left_out)
+    if left_out:
+        yield "left out", "; ".join(f"{count} × {reason}" for reason, count in left_out.items())
     training = session.settings.training
     prompts = f"{training.prompts_per_step} prompts × {training.num_generations} completions"
     length = (
@@ -339,27 +254,3 @@ def _told(session: Session) -> Iterator[tuple[str, str]]:
     )
     yield "training", f"{length} of {prompts}"
     yield "run", str(session.folder or session.next_folder)
-
-
-def _computes(session: Session) -> str:
-    if session.server is not None:
-        return f"torch, on {session.server}"
-    if session.mesh is None:
-        return "torch"
-    found = look()
-    mesh = " × ".join(f"{axis} {count}" for axis, count in session.mesh.items())
-    return f"tunix {found.tunix} with jax {found.jax}, {found.devices} × {found.device} as {mesh}"
-
-
-def _data(session: Session) -> Iterator[tuple[str, str]]:
-    train, test = session.train_dataset, session.test_dataset
-    yield (
-        "dataset",
-        f"{dataset_of(session.config)}: {len(train)} rows to train on, {len(test)} to test",
-    )
-    left_out: Counter[str] = Counter()
-    for part in (train, test):
-        if isinstance(part, Rows):
-            left_out.update(part.account.left_out)
-    if left_out:
-        yield "left out", "; ".join(f"{count} × {reason}" for reason, count in left_out.items())

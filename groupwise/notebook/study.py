@@ -5,13 +5,18 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Mapping
-from math import prod
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.settings.credentials import holds_secret
-from groupwise.notebook.search_space import size
+from groupwise.core.terminal.notebook import Table
+from groupwise.core.terminal.page import picture
+from groupwise.core.terminal.plot import Series, svg_curve
+from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.search_space import with_values
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -67,32 +72,42 @@ def refuse_other_space(study: Study, distributions: Mapping[str, Any]) -> None:
 def next_trial(study: Study, distributions: dict[str, Any], trials: int, seed: int) -> Trial | None:
     """The trial that was cut off, else a new one; None where there are enough, or none is left to be tried."""
     from optuna.samplers import TPESampler
-    from optuna.trial import Trial
+    from optuna.trial import Trial, TrialState
 
     for frozen in study.trials:
         if frozen.state.name == "RUNNING" and frozen.distributions != distributions:
-            study.tell(frozen.number, state=_state("FAIL"))  # cut off while its values were chosen
+            # It was cut off while its values were chosen.
+            study.tell(frozen.number, state=TrialState.FAIL)
         elif frozen.state.name == "RUNNING":
             return Trial(study, frozen._trial_id)  # pyright: ignore[reportPrivateUsage]  # no other way to go on with one
     done = len(study.trials)
     if done >= trials or _all_tried(study, distributions):
         return None
-    study.sampler = TPESampler(
-        seed=seed + done
-    )  # what it tries does not depend on who tried the others
+    # By this seed, what the trial tries does not depend on which machine tried the others.
+    study.sampler = TPESampler(seed=seed + done)
     return study.ask(distributions)
 
 
 def _all_tried(study: Study, distributions: Mapping[str, Any]) -> bool:
     """True if every combination was tried; a range of numbers that are not whole never ends."""
-    sizes = [size(each) for each in distributions.values()]
-    if None in sizes:
-        return False
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    combinations = 1
+    for each in distributions.values():
+        if isinstance(each, CategoricalDistribution):
+            choices = each.choices
+            combinations *= sum(
+                choice not in choices[:place] for place, choice in enumerate(choices)
+            )
+        elif isinstance(each, IntDistribution):
+            combinations *= each.high - each.low + 1
+        else:
+            return False
     tried: list[dict[str, Any]] = []
     for trial in study.trials:
         if trial.params.keys() == distributions.keys() and trial.params not in tried:
             tried.append(trial.params)
-    return len(tried) == prod(size for size in sizes if size is not None)
+    return len(tried) == combinations
 
 
 def repeats(study: Study, trial: Trial) -> bool:
@@ -105,16 +120,11 @@ def repeats(study: Study, trial: Trial) -> bool:
     if earlier.state.name == "COMPLETE":
         study.tell(trial, earlier.value)
     else:
-        _report(study, trial, earlier)
+        step = earlier.last_step
+        if step is not None and step not in study.trials[trial.number].intermediate_values:
+            trial.report(earlier.intermediate_values[step], step)
         end_early(study, trial)
     return True
-
-
-def _report(study: Study, trial: Trial, earlier: FrozenTrial) -> None:
-    """Reports the last step of an earlier, pruned trial, by which the study ranks it; not again after an interruption."""
-    step = earlier.last_step
-    if step is not None and step not in study.trials[trial.number].intermediate_values:
-        trial.report(earlier.intermediate_values[step], step)
 
 
 def end_early(study: Study, trial: Trial) -> None:
@@ -142,3 +152,92 @@ def _state(name: str) -> Any:
     from optuna.trial import TrialState
 
     return TrialState[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A search's trials and their results."""
+
+    config: TrainingConfig = field(repr=False)
+    metric: str
+    study: Study = field(repr=False)
+    """Optuna's own object, for its plots and importances."""
+
+    @property
+    def best(self) -> TrainingConfig:
+        """The config of the best trial, to be trained under a name of its own. Raises UsageError where no trial has ended well."""
+        return with_values(self.config, self._best.params)
+
+    @property
+    def best_value(self) -> float:
+        """Its metric."""
+        value = self._best.value
+        assert value is not None, "it is complete"
+        return value
+
+    @property
+    def _best(self) -> FrozenTrial:
+        if not any(trial.state.name == "COMPLETE" for trial in self.study.trials):
+            raise UsageError("No trial has ended well yet; the table says what became of each.")
+        return self.study.best_trial
+
+    def table(self) -> Table:
+        """A line for each trial, the best first."""
+
+        def rank(trial: FrozenTrial) -> tuple[bool, float, int]:
+            complete = trial.state.name == "COMPLETE" and trial.value is not None
+            return not complete, -(trial.value or 0.0) if complete else 0.0, trial.number
+
+        trials = sorted(self.study.trials, key=rank)
+        names = list(dict.fromkeys(name for trial in trials for name in trial.params))
+        rows: list[tuple[str, ...]] = []
+        for trial in trials:
+            values = [trial.params.get(name, "") for name in names]
+            outcome = _STATES[trial.state.name]
+            earlier, reason = (trial.user_attrs.get(key) for key in (REPEATED, REASON))
+            if earlier is not None:
+                outcome = f"{outcome}, as trial {earlier}" if outcome else f"as trial {earlier}"
+            elif trial.state.name == "FAIL" and reason:
+                outcome = f"{outcome}: {reason.splitlines()[0]}"
+            value = trial.value if trial.state.name != "PRUNED" else None
+            rows.append(
+                (
+                    str(trial.number),
+                    *(f"{each:.3g}" if isinstance(each, float) else str(each) for each in values),
+                    "" if value is None else f"{value:.4g}",
+                    outcome,
+                )
+            )
+        return Table("Trials", rows, ("trial", *names, self.metric, ""))
+
+    def plot_svg(self) -> str:
+        """The metric of each trial, and the best so far."""
+        done = [
+            (trial.number, trial.value)
+            for trial in self.study.trials
+            if trial.state.name == "COMPLETE"
+        ]
+        points = [(float(number), value) for number, value in done if value is not None]
+        numbers, values = ([each[axis] for each in points] for axis in (0, 1))
+        best = zip(numbers, accumulate(values, max), strict=True)
+        series = [Series("trial", tuple(points), "points"), Series("best so far", tuple(best))]
+        return svg_curve(series, title=f"{self.metric} of each trial", x_label="trial")
+
+    def as_html(self) -> str:
+        """Plot and table."""
+        return picture(self.plot_svg(), self.metric) + self.table().as_html()
+
+    def _repr_html_(self) -> str:
+        return self.as_html()
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+
+_STATES = {
+    "COMPLETE": "",
+    "PRUNED": "ended early",
+    "FAIL": "failed",
+    "RUNNING": "cut off",
+    "WAITING": "waits",
+}

@@ -9,10 +9,9 @@ from typing import Any
 from groupwise.core.reward_call.tags import Tags
 from groupwise.core.reward_call.text import CompletionText
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.datasets import dataset_of
-from groupwise.notebook.grading import grades, is_numeric
-from groupwise.notebook.parts import refuse_shared
+from groupwise.notebook.datasets import dataset_of, refuse_shared
 from groupwise.notebook.previous_runs import FACTS
+from groupwise.notebook.rewards import grades, is_numeric
 from groupwise.notebook.rows import kind_of
 from groupwise.tasks.data.chat import Row, Rows
 from groupwise.tasks.rewards.formats import SoftFormat
@@ -85,15 +84,19 @@ class NotebookTask:
         layout = SoftFormat(tags.reasoning, tags.answer, right=1.0)
         found = {"format_rate": fmean(layout(completions))}
         if kind_of(dataset_rows) == "rubric":
-            return {
-                "metrics": {**found, "rubric_overlap": _overlap(prompts, completions, dataset_rows)}
-            }
+            overlaps = RubricOverlap()(
+                prompts=prompts,
+                completions=completions,
+                rubric=[row["rubric"] for row in dataset_rows],
+                reference=[row["reference"] for row in dataset_rows],
+            )
+            known = [value for value in overlaps if value is not None]
+            return {"metrics": {**found, "rubric_overlap": fmean(known) if known else 0.0}}
         answers = [row["answer"] for row in dataset_rows]
         graded = grades(tags, completions, tolerant=True, answer=answers)
-        right = {"accuracy": fmean(grade >= RIGHT for grade in graded)}
-        near = {"within_10_percent": fmean(grade >= NEAR for grade in graded)}
-        known = {**right, **near, **found}
-        return {"metrics": {name: known[name] for name in metric_names(tags, dataset_rows)}}
+        found["accuracy"] = fmean(grade >= RIGHT for grade in graded)
+        found["within_10_percent"] = fmean(grade >= NEAR for grade in graded)
+        return {"metrics": {name: found[name] for name in metric_names(tags, dataset_rows)}}
 
 
 def metric_names(tags: Tags, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -107,16 +110,3 @@ def metric_names(tags: Tags, rows: Sequence[Row]) -> tuple[str, ...]:
 
 RIGHT, NEAR = 1.5, 0.5
 """The least grades of `math_answer` for a right answer, and for one that is off by at most a tenth."""
-
-
-def _overlap(
-    prompts: Sequence[Any], completions: Sequence[CompletionText], rows: Sequence[Row]
-) -> float:
-    found = RubricOverlap()(
-        prompts=prompts,
-        completions=completions,
-        rubric=[row["rubric"] for row in rows],
-        reference=[row["reference"] for row in rows],
-    )
-    known = [value for value in found if value is not None]
-    return fmean(known) if known else 0.0

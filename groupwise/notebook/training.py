@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from groupwise.core.terminal.notebook import kernel_display, tell
 from groupwise.notebook import drive
-from groupwise.notebook.completions import Completions
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names, run_folder
-from groupwise.notebook.identity import UNSEEN, USED, facts_of
+from groupwise.notebook.identity import UNSEEN, USED, Collected, collected_names, facts_of
 from groupwise.notebook.previous_runs import newest_alike
-from groupwise.notebook.reward_state import Collected, collected
+from groupwise.notebook.record import Record
 from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
@@ -26,6 +26,13 @@ from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.training.callbacks.base import Callback, RunHandle
 from groupwise.training.evaluation.evaluate import EvalResult
 from groupwise.training.loops.rl_start import AFTER, BEFORE, RlResult, rl
+
+TABLES = 8
+"""Tables of completions in a training."""
+MAX_ROWS = 4
+"""Completions of a table."""
+LONGEST = 70
+"""Characters shown of a completion, and half as many of its prompt, so that a row of the table fits on one line of a screen."""
 
 
 @dataclass
@@ -89,14 +96,31 @@ def run_training(
             f"{earlier.path} was finished with this config, these rows and these rewards; another training would come to the same. "
             f"Change a field (seed=…), or train anew with resume=False.{_not_compared(facts, earlier)}"
         )
-        return _as_it_ended(session, earlier.path)
-    if earlier is not None and earlier.state != "running":
-        tell(f"{earlier.path} was cut off: it goes on.{_not_compared(facts, earlier)}")
-    name = earlier.name if earlier is not None else _new_name(session)
+        session.folder = earlier.path
+        if (mirror := drive.mirror_of(session.config, earlier.name)) is not None:
+            mirror.keep_finished(earlier.path)
+        with Store.open(earlier.path / RECORD, readonly=True) as store:
+            held_out = {each.name: EvalResult.recorded(each) for each in store.evaluations()}
+        result = RlResult(
+            read_summary(earlier.path) or {},
+            earlier.path,
+            before=held_out.get(BEFORE),
+            after=held_out.get(AFTER),
+        )
+        return _state(session, result)
+    if earlier is not None:
+        name = earlier.name
+        if earlier.state != "running":
+            tell(f"{earlier.path} was cut off: it goes on.{_not_compared(facts, earlier)}")
+    else:
+        first, place = run_folder(session.config), session.next_folder
+        name = place.name
+        if place != first:
+            tell(f"The name {first.name} is taken: this run is {place}.")
     core = core.model_copy(update={"run": core.run.model_copy(update={"name": name})})
     mirror = drive.mirror_of(session.config, name)
     watching = [
-        _Found(session),
+        _SetFolder(session),
         Collected(rewards, facts),
         *([] if mirror is None else [mirror]),
         *callbacks,
@@ -114,7 +138,7 @@ def run_training(
 def _not_compared(facts: Mapping[str, Any], earlier: RunInfo) -> str:
     """A note on what may have changed without being noticed."""
     unseen = [f"{name} ({kind})" for name, kind in facts[UNSEEN].items()]
-    changed = sorted(collected(earlier.path).intersection(facts[USED]))
+    changed = sorted(collected_names(earlier.path).intersection(facts[USED]))
     return "".join(
         f" {why}, and not compared: {', '.join(names)}."
         for why, names in (
@@ -125,15 +149,14 @@ def _not_compared(facts: Mapping[str, Any], earlier: RunInfo) -> str:
     )
 
 
-def _new_name(session: Session) -> str:
-    first, place = run_folder(session.config), session.next_folder
-    if place != first:
-        tell(f"The name {first.name} is taken: this run is {place}.")
-    return place.name
+def _state(session: Session, result: RlResult) -> TrainerState:
+    weights = find.newest_weights(result.folder)
+    assert weights is not None, "a finished run has weights"
+    return TrainerState(result, weights, str(result.folder), config=session.config)
 
 
-class _Found(Callback):
-    """The session's run is the one that trains, also when it fails."""
+class _SetFolder(Callback):
+    """Makes the run that trains the session's run, also if the training fails."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -143,17 +166,16 @@ class _Found(Callback):
         self._session.folder = run.folder
 
 
-def _as_it_ended(session: Session, run: Path) -> TrainerState:
-    session.folder = run
-    if (mirror := drive.mirror_of(session.config, run.name)) is not None:
-        mirror.keep_finished(run)
-    with Store.open(run / RECORD, readonly=True) as store:
-        held_out = {each.name: EvalResult.recorded(each) for each in store.evaluations()}
-    before, after = held_out.get(BEFORE), held_out.get(AFTER)
-    return _state(session, RlResult(read_summary(run) or {}, run, before=before, after=after))
+class Completions(Callback):
+    """Prints completions of the first step, of the last one, and of some between, as text: for use where no kernel draws the live page.
 
+    The training is cut into TABLES stretches, each of which ends with a table, so a long training prints no more than a short one.
+    """
 
-def _state(session: Session, result: RlResult) -> TrainerState:
-    weights = find.newest_weights(result.folder)
-    assert weights is not None, "a finished run has weights"
-    return TrainerState(result, weights, str(result.folder), config=session.config)
+    def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
+        """See `Callback`."""
+        stretch = math.ceil(run.max_steps / TABLES)
+        ends = run.step % stretch == 0 or run.step == run.max_steps
+        if ends or run.step == run.first_step + 1:
+            found = Record(run.folder).table(run.step - 1, MAX_ROWS, LONGEST)
+            run.say(str(replace(found, title=f"Completions of step {run.step}")))

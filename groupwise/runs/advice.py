@@ -5,7 +5,7 @@ Each piece of advice is a condition over the mean of the last few steps. None of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ LEAST_DISTINCT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """About one metric."""
+    """A rule about one metric, and what to do if it holds."""
 
     metric: str
     holds: Callable[[float], bool]
@@ -113,11 +113,19 @@ RULES = (
 
 
 def advice_on(store: Store) -> list[dict[str, Any]]:
-    """All that holds now, with the numbers."""
+    """The advice that holds now, with the numbers."""
     last = store.last_step()
     if last is None:
         return []
-    means = _means(store, max(0, last + 1 - RECENT))
+    outcomes = ["rollouts/scored", "rollouts/failed", "rollouts/timed_out"]
+    curves = store.metrics(
+        [*(each.metric for each in RULES), DISTINCT, *outcomes], since=max(0, last + 1 - RECENT)
+    )
+    recent = {name: mean_of([value for _, value in curve]) for name, curve in curves.items()}
+    means = {name: value for name, value in recent.items() if value is not None}
+    scored, *others = (means.get(name, 0.0) for name in outcomes)
+    if total := scored + sum(others):
+        means["rollouts/unscored"] = sum(others) / total
     found: list[dict[str, Any]] = []
     for each in RULES:
         value = means.get(each.metric)
@@ -126,14 +134,3 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
             says = each.says.format(value=each.form.format(value))
             found.append({"metric": each.metric, "value": value, "says": says, "do": each.do})
     return found
-
-
-def _means(store: Store, since: int) -> Mapping[str, float]:
-    outcomes = ["rollouts/scored", "rollouts/failed", "rollouts/timed_out"]
-    curves = store.metrics([*(each.metric for each in RULES), DISTINCT, *outcomes], since=since)
-    means = {name: mean_of([value for _, value in curve]) for name, curve in curves.items()}
-    known = {name: value for name, value in means.items() if value is not None}
-    scored, *others = (known.get(name, 0.0) for name in outcomes)
-    if total := scored + sum(others):
-        known["rollouts/unscored"] = sum(others) / total
-    return known

@@ -4,9 +4,9 @@
     checkpoints/step-N/run/records/        all pieces of the record before its own (`groupwise.runs.record_segments`)
     checkpoints/step-N/run/start/          the weights that the run was started from, where those of another run were given
 
-All of it is written once and never changed, so it is linked, not copied, where the disk knows second names: it costs nothing here. Whoever
-copies checkpoints elsewhere by the hashes in their manifests sends each of these files once, and with each checkpoint only the rows since
-the one before.
+All of it is written once and never changed, so it is linked, not copied, where the disk knows second names: it costs nothing here. A
+program that copies checkpoints elsewhere by the hashes in their manifests sends each of these files once, and with each checkpoint only
+the rows since the one before.
 
 `carry` fills that folder while a checkpoint is written. `unpack` makes a run's folder of checkpoints that came without one; the record is
 then put together as after any loss of it (`groupwise.runs.recovery`).
@@ -15,7 +15,6 @@ then put together as after any loss of it (`groupwise.runs.recovery`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from groupwise.core import atomic_files
@@ -30,19 +29,15 @@ CARRIED = "run"
 
 def carry(run: Path, checkpoint: Path, step: int) -> None:
     """Put what belongs to the run into its checkpoint after `step` steps, which is under construction."""
-    for name, file in _of_run(run, step):
+    carried = {CONFIG: run / CONFIG}
+    for name, file in record_segments.earlier(run, step).items():
+        carried[f"{record_segments.KEPT}/{name}"] = file
+    for file in sorted(path for path in (run / START).rglob("*") if path.is_file()):
+        carried[file.relative_to(run).as_posix()] = file
+    for name, file in carried.items():
         into = checkpoint / CARRIED / name
         into.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.link(file, into)
-
-
-def _of_run(run: Path, step: int) -> Iterator[tuple[str, Path]]:
-    yield CONFIG, run / CONFIG
-    for name, file in record_segments.earlier(run, step).items():
-        yield f"{record_segments.KEPT}/{name}", file
-    start = run / START
-    for file in sorted(path for path in start.rglob("*") if path.is_file()):
-        yield f"{START}/{file.relative_to(start).as_posix()}", file
 
 
 def unpack(run: Path) -> bool:
@@ -70,9 +65,7 @@ def unpack(run: Path) -> bool:
                 if place.name != CONFIG or place.parent != run:
                     place.parent.mkdir(parents=True, exist_ok=True)
                     atomic_files.keep_file(file, place)
-        atomic_files.keep_file(
-            carried / CONFIG, run / CONFIG
-        )  # last: with it, the folder is a run's
+        atomic_files.keep_file(carried / CONFIG, run / CONFIG)  # last: it makes the folder a run
     finally:
         lock.release()
     return True

@@ -1,9 +1,8 @@
 """Checkpoints: `checkpoints/step-N/` holds the state after N steps, and is visible only when it is complete.
 
-The loop asks for one with `save`. The learner and whoever else has state write their files into a folder under
-construction, a manifest with the size and SHA-256 of each file is written last, and the folder gets its name. So a folder called
-`step-N` was complete once; if a disk or a person damaged it since, its manifest shows it: it is skipped, and named with
-the reason.
+The loop asks for one with `save`. The learner and every other part with state write their files into a folder under construction, a
+manifest with the size and SHA-256 of each file is written last, and the folder gets its name. So a folder called `step-N` was complete
+once; if a disk or a person damaged it since, its manifest shows it: it is skipped, and named with the reason.
 """
 
 from __future__ import annotations
@@ -110,7 +109,13 @@ def save(
     try:
         building.mkdir(parents=True)
         fill(building)
-        hashes = _hashes_of_linked_files(folder)
+        # Hashes of files that earlier checkpoints share by hard links, which need not be read again.
+        hashes = {
+            identity: entry.sha256
+            for checkpoint in complete(folder)
+            for name, entry in checkpoint.files.items()
+            if (identity := _identity(checkpoint.path / name)) is not None
+        }
         atomic_files.write_json(building / MANIFEST, _manifest(building, step, extra or {}, hashes))
         if final.exists():
             atomic_files.remove_folder(final)
@@ -136,7 +141,7 @@ def complete(folder: Path, verify: bool = False) -> CheckpointList:
     skipped: list[Skipped] = []
     for path in sorted(_folders(folder), key=_step_of):
         try:
-            good.append(_read(path, verify))
+            good.append(_read_checkpoint(path, verify))
         except _Damaged as damage:
             skipped.append(Skipped(path, str(damage)))
     return CheckpointList(good, skipped)
@@ -146,14 +151,14 @@ def newest(folder: Path) -> Checkpoint | None:
     """The last complete and undamaged checkpoint; None if there is none. Earlier ones are not read."""
     for path in sorted(_folders(folder), key=_step_of, reverse=True):
         with suppress(_Damaged):
-            return _read(path, verify=True)
+            return _read_checkpoint(path, verify=True)
     return None
 
 
 def read(path: Path) -> Checkpoint:
     """The checkpoint in the folder `path`; CheckpointError if it is torn or damaged."""
     try:
-        return _read(path, verify=False)
+        return _read_checkpoint(path, verify=False)
     except _Damaged as damage:
         raise CheckpointError(f"{path} is not a complete checkpoint: {damage}.") from damage
 
@@ -203,16 +208,6 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _hashes_of_linked_files(folder: Path) -> dict[_Identity, str]:
-    """Hashes of files that earlier checkpoints share by hard links, which need not be read again."""
-    return {
-        identity: entry.sha256
-        for checkpoint in complete(folder)
-        for name, entry in checkpoint.files.items()
-        if (identity := _identity(checkpoint.path / name)) is not None
-    }
-
-
 def _identity(file: Path) -> _Identity | None:
     """Equal for names of one and the same file; None for a file with one name only."""
     found = file.stat()
@@ -223,29 +218,29 @@ def _identity(file: Path) -> _Identity | None:
 def _manifest(
     building: Path, step: int, extra: Mapping[str, Any], hashes: Mapping[_Identity, str]
 ) -> dict[str, Any]:
-    files = sorted(path for path in building.rglob("*") if path.is_file())
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(path for path in building.rglob("*") if path.is_file()):
+        identity = _identity(path)
+        known = None if identity is None else hashes.get(identity)
+        files[path.relative_to(building).as_posix()] = {
+            "size": path.stat().st_size,
+            "sha256": known or _sha256(path),
+        }
+    try:
+        own_version = metadata.version("groupwise")
+    except metadata.PackageNotFoundError:
+        own_version = "unknown"
     return {
         "format": FORMAT,
         "step": step,
         "created_at": time.time(),
-        "versions": {"groupwise": _own_version(), "python": platform.python_version()},
-        "files": {
-            path.relative_to(building).as_posix(): {
-                "size": path.stat().st_size,
-                "sha256": _known_hash(path, hashes) or _sha256(path),
-            }
-            for path in files
-        },
+        "versions": {"groupwise": own_version, "python": platform.python_version()},
+        "files": files,
         "extra": dict(extra),
     }
 
 
-def _known_hash(file: Path, hashes: Mapping[_Identity, str]) -> str | None:
-    identity = _identity(file)
-    return None if identity is None else hashes.get(identity)
-
-
-def _read(path: Path, verify: bool) -> Checkpoint:
+def _read_checkpoint(path: Path, verify: bool) -> Checkpoint:
     content = _read_manifest(path)
     try:
         checkpoint = Checkpoint(
@@ -274,11 +269,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise _Damaged(f"{MANIFEST} is not a manifest")
     manifest = cast("dict[str, Any]", content)
-    _refuse_newer(path, manifest.get("format"))
-    return manifest
-
-
-def _refuse_newer(path: Path, found: Any) -> None:
+    found = manifest.get("format")
     if not isinstance(found, int):
         raise _Damaged(f"{MANIFEST} does not say which format it has")
     if found > FORMAT:
@@ -286,6 +277,7 @@ def _refuse_newer(path: Path, found: Any) -> None:
             f"the checkpoint {path} has format {found}; this version of Groupwise reads formats up to {FORMAT}. "
             "It was written by a newer version: upgrade Groupwise to use it."
         )
+    return manifest
 
 
 def _check_files(path: Path, files: Mapping[str, FileEntry], *, contents: bool) -> None:
@@ -303,10 +295,3 @@ def _check_files(path: Path, files: Mapping[str, FileEntry], *, contents: bool) 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("groupwise")
-    except metadata.PackageNotFoundError:
-        return "unknown"

@@ -183,7 +183,12 @@ class RunSection(Strict):
 
     def conflicts(self) -> Iterator[Conflict]:
         """Too few threads for the processes, a profile of another machine, and keys of sinks that are not reported to."""
-        yield from self._too_few_threads()
+        if self.threads is not None and (self.processes or 1) > self.threads:
+            yield Conflict(
+                f"processes is {self.processes}, but threads is {self.threads}: the threads are those of all processes together, and "
+                f"each process needs one. Set threads to {self.processes} or more, or leave one of the two out.",
+                ("threads", "processes"),
+            )
         if self.server is not None and self.profile is not None:
             yield Conflict(
                 "profile traces what this machine computes, but server has another one compute. Leave one of the two out.",
@@ -197,14 +202,6 @@ class RunSection(Strict):
             for key in ("num_completions_to_print", "log_unique_prompts"):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     yield _without_sink(key, getattr(self, key), "wandb, trackio, mlflow or jsonl")
-
-    def _too_few_threads(self) -> Iterator[Conflict]:
-        if self.threads is not None and (self.processes or 1) > self.threads:
-            yield Conflict(
-                f"processes is {self.processes}, but threads is {self.threads}: the threads are those of all processes together, and "
-                f"each process needs one. Set threads to {self.processes} or more, or leave one of the two out.",
-                ("threads", "processes"),
-            )
 
     @property
     def sinks(self) -> tuple[SinkName, ...]:

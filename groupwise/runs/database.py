@@ -42,7 +42,7 @@ Row = tuple[Any, ...]
 
 
 class Database:
-    """An open run record. One connection, used from one thread at a time (a lock sees to it)."""
+    """An open run record. One connection, which a lock gives to one thread at a time."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
@@ -144,15 +144,15 @@ class Database:
                 self._connection.execute("BEGIN")
                 cursor = self._connection.execute(query, values)
             try:
-                while rows := self._next(cursor, at_once):
+                while True:
+                    with self._lock:
+                        rows = cursor.fetchmany(at_once)
+                    if not rows:
+                        return
                     yield rows
             finally:
                 with self._lock:
                     self._connection.execute("ROLLBACK")
-
-    def _next(self, cursor: sqlite3.Cursor, at_once: int) -> list[Row]:
-        with self._lock:
-            return cursor.fetchmany(at_once)
 
     def one(self, query: str, values: Row = ()) -> Row:
         """The first row that a query yields."""
@@ -197,9 +197,9 @@ def _connect_reader(path: Path) -> sqlite3.Connection:
 
 
 def _show_as_newest(connection: sqlite3.Connection) -> None:
-    """Views of this connection alone stand before the tables that lack something, which stay as they are.
+    """Hide the tables of an older format, which stay as they are, behind views of this connection that have what they lack.
 
-    So a page of a large record of before costs what it asks for, and what a writer of before adds meanwhile is seen.
+    So a page of a large old record costs only what it reads, and rows that a writer of the older format adds meanwhile are seen.
     """
     there = version(connection)
     missing: dict[str, dict[str, str]] = {}

@@ -20,7 +20,7 @@ LAST_MOMENT = 250_000_000_000
 
 
 def moment(value: Any) -> float | None:
-    """Seconds since 1970, as far as a calendar has them; None for what something else has left there."""
+    """The value if it is a time in seconds since 1970 that calendars have, else None."""
     return value if isinstance(value, int | float) and 0 < value < LAST_MOMENT else None
 
 
@@ -100,27 +100,21 @@ def pack_json(value: Any) -> str:
     try:
         return json.dumps(value, default=_as_repr)
     except (TypeError, ValueError, RecursionError):
-        return json.dumps(_by_column(value))
+        if not isinstance(value, dict):
+            return json.dumps(_as_repr(value))
+    # Some value in the mapping has keys that are no strings, or contains itself: save the others.
+    saved: dict[str, Any] = {}
+    for name, column in cast("dict[object, object]", value).items():
+        try:
+            saved[str(name)] = json.loads(json.dumps(column, default=_as_repr))
+        except (TypeError, ValueError, RecursionError):
+            saved[str(name)] = _as_repr(column)
+    return json.dumps(saved)
 
 
 def unpack_json(stored: str) -> Any:
     """The inverse of `pack_json`."""
     return json.loads(stored)
-
-
-def _by_column(value: Any) -> Any:
-    """Save what can be saved of a mapping in which some value has keys that are no strings, or contains itself."""
-    if not isinstance(value, dict):
-        return _as_repr(value)
-    columns = cast("dict[object, object]", value)
-    return {str(name): _json_or_repr(column) for name, column in columns.items()}
-
-
-def _json_or_repr(value: Any) -> Any:
-    try:
-        return json.loads(json.dumps(value, default=_as_repr))
-    except (TypeError, ValueError, RecursionError):
-        return _as_repr(value)
 
 
 def _as_repr(value: Any) -> dict[str, str]:

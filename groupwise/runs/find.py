@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -86,7 +87,17 @@ def resolve(reference: str, runs_dir: Path = Path("runs")) -> Address:
     run = _find_folder(name, runs_dir)
     if run is None:
         raise RunNotFoundError(no_such_run(name, runs_dir))
-    return Address(run.path, _checkpoint_at(run.path, step))
+    found = checkpoints.complete(run.path / CHECKPOINTS, verify=False)
+    for checkpoint in found:
+        if checkpoint.step == step:
+            checkpoint.verify()
+            return Address(run.path, checkpoint)
+    there = ", ".join(f"{run.name}@{checkpoint.step}" for checkpoint in found) or "none"
+    damaged = "".join(f" Skipped as damaged: {skipped}." for skipped in found.skipped)
+    raise RunNotFoundError(
+        f"the run '{run.name}' has no checkpoint after {step} steps. There are: {there}.{damaged} "
+        "How many are kept is run.save_total_limit, how often they are made run.save_steps."
+    )
 
 
 def resolve_run(reference: str, runs_dir: Path = Path("runs")) -> tuple[Path, int | None]:
@@ -137,8 +148,30 @@ def run_info_and(path: Path, look: Callable[[Store], T]) -> tuple[RunInfo, T | N
     """The same, and what `look` finds in the record while that is open; None for a broken one."""
     try:
         with Store.open(path / RECORD, readonly=True) as store:
-            return _describe(path, store), look(store)
-    except Exception as error:  # noqa: BLE001 — whoever made the folder may have put anything in it
+            facts = store.get_meta()
+            if facts["state"] not in get_args(State):
+                raise StoreError(
+                    f"{path / RECORD} has the state {facts['state']!r:.40}, which there is not."
+                )
+            last = store.last_step()
+            reward_first, reward_last = map(mean_of, store.curve_ends("reward", ENDS))
+            loss_first, loss_last = map(mean_of, store.curve_ends("loss", ENDS))
+            info = RunInfo(
+                name=path.name,
+                path=path,
+                state=shown_state(path, facts["state"]),
+                steps=0 if last is None else last + 1,
+                max_steps=_of_kind(facts.get("max_steps"), int),
+                reward_first=reward_first,
+                reward_last=reward_last,
+                loss_first=loss_first,
+                loss_last=loss_last,
+                started=moment(facts.get("created_at")),
+                model=_of_kind(facts.get("model"), str),
+                task=_of_kind(facts.get("task"), str),
+            )
+            return info, look(store)
+    except Exception as error:  # noqa: BLE001 — the folder may hold anything, and the others are listed
         return RunInfo(path.name, path, state=None, broken=str(error)), None
 
 
@@ -171,33 +204,8 @@ def label_of(run: Path, weights: Path) -> str:
     return f"{run.name}@{step}"
 
 
-def _describe(path: Path, store: Store) -> RunInfo:
-    facts = store.get_meta()
-    if facts["state"] not in get_args(State):
-        raise StoreError(
-            f"{path / RECORD} has the state {facts['state']!r:.40}, which there is not."
-        )
-    last = store.last_step()
-    first, last_few = map(mean_of, store.curve_ends("reward", ENDS))
-    loss_first, loss_last = map(mean_of, store.curve_ends("loss", ENDS))
-    return RunInfo(
-        name=path.name,
-        path=path,
-        state=shown_state(path, facts["state"]),
-        steps=0 if last is None else last + 1,
-        max_steps=_of_kind(facts.get("max_steps"), int),
-        reward_first=first,
-        reward_last=last_few,
-        loss_first=loss_first,
-        loss_last=loss_last,
-        started=moment(facts.get("created_at")),
-        model=_of_kind(facts.get("model"), str),
-        task=_of_kind(facts.get("task"), str),
-    )
-
-
 def _of_kind(value: Any, kind: type[K]) -> K | None:
-    """None for what something else has left there."""
+    """The value if it is of this kind, else None: another program may have written it."""
     return value if isinstance(value, kind) else None
 
 
@@ -247,20 +255,6 @@ def _split(reference: str) -> tuple[str, int | None]:
     return (match[1], int(match[2])) if match else (reference, None)
 
 
-def _checkpoint_at(path: Path, step: int) -> Checkpoint:
-    found = checkpoints.complete(path / CHECKPOINTS, verify=False)
-    for checkpoint in found:
-        if checkpoint.step == step:
-            checkpoint.verify()
-            return checkpoint
-    there = ", ".join(f"{path.name}@{checkpoint.step}" for checkpoint in found) or "none"
-    damaged = "".join(f" Skipped as damaged: {skipped}." for skipped in found.skipped)
-    raise RunNotFoundError(
-        f"the run '{path.name}' has no checkpoint after {step} steps. There are: {there}.{damaged} "
-        "How many are kept is run.save_total_limit, how often they are made run.save_steps."
-    )
-
-
 def is_file(path: Path) -> bool:
     """True if the file exists; False also for a name that no file could have, and in a folder that may not be entered."""
     try:
@@ -291,19 +285,12 @@ def run_folders(runs_dir: Path) -> list[Path]:
     )
 
 
-def _readable(runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
+def called(name: str, runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The runs that were asked for as `name`, or are called so, with their facts; those that cannot be read are left out."""
     found: list[tuple[Path, dict[str, Any]]] = []
     for path in run_folders(runs_dir):
-        try:
-            found.append((path, Store.facts(path / RECORD)))
-        except StoreError:
-            continue
+        with suppress(StoreError):
+            facts = Store.facts(path / RECORD)
+            if name in (path.name, facts.get("requested_name")):
+                found.append((path, facts))
     return found
-
-
-def called(name: str, runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """The runs that were asked for as `name`, or are called so, with their facts."""
-    runs = _readable(runs_dir)
-    return [
-        (path, facts) for path, facts in runs if name in (path.name, facts.get("requested_name"))
-    ]

@@ -15,7 +15,7 @@
         lock            held by the live process
 
 A new run is built beside its place and appears whole. Its state stands in the record: `running` until it ends as
-`finished`, `interrupted` or `failed`; a run that says `running` but that nobody holds has `crashed`.
+`finished`, `interrupted` or `failed`; a run that says `running` but that no process holds has `crashed`.
 """
 
 from __future__ import annotations
@@ -102,16 +102,22 @@ class RunFolder:
         _refuse_reserved(name)
         with _place_explained(runs_dir):
             runs_dir.mkdir(parents=True, exist_ok=True)
-        _sweep_dead_builders(runs_dir)
+        for dead in runs_dir.glob(
+            f"{atomic_files.BUILDING}*"
+        ):  # runs that died before they were published
+            lock_file = dead / LOCK
+            old = lock_file.exists() and time.time() - lock_file.stat().st_mtime > BUILDING_SECONDS
+            if old and not is_held(dead):
+                shutil.rmtree(dead, ignore_errors=True)
         while True:
             with _place_explained(runs_dir):
                 path = _free_path(runs_dir, name)
                 building = atomic_files.building_path(path)
                 shutil.rmtree(building, ignore_errors=True)
                 building.mkdir()
-            with suppress(FileExistsError):  # somebody else was faster: look again
+            with suppress(FileExistsError):  # another process was faster: look again
                 lock = _build(building, path, name, config, meta or {})
-                return cls._held(path, lock, keep_tokens=keep_tokens)
+                return cls._open_held(path, lock, keep_tokens=keep_tokens)
 
     @staticmethod
     def would_create(runs_dir: Path, name: str) -> Path:
@@ -132,20 +138,20 @@ class RunFolder:
         if not (path / RECORD).is_file():
             raise RunNotFoundError(f"{path} is not a run folder: it has no {RECORD}.")
         lock = RunLock.acquire(path)
-        folder = cls._held(path, lock, keep_tokens=keep_tokens)
+        folder = cls._open_held(path, lock, keep_tokens=keep_tokens)
         try:
             with atomic_files.explained(path):
                 atomic_files.sweep(path)
                 checkpoints.sweep(folder.checkpoints)
             folder.store.set_meta({"state": "running", "error": None})
         except BaseException:
-            folder._let_go()
+            folder._release()
             raise
         return folder
 
     @classmethod
-    def _held(cls, path: Path, lock: RunLock, *, keep_tokens: bool) -> RunFolder:
-        """The folder whose lock was taken; it is given back where record or log cannot be opened."""
+    def _open_held(cls, path: Path, lock: RunLock, *, keep_tokens: bool) -> RunFolder:
+        """Open a folder whose lock was taken; the lock is released if record or log cannot be opened."""
         try:
             store = Store.open(path / RECORD, keep_tokens=keep_tokens)
             try:
@@ -197,7 +203,12 @@ class RunFolder:
         error: BaseException | None = None,
     ) -> None:
         """Record how the run ended, in summary.json and in the record."""
-        trouble = None if error is None else _trouble(error)
+        trouble = None
+        if isinstance(error, GroupwiseError):
+            trouble = {"code": error.code, "message": str(error)}
+        elif error is not None:
+            code = "error" if isinstance(error, Exception) else "interrupted"
+            trouble = {"code": code, "message": f"{type(error).__name__}: {error}"}
         self.summarise(state, summary, trouble)
         self.store.set_meta({"state": state, "error": trouble, "finished_at": time.time()})
 
@@ -212,14 +223,14 @@ class RunFolder:
         atomic_files.write_json(self.path / SUMMARY, ended)
 
     def close(self) -> None:
-        """Let go of the folder. A run that is still `running` then counts as interrupted."""
+        """Release the folder. A run that is still `running` then counts as interrupted."""
         try:
             if self.state == "running":
                 self.finish("interrupted")
         finally:
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._log.close()
         self.store.close()
         self._lock.release()
@@ -290,20 +301,16 @@ def add_result(path: Path, name: str, content: Any, rows: Path | None = None) ->
             if rows is None:
                 atomic_files.write_json(file, content, replace=False)
             else:
-                _add_with_rows(file, content, rows)
+                # The rows first, so that a result never lacks them. Raises FileExistsError, leaving nothing, if either is there.
+                beside = file.with_suffix(".jsonl")
+                atomic_files.publish_file(rows, beside, replace=False)
+                try:
+                    atomic_files.write_json(file, content, replace=False)
+                except BaseException:
+                    beside.unlink(missing_ok=True)
+                    raise
             return file
     raise AssertionError("unreachable")
-
-
-def _add_with_rows(file: Path, content: Any, rows: Path) -> None:
-    """The rows first, so that a result never lacks them. Raises FileExistsError, leaving nothing, if either is there."""
-    beside = file.with_suffix(".jsonl")
-    atomic_files.publish_file(rows, beside, replace=False)
-    try:
-        atomic_files.write_json(file, content, replace=False)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def result_file(path: Path, name: str) -> Path:
@@ -336,26 +343,22 @@ def _free_path(runs_dir: Path, name: str) -> Path:
         path = runs_dir / (name if number == 1 else f"{name}-{number}")
         if not path.exists():
             return path
-        _refuse_unfinished(path, name)
+        if not (path / RECORD).is_file():
+            raise UsageError(
+                f"{path} exists and is not a run folder. Move it away, or choose another run.name=<name>."
+            )
+        state = read_state(path)
+        if state == "running":
+            raise RunInUseError(
+                f"{path} is in use by {holder(path) or 'another process'}. "
+                "Wait for it or stop it, or start another run with run.name=<another name>."
+            )
+        if state != "finished":
+            raise UsageError(
+                f"{path} holds an unfinished run ({state}). Go on with it by --resume, "
+                f"or start another one beside it with run.name=<another name than {name}>."
+            )
     raise AssertionError("unreachable")
-
-
-def _refuse_unfinished(path: Path, name: str) -> None:
-    if not (path / RECORD).is_file():
-        raise UsageError(
-            f"{path} exists and is not a run folder. Move it away, or choose another run.name=<name>."
-        )
-    state = read_state(path)
-    if state == "running":
-        raise RunInUseError(
-            f"{path} is in use by {holder(path) or 'another process'}. "
-            "Wait for it or stop it, or start another run with run.name=<another name>."
-        )
-    if state != "finished":
-        raise UsageError(
-            f"{path} holds an unfinished run ({state}). Go on with it by --resume, "
-            f"or start another one beside it with run.name=<another name than {name}>."
-        )
 
 
 def _build(
@@ -386,24 +389,8 @@ def _build(
     return lock
 
 
-def _sweep_dead_builders(runs_dir: Path) -> None:
-    """Delete runs that died before they were published."""
-    for building in runs_dir.glob(f"{atomic_files.BUILDING}*"):
-        lock = building / LOCK
-        old = lock.exists() and time.time() - lock.stat().st_mtime > BUILDING_SECONDS
-        if old and not is_held(building):
-            shutil.rmtree(building, ignore_errors=True)
-
-
-def _trouble(error: BaseException) -> dict[str, str]:
-    if isinstance(error, GroupwiseError):
-        return {"code": error.code, "message": str(error)}
-    code = "error" if isinstance(error, Exception) else "interrupted"
-    return {"code": code, "message": f"{type(error).__name__}: {error}"}
-
-
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read JSON that a stranger may have written. Raises StoreError."""
+    """Read JSON that another program may have written. Raises StoreError."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError("it is no ordinary file")
@@ -414,23 +401,19 @@ def _read_json(path: Path) -> dict[str, Any]:
         found = json.loads(data)
         if not isinstance(found, dict):
             raise ValueError("it holds no JSON object")
-        _refuse_deep(found)
+        # Raise RecursionError for JSON nested deeper than DEEPEST_JSON: it can be read, but the code that writes or shows it recurses.
+        level: list[Any] = [found]
+        for _ in range(DEEPEST_JSON):
+            inside: list[Any] = [each.values() if type(each) is dict else each for each in level]
+            level = [one for each in inside for one in each if type(one) in (dict, list)]
+        if level:
+            raise RecursionError
         return cast("dict[str, Any]", found)
     except RecursionError:
         why = "it is nested too deep"
     except (OSError, ValueError) as error:
         why = str(error)
     raise StoreError(f"cannot read {path}: {why}. Restore it from a copy.")
-
-
-def _refuse_deep(found: Any) -> None:
-    """Raise RecursionError for JSON nested deeper than DEEPEST_JSON: it can be read, but the code that writes or shows it recurses."""
-    level: list[Any] = [found]
-    for _ in range(DEEPEST_JSON):
-        inside: list[Any] = [each.values() if type(each) is dict else each for each in level]
-        level = [one for each in inside for one in each if type(one) in (dict, list)]
-    if level:
-        raise RecursionError
 
 
 class _LogFile:

@@ -1,8 +1,7 @@
-"""One live process per run folder.
+"""A lock that lets only one live process work on a run folder.
 
-The holder keeps an exclusive `flock` on the file `lock`, and writes into it who it is. The kernel lets go of the lock when the
-process dies, however it dies: so a lock that can be taken is free, whatever the file says, and nobody has to guess whether a
-process number is still the same process.
+The holder keeps an exclusive `flock` on the file `lock`, and writes its process and host into it. The kernel releases the lock when the
+process dies, however it dies: so a lock that can be taken is free, whatever the file says, and no process number has to be checked.
 """
 
 from __future__ import annotations
@@ -56,14 +55,16 @@ class RunLock:
         if not _take(descriptor, fcntl.LOCK_EX):
             os.close(descriptor)
             raise RunInUseError(
-                f"{folder} is in use by {_read(folder) or 'another process'}. "
+                f"{folder} is in use by {_read_holder(folder) or 'another process'}. "
                 "Wait for it or stop it, or start another run with run.name=<another name>."
             )
-        _introduce(descriptor)
+        me = Holder(pid=os.getpid(), started_at=time.time(), host=socket.gethostname())
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
         return cls(descriptor)
 
     def release(self) -> None:
-        """Let go; a second call does nothing."""
+        """Release the folder; a second call does nothing."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -83,7 +84,7 @@ def is_held(folder: Path) -> bool:
 
 def holder(folder: Path) -> Holder | None:
     """The live process that holds the folder, if any."""
-    return _read(folder) if is_held(folder) else None
+    return _read_holder(folder) if is_held(folder) else None
 
 
 def _take(descriptor: int, kind: int) -> bool:
@@ -99,13 +100,7 @@ def _take(descriptor: int, kind: int) -> bool:
     return False
 
 
-def _introduce(descriptor: int) -> None:
-    me = Holder(pid=os.getpid(), started_at=time.time(), host=socket.gethostname())
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
-
-
-def _read(folder: Path) -> Holder | None:
+def _read_holder(folder: Path) -> Holder | None:
     try:
         return Holder(**json.loads((folder / LOCK).read_bytes()))
     except (OSError, ValueError, TypeError):

@@ -3,10 +3,10 @@
     /dev/shm/groupwise-<user>/      (or the folder for temporary files)
         <run>/v000000012/           what the learner published; the last two versions are kept
         <run>.lock                  held by the process that publishes there
-        lock                        held for the instant in which somebody claims, sweeps or releases
+        lock                        held for the instant in which a process claims, sweeps or releases
 
-Nobody else can write there: what the sampler loads must be what the learner published. A process that was killed leaves its folder
-behind, but not its hold on the lock: whoever claims a folder next deletes those that nobody holds.
+No other user can write there, because what the sampler loads must be what the learner published. A process that was killed leaves its
+folder behind, but not its hold on the lock: the next process that claims a folder deletes those that are not held.
 """
 
 from __future__ import annotations
@@ -39,7 +39,16 @@ def claim(run_folder: Path, size: int) -> Path:
     Deletes what dead processes left. StoreError if nothing can be written.
     """
     with atomic_files.explained(Path(tempfile.gettempdir())):
-        mine = _own_folder(_roomy_place(COPIES * size))
+        # Memory if it is free there: containers often have next to none at /dev/shm.
+        place, needed = Path(tempfile.gettempdir()), COPIES * size
+        if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= needed:
+            place = MEMORY if free_memory() >= SHARE * needed else place
+        mine = place / f"groupwise-{os.getuid()}"
+        mine.mkdir(mode=0o700, exist_ok=True)
+        found = mine.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o022 or mine.is_symlink():
+            # Other users may write there, so it is not used: what the sampler loads must be what the learner published.
+            mine = Path(tempfile.mkdtemp(prefix="groupwise-"))
         with _alone(mine):
             _sweep(mine)
             name = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
@@ -78,14 +87,6 @@ def remove_old(publications: Path, version: int, keep: int) -> list[Path]:
     return old
 
 
-def _roomy_place(needed: int) -> Path:
-    """Memory where it is free: containers often have next to none at /dev/shm."""
-    if not os.access(MEMORY, os.W_OK):
-        return Path(tempfile.gettempdir())
-    roomy = shutil.disk_usage(MEMORY).free >= needed and free_memory() >= SHARE * needed
-    return MEMORY if roomy else Path(tempfile.gettempdir())
-
-
 def free_memory() -> int:
     """Bytes that this process can still have, also where a container limits it."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
@@ -95,15 +96,6 @@ def free_memory() -> int:
         limit = int((group / "memory.max").read_text())
         free = min(free, limit - int((group / "memory.current").read_text()))
     return free
-
-
-def _own_folder(place: Path) -> Path:
-    mine = place / f"groupwise-{os.getuid()}"
-    mine.mkdir(mode=0o700, exist_ok=True)
-    found = mine.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022 or mine.is_symlink():
-        return Path(tempfile.mkdtemp(prefix="groupwise-"))
-    return mine
 
 
 def _take(folder: Path) -> bool:

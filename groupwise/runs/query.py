@@ -2,7 +2,7 @@
 
 A page shows some of maybe a million. Where a condition is met by few, these are found by its index, and the rest is asked of them alone:
 the narrowest condition leads. Where none is, rollouts are gone through in the order of the page until it is full. SQLite itself cannot
-know which of both is the case, so it is told: a plus before a column keeps it from that column's index.
+know which of both is the case, so the SQL says it: a plus before a column keeps SQLite from that column's index.
 """
 
 from __future__ import annotations
@@ -50,21 +50,17 @@ class Plan:
 def plan_of(db: Database, wanted: RolloutFilter, few: int) -> Plan:
     """Choose the condition to begin with: the one that fewest rollouts meet, if they are less than `few`."""
     signs = db.indexed and db.lengths_indexed
-    plan = Plan(None, db.indexed, signs, db.tasks_indexed, _is_of_turns(db, wanted))
+    several = wanted.part is not None
+    if several and db.lengths_indexed:  # else it is not quickly known
+        query = "SELECT EXISTS (SELECT 1 FROM parts WHERE name = ? AND turn IS NOT NULL)"
+        several = bool(db.one(query, (label(wanted.part or ""),))[0])
+    plan = Plan(None, db.indexed, signs, db.tasks_indexed, several)
     counts: Counter[Lead] = Counter()
     for lead, query, values, each in _counted(wanted, plan, db.lengths_indexed):
         most = -(-few // each)
         counts[lead] += each * db.one(f"SELECT count(*) FROM ({query} LIMIT {most})", values)[0]
     lead = min(counts, key=counts.__getitem__, default=None)
     return replace(plan, lead=lead if lead is not None and counts[lead] < few else None)
-
-
-def _is_of_turns(db: Database, wanted: RolloutFilter) -> bool:
-    """True if the requested part is one of turns, as far as that is quickly known."""
-    if wanted.part is None or not db.lengths_indexed:
-        return wanted.part is not None
-    query = "SELECT EXISTS (SELECT 1 FROM parts WHERE name = ? AND turn IS NOT NULL)"
-    return bool(db.one(query, (label(wanted.part),))[0])
 
 
 def rollout_query(wanted: RolloutFilter, plan: Plan) -> tuple[str, Row]:
@@ -116,27 +112,23 @@ def _conditions(wanted: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
     if wanted.order in ("best", "worst"):
         yield _Condition("order", f"§{measured} <= 9e999", ())
     if wanted.part is not None and plan.several:
-        yield _once(wanted)
+        # A rollout of several turns may have a part several times: it is found by that which comes first in the order of the page.
+        nearer = {"best": "another.value > part.value", "worst": "another.value < part.value"}
+        before = "another.position < part.position"
+        if wanted.order in nearer:
+            before = f"({nearer[wanted.order]} OR (another.value = part.value AND {before}))"
+        within, values = "", ()
+        if (wanted.min_reward, wanted.max_reward) != (None, None) or wanted.order in nearer:
+            within, values = " AND +another.value BETWEEN ? AND ?", _range(wanted)
+        # Those of the rollout are few: the pluses keep SQLite from going through all of the name.
+        clause = (
+            "NOT EXISTS (SELECT 1 FROM parts AS another WHERE another.rollout = part.rollout AND +another.name = part.name"
+            f"{within} AND {before})"
+        )
+        yield _Condition("order", clause, values)
     if wanted.text is not None:
         having = "§{id} IN (SELECT rowid FROM {index} WHERE {index} MATCH ?)"
         yield _Condition("text", *_text(wanted, plan, having))
-
-
-def _once(wanted: RolloutFilter) -> _Condition:
-    """A rollout of several turns may have a part several times: it is found by that which comes first in the order of the page."""
-    nearer = {"best": "another.value > part.value", "worst": "another.value < part.value"}
-    before = "another.position < part.position"
-    if wanted.order in nearer:
-        before = f"({nearer[wanted.order]} OR (another.value = part.value AND {before}))"
-    within, values = "", ()
-    if (wanted.min_reward, wanted.max_reward) != (None, None) or wanted.order in nearer:
-        within, values = " AND +another.value BETWEEN ? AND ?", _range(wanted)
-    # Those of the rollout are few: the pluses keep SQLite from going through all of the name.
-    clause = (
-        "NOT EXISTS (SELECT 1 FROM parts AS another WHERE another.rollout = part.rollout AND +another.name = part.name"
-        f"{within} AND {before})"
-    )
-    return _Condition("order", clause, values)
 
 
 def _range(wanted: RolloutFilter) -> tuple[float, float]:
@@ -146,7 +138,7 @@ def _range(wanted: RolloutFilter) -> tuple[float, float]:
 
 
 def _measured(wanted: RolloutFilter) -> tuple[str, Lead]:
-    """The column that least and most, best and worst are about, and whose condition a range of it belongs to."""
+    """The column that the range and the order are about, and the condition that it belongs to."""
     return ("reward", "reward") if wanted.part is None else ("part.value", "part")
 
 
@@ -184,16 +176,11 @@ def _source(wanted: RolloutFilter, plan: Plan) -> str:
     reads = wanted_of(wanted.text or "", indexed=plan.indexed, signs=plan.signs).plain
     groups = " CROSS JOIN groups ON groups.draw = rollouts.draw" if reads else ""
     if _by_value(wanted, plan):
-        if _only_of_parts(wanted):
-            return "parts AS part"
+        rest = replace(wanted, part=None, min_reward=None, max_reward=None, limit=0, offset=0)
+        if rest in (RolloutFilter(order="best", limit=0), RolloutFilter(order="worst", limit=0)):
+            return "parts AS part"  # all conditions are about the part itself
         return f"parts AS part CROSS JOIN rollouts ON rollouts.id = part.rollout{groups}"
     return f"rollouts{parts}{groups}"
-
-
-def _only_of_parts(wanted: RolloutFilter) -> bool:
-    """True if all conditions are about the part itself."""
-    rest = replace(wanted, part=None, min_reward=None, max_reward=None, limit=0, offset=0)
-    return rest in (RolloutFilter(order="best", limit=0), RolloutFilter(order="worst", limit=0))
 
 
 def _by_task(wanted: RolloutFilter, plan: Plan) -> bool:
@@ -257,16 +244,14 @@ def _text(wanted: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:
 
 
 def _has(words: RequiredTerms, having: str, text: str) -> str:
+    """The condition that a text has all of these words."""
     matched = [having] if words.matched else []  # first: a text is read only where the index has it
-    plain = [f"instr({_small(each, text)}, ?)" for each in words.plain]
+    plain: list[str] = []
+    for word in words.plain:
+        # The text in small letters, as far as the word has any: SQLite knows those of ASCII alone.
+        small = f"lowered({text})" if word.upper() != word else text
+        plain.append(f"instr({f'lower({text})' if word.isascii() else small}, ?)")
     return f"({' AND '.join([*matched, *plain]) or 'TRUE'})"
-
-
-def _small(word: str, text: str) -> str:
-    """A text in small letters, as far as the word has any: SQLite knows those of ASCII alone."""
-    if word.isascii():
-        return f"lower({text})"
-    return f"lowered({text})" if word.upper() != word else text
 
 
 # --- how many meet a condition --------------------------------------------------------------------
@@ -275,7 +260,7 @@ def _small(word: str, text: str) -> str:
 def _counted(
     wanted: RolloutFilter, plan: Plan, lengths: bool
 ) -> Iterator[tuple[Lead, str, Row, int]]:
-    """For each condition that may lead: the SQL of its matches, its values, and how many rollouts each match is."""
+    """Yields for each condition that may lead: its name, the SQL of its matches, its values, and how many rollouts a match stands for."""
     asked = list(_conditions(wanted, plan))
     for lead in (*_INDEXED, *(_INDEXED_LATER if lengths else ())):
         yield from _counted_in("rollouts", lead, asked)

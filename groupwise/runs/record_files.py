@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
-from groupwise.runs.records import EvaluationRecord, RolloutDetail, RolloutFilter, RolloutView
+from groupwise.runs.records import RolloutDetail, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
 RecordFormat = Literal["jsonl", "parquet"]
@@ -48,18 +48,14 @@ def write_record(store: Store, to: RecordFormat, folder: Path, steps: int) -> No
 
     Rows are read as they are written, a step or an evaluation at a time.
     """
-    names = _metric_columns(store)
+    # The column of each metric of the run: its name, but never that of the step's own column.
+    names = store.metric_names()
+    free = next(name for n in count() if (name := f"metric{'s' * n}/step") not in names)
+    names = {name: free if name == "step" else name for name in names}
     columns = {**_COLUMNS, "metrics": {"step": "whole", **dict.fromkeys(names.values(), "number")}}
-    kinds: dict[str, Iterator[Row]] = {
-        "rollouts": _rollouts(store, steps),
-        "metrics": _metrics(store, steps, names),
-        "evaluations": _evaluations(store, steps),
-        "evaluation_rows": _evaluation_rows(store, steps),
-        "warnings": _warnings(store, steps),
-    }
-    write = _write_jsonl if to == "jsonl" else _write_parquet
-    for kind, rows in kinds.items():
-        write(folder / f"{kind}.{to}", columns[kind], map(_encodable, rows))
+    for kind in KINDS:
+        rows = map(_encodable, _rows(store, kind, steps, names))
+        _write(folder / f"{kind}.{to}", to, columns[kind], rows)
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -95,11 +91,47 @@ _COLUMNS: dict[str, dict[str, str]] = {
 """Meaning of each kind's columns, in their order; those of metrics are the run's own."""
 
 
-def _rollouts(store: Store, steps: int) -> Iterator[Row]:
-    """Rollouts of the first `steps` steps."""
-    for step in range(steps):
-        with closing(store.every_rollout(RolloutFilter(step=step))) as found:
-            yield from starmap(_rollout, found)
+def _rows(store: Store, kind: str, steps: int, metrics: Mapping[str, str]) -> Iterator[Row]:
+    """The rows of one kind, of the first `steps` steps. `metrics`: the columns of metrics by their names.
+
+    rollouts         a row each
+    metrics          a row for each step, with every name that the run has
+    evaluations      a row for each metric of each evaluation
+    evaluation_rows  a row for each prompt or sample of each evaluation, its content as JSON text
+    warnings         a row for each signal that begins or ends, its numbers as JSON text
+    """
+    if kind == "warnings":
+        for warning in store.warnings():
+            if warning.step <= steps:
+                yield {**asdict(warning), "values": _as_json(dict(warning.values))}
+    elif kind in ("evaluations", "evaluation_rows"):
+        yield from _evaluation_rows(store, kind, steps)
+    else:
+        for step in range(steps):
+            if kind == "rollouts":
+                with closing(store.every_rollout(RolloutFilter(step=step))) as found:
+                    yield from starmap(_rollout, found)
+            else:
+                values = store.step_metrics(step)
+                yield {
+                    "step": step,
+                    **{column: values.get(name) for name, column in metrics.items()},
+                }
+
+
+def _evaluation_rows(store: Store, kind: str, steps: int) -> Iterator[Row]:
+    """The rows of `evaluations`, or of `evaluation_rows`."""
+    for record in store.evaluations(rows=False):
+        if record.step > steps:
+            continue
+        key = {"step": record.step, "name": record.name, "policy": record.policy}
+        if kind == "evaluations":
+            for name, value in record.metrics.items():
+                yield {**key, "metric": name, "value": value}
+        else:
+            rows = store.evaluation_rows(record.step, record.name, record.policy)
+            for position, row in enumerate(rows):
+                yield {**key, "position": position, "row": _as_json(row)}
 
 
 def rollout_lines(store: Store, wanted: RolloutFilter) -> Generator[str]:
@@ -118,50 +150,6 @@ def _rollout(view: RolloutView, detail: RolloutDetail) -> Row:
         "messages": _plain_json(detail.messages),
         "notes": _plain_json(detail.notes),
     }
-
-
-def _metric_columns(store: Store) -> dict[str, str]:
-    """The column of each metric of the run: its name, but never that of the step's own column."""
-    names = store.metric_names()
-    free = next(name for n in count() if (name := f"metric{'s' * n}/step") not in names)
-    return {name: free if name == "step" else name for name in names}
-
-
-def _metrics(store: Store, steps: int, columns: Mapping[str, str]) -> Iterator[Row]:
-    """A row for each step, with every name that the run has."""
-    for step in range(steps):
-        found = store.step_metrics(step)
-        yield {"step": step, **{column: found.get(name) for name, column in columns.items()}}
-
-
-def _evaluations(store: Store, steps: int) -> Iterator[Row]:
-    """A row for each metric of each evaluation."""
-    for record in _evaluated(store, steps):
-        for name, value in record.metrics.items():
-            yield {**_named(record), "metric": name, "value": value}
-
-
-def _evaluation_rows(store: Store, steps: int) -> Iterator[Row]:
-    """A row for each prompt or sample of each evaluation, what it says as JSON text."""
-    for record in _evaluated(store, steps):
-        rows = store.evaluation_rows(record.step, record.name, record.policy)
-        for position, row in enumerate(rows):
-            yield {**_named(record), "position": position, "row": _as_json(row)}
-
-
-def _evaluated(store: Store, steps: int) -> list[EvaluationRecord]:
-    return [record for record in store.evaluations(rows=False) if record.step <= steps]
-
-
-def _named(record: EvaluationRecord) -> Row:
-    return {"step": record.step, "name": record.name, "policy": record.policy}
-
-
-def _warnings(store: Store, steps: int) -> Iterator[Row]:
-    """A row for each signal that begins or ends, its numbers as JSON text."""
-    for warning in store.warnings():
-        if warning.step <= steps:
-            yield {**asdict(warning), "values": _as_json(dict(warning.values))}
 
 
 def _as_json(value: Any) -> str:
@@ -187,19 +175,19 @@ def _encodable(row: Mapping[str, Any]) -> Row:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def _write_jsonl(file: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> None:
-    with file.open("w", encoding="utf-8") as opened:
-        for row in rows:
-            opened.write(_line(columns, row))
-
-
 def _line(columns: Iterable[str], row: Row) -> str:
+    """The row as a line of JSON."""
     plain = atomic_files.without_nan({name: row[name] for name in columns})
     return json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _write_parquet(file: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> None:
-    """The schema is given, so that an empty file has its columns too."""
+def _write(file: Path, to: RecordFormat, columns: Mapping[str, str], rows: Iterable[Row]) -> None:
+    """Write a file. Parquet has a given schema, so that an empty file has its columns too."""
+    if to == "jsonl":
+        with file.open("w", encoding="utf-8") as opened:
+            for row in rows:
+                opened.write(_line(columns, row))
+        return
     import pyarrow  # pyright: ignore[reportMissingTypeStubs]
     from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]
 

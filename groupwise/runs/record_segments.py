@@ -8,8 +8,8 @@ A piece has the tables of `run.db` and the very same rows, bit for bit: it is a 
 once. The facts about the run and its resumes are in each piece, as they were. Put together in their order, the pieces give
 the record after the last checkpoint; `make_anew` does so where `run.db` is missing or damaged.
 
-Kept pieces are merged whenever there are `MERGED_AT_ONCE` of them. The merged one appears whole, then its parts are deleted: whoever
-dies in between leaves rows twice, which is no harm, and parts that the next merge deletes. It never spans a checkpoint that still
+Kept pieces are merged whenever there are `MERGED_AT_ONCE` of them. The merged one appears whole, then its parts are deleted: a process
+that dies in between leaves rows twice, which is no harm, and parts that the next merge deletes. It never spans a checkpoint that still
 stands, because a resume from there deletes all pieces that end later.
 """
 
@@ -19,7 +19,7 @@ import json
 import logging
 import re
 import sqlite3
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count, groupby
@@ -69,7 +69,15 @@ class MadeAnew:
     def __str__(self) -> str:
         kept = f" (kept as {self.damaged.name})" if self.damaged else ""
         found = f"{self.steps} steps came back, with all that was recorded of them up to the last checkpoint"
-        lost = f"; lost are {_ranges(self.lost)}, of which no piece is left" if self.lost else ""
+        ranges: list[list[int]] = []
+        for step in self.lost:
+            if ranges and step == ranges[-1][-1] + 1:
+                ranges[-1] = [ranges[-1][0], step]
+            else:
+                ranges.append([step])
+        words = [f"{first} to {last[0]}" if last else str(first) for first, *last in ranges]
+        what = f"{'step' if len(self.lost) == 1 else 'the steps'} {', '.join(words)}"
+        lost = f"; lost are {what}, of which no piece is left" if self.lost else ""
         return f"the record {self.trouble}{kept} and was put together again from the checkpoints: {found}{lost}"
 
 
@@ -82,10 +90,7 @@ def write_piece(run: Path, record: Path, folder: Path, step: int) -> None:
     with _new_piece(folder / PIECE) as connection:
         _attach(connection, record, "ro")
         connection.execute("BEGIN")
-        _copy_steps(connection, range(first, step))
-        _copy_evaluations(connection, first, step)
-        _copy_warnings(connection, first, step)
-        _copy_facts(connection)
+        _copy_rows(connection, range(first, step), first, step)
         connection.execute("COMMIT")
 
 
@@ -109,14 +114,14 @@ def keep_piece(checkpoint: Path) -> None:
 
 def drop_pieces_after(run: Path, step: int) -> None:
     """Delete the kept pieces of later checkpoints: their steps are done again."""
-    for kept in _kept(run):
+    for kept in _kept_pieces(run):
         if kept.last > step:
             atomic_files.remove_file(kept.path)
 
 
 def merge_kept_pieces(run: Path) -> None:
     """Put kept pieces together where there are many. A disk that refuses leaves them as they are: they are as good."""
-    kept = _kept(run)
+    kept = _kept_pieces(run)
     merged = [each for each in kept if each.merged]
     single = [each for each in kept if not each.merged]
     try:
@@ -125,14 +130,17 @@ def merge_kept_pieces(run: Path) -> None:
                 atomic_files.remove_file(part.path)  # left over by a crash
         if len(single) < MERGED_AT_ONCE:
             return
-        for parts in _between_checkpoints(run, single):
-            if len(parts) >= MERGED_AT_ONCE:
-                _merge(parts[:MERGED_AT_ONCE])
+        steps = [step for step, _ in _checkpoints(run)]
+        # Pieces one after the other with no checkpoint between them.
+        for _, pieces in groupby(single, lambda each: sum(step < each.last for step in steps)):
+            parts = list(pieces)[:MERGED_AT_ONCE]
+            if len(parts) == MERGED_AT_ONCE:
+                _merge(parts)
     except StoreError as error:
         logger.warning("kept pieces of the record could not be merged: %s", error)
 
 
-def _merge(parts: Sequence[_Kept]) -> None:
+def _merge(parts: Sequence[_KeptPiece]) -> None:
     whole = parts[0].path.with_name(f"steps-{parts[0].first}-to-{parts[-1].last}.db")
     building = atomic_files.building_path(whole)
     building.unlink(missing_ok=True)
@@ -147,7 +155,7 @@ def _merge(parts: Sequence[_Kept]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptPiece:
     """A piece of deleted checkpoints, the first and the last one by their steps; the same one unless it is merged."""
 
     path: Path
@@ -159,30 +167,23 @@ class _Kept:
         return self.path.name.startswith("steps-")
 
 
-def _kept(run: Path) -> list[_Kept]:
+def _kept_pieces(run: Path) -> list[_KeptPiece]:
     """Kept segments in order; a merged one comes after its parts."""
     folder = run / KEPT
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     found = [(folder / name, _KEPT_NAME.fullmatch(name)) for name in names]
     kept = [
-        _Kept(path, int(name["first"] or name["only"]), int(name["last"] or name["only"]))
+        _KeptPiece(path, int(name["first"] or name["only"]), int(name["last"] or name["only"]))
         for path, name in found
         if name
     ]
     return sorted(kept, key=lambda each: (each.last, each.merged))
 
 
-def _between_checkpoints(run: Path, kept: Sequence[_Kept]) -> Iterator[list[_Kept]]:
-    """Pieces one after the other with no checkpoint between them."""
-    there = [step for step, _ in _checkpoints(run)]
-    for _, pieces in groupby(kept, lambda each: sum(step < each.last for step in there)):
-        yield list(pieces)
-
-
 def _pieces(run: Path) -> list[tuple[int, Path]]:
     """All that there are, with the steps after which they were written, in order."""
     own = [(step, path / PIECE) for step, path in _checkpoints(run) if (path / PIECE).is_file()]
-    kept = [(each.last, each.path) for each in _kept(run)]
+    kept = [(each.last, each.path) for each in _kept_pieces(run)]
     return sorted(kept + own, key=lambda piece: piece[0])
 
 
@@ -220,7 +221,7 @@ def trouble_with(record: Path, *, thorough: bool = False) -> str | None:
                 return "was empty"
             connection.execute("SELECT max(step) FROM steps").fetchone()
             found = connection.execute("PRAGMA quick_check(1)").fetchone() if thorough else ("ok",)
-    except sqlite3.OperationalError:  # locked, not readable, not ours: whoever opens it says so
+    except sqlite3.OperationalError:  # locked, not readable, not ours: opening it will say so
         return None
     except sqlite3.DatabaseError as error:
         return f"was damaged ({error})"
@@ -264,10 +265,7 @@ def _put_in(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
         missing = connection.execute(
             "SELECT step FROM other.steps WHERE step NOT IN (SELECT step FROM main.steps)"
         )
-        _copy_steps(connection, [step for (step,) in missing])
-        _copy_evaluations(connection, 0, None)
-        _copy_warnings(connection, 0, None)
-        _copy_facts(connection)
+        _copy_rows(connection, [step for (step,) in missing], 0, None)
         connection.execute("COMMIT")
         connection.execute("DETACH other")
     connection.executescript(FILL_TASKS)  # of pieces that were written before there were any
@@ -295,39 +293,32 @@ def _attach(connection: sqlite3.Connection, path: Path, mode: str) -> None:
     connection.execute("ATTACH ? AS other", (f"{path.absolute().as_uri()}?mode={mode}",))
 
 
-def _copy_steps(connection: sqlite3.Connection, steps: Sequence[int]) -> None:
-    values = {"steps": json.dumps(list(steps))}
+def _copy_rows(
+    connection: sqlite3.Connection, steps: Sequence[int], first: int, last: int | None
+) -> None:
+    """Copy these steps from the other record, its facts, and its evaluations and warnings after `first` to `last` steps.
+
+    Evaluations of the same policy and name, and warnings of the same step and name, are replaced. A record of an older format has no
+    warnings.
+    """
+    chosen = {"steps": json.dumps(list(steps))}
     for table, condition in _TABLES.items():
-        _copy(connection, table, condition, values)
-
-
-def _copy_evaluations(connection: sqlite3.Connection, first: int, last: int | None) -> None:
-    """Those of policies after `first` to `last` steps; earlier ones of the same policy and name are replaced."""
-    condition = "step >= :first AND (:last IS NULL OR step <= :last)"
-    values = {"first": first, "last": last}
+        _copy(connection, table, condition, chosen)
+    within = "step >= :first AND (:last IS NULL OR step <= :last)"
+    bounds = {"first": first, "last": last}
     connection.execute(
         "DELETE FROM main.evaluations WHERE EXISTS (SELECT 1 FROM other.evaluations o WHERE o.id = evaluations.id"
         " OR (o.step, o.name, o.policy) = (evaluations.step, evaluations.name, evaluations.policy))"
     )
-    _copy(connection, "evaluations", condition, values)
-    chosen = f"evaluation IN (SELECT id FROM other.evaluations WHERE {condition})"
-    _copy(connection, "evaluation_rows", chosen, values)
-
-
-def _copy_warnings(connection: sqlite3.Connection, first: int, last: int | None) -> None:
-    """Those after `first` to `last` steps, where the other record is of a format that has them."""
-    if not connection.execute(
-        "SELECT 1 FROM other.sqlite_master WHERE name = 'warnings'"
-    ).fetchone():
-        return
-    condition = "step >= :first AND (:last IS NULL OR step <= :last)"
-    connection.execute(
-        "DELETE FROM main.warnings WHERE (step, name) IN (SELECT step, name FROM other.warnings)"
-    )
-    _copy(connection, "warnings", condition, {"first": first, "last": last})
-
-
-def _copy_facts(connection: sqlite3.Connection) -> None:
+    _copy(connection, "evaluations", within, bounds)
+    rows = f"evaluation IN (SELECT id FROM other.evaluations WHERE {within})"
+    _copy(connection, "evaluation_rows", rows, bounds)
+    tables = "SELECT 1 FROM other.sqlite_master WHERE name = 'warnings'"
+    if connection.execute(tables).fetchone():
+        connection.execute(
+            "DELETE FROM main.warnings WHERE (step, name) IN (SELECT step, name FROM other.warnings)"
+        )
+        _copy(connection, "warnings", within, bounds)
     for table, condition in {"meta": "key != 'text_index'", "resumes": "TRUE"}.items():
         connection.execute(f"DELETE FROM main.{table} WHERE {condition}")
         _copy(connection, table, condition, {})
@@ -343,15 +334,3 @@ def _copy(
         f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM other.{table} WHERE {condition}",
         values,
     )
-
-
-def _ranges(steps: Sequence[int]) -> str:
-    """`step 3` or `the steps 0 to 4, 7`."""
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], step]
-        else:
-            runs.append([step])
-    words = [f"{first} to {last[0]}" if last else str(first) for first, *last in runs]
-    return f"{'step' if len(steps) == 1 else 'the steps'} {', '.join(words)}"

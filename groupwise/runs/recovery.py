@@ -21,9 +21,12 @@ from groupwise.runs.record_segments import MadeAnew, make_anew, trouble_with
 def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, MadeAnew]:
     """Mend the records of all runs that a reference may mean, as far as opening them shows that they are broken.
 
-    RunNotFoundError if one of them is nothing but checkpoints of which no run can be made.
+    RunNotFoundError if one of them is nothing but checkpoints that no run can be made from.
     """
-    found = {path.resolve(): recover(path, thorough=False) for path in _meant(reference, runs_dir)}
+    found = {
+        path.resolve(): recover(path, thorough=False)
+        for path in _folders_named(reference, runs_dir)
+    }
     return {path: made for path, made in found.items() if made is not None}
 
 
@@ -49,7 +52,7 @@ def recover(path: Path, *, thorough: bool = True) -> MadeAnew | None:
         lock.release()
 
 
-def _meant(reference: str, runs_dir: Path) -> Iterator[Path]:
+def _folders_named(reference: str, runs_dir: Path) -> Iterator[Path]:
     """Run folders of that name or with a number behind it, or at that path; that of a checkpoint's path."""
     name = reference.partition("@")[0]
     numbered = re.compile(re.escape(name) + r"(-\d+)?")

@@ -212,7 +212,7 @@ _TASK = """CASE WHEN NOT json_valid(columns) THEN NULL
     WHEN json_type(columns, '$.dataset_name') = 'text' AND json_extract(columns, '$.dataset_name') <> ''
         THEN substr(json_extract(columns, '$.dataset_name'), 1, 200)
     END"""
-"""What `FILL_TASKS` fills in, of one group."""
+"""SQL of the task that `FILL_TASKS` fills in for a group."""
 
 TASKS_SINCE = 9
 

@@ -1,17 +1,65 @@
-"""One page of rollouts, or all of them: what a filter asks for, as it is shown in lists."""
+"""Searches of the record: rollouts for lists, the prompts that were answered, and the reasons of failures.
+
+A long run has asked a hundred thousand times. So the caller always says how many rollouts or groups are looked at, and which come first.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from groupwise.core.types import RewardPart
 from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import plain_number, plain_text
 from groupwise.runs.query import PROMPT, Plan, plan_of, rollout_query, text_query
-from groupwise.runs.records import RolloutDetail, RolloutFilter, RolloutView
-from groupwise.runs.tables import read_parts
+from groupwise.runs.records import (
+    FailureKind,
+    GroupAsked,
+    GroupScore,
+    RolloutDetail,
+    RolloutFilter,
+    RolloutView,
+)
+from groupwise.runs.tables import read_parts, task_label
+
+INSTRUCTIONS = 400_000
+"""Instructions of SQLite's virtual machine: some hundredths of a second, or some ten thousand rollouts."""
+DEEP = 20_000
+"""Rollouts before those of a page, from which on it is not looked for in this way."""
+COMMON = 20_000
+"""Rollouts from which on a condition is so common that those which meet it are soon come upon, instead of all being collected."""
+FEW = 250_000
+"""Rollouts that are rather collected than going on through all of them."""
+NEAR = 3
+"""Pages of rollouts that are asked for a text, before all that have it are collected."""
+AT_ONCE = 500
+"""Rollouts of a long list whose texts are in memory together."""
+_VIEW = (
+    "rollouts.id, rollouts.step, rollouts.draw, member, attempt, rollouts.example, outcome, reason, reward, advantage,"
+    " truncated, completion_tokens, ended_by, rollouts.task"
+)
+MOST_OF_REASON = 300
+"""Characters of a reason that are looked at."""
+_PARTICULAR = re.compile(
+    r"""(?<!\w)'[^'\n]*'(?!\w)|"[^"\n]*"|`[^`\n]*`|“[^”\n]*”|\b0x[0-9a-fA-F]+|\d+(?:[.,:_]\d+)*"""
+)
+_UNSCORED = ("failed", "timed_out")
+
+
+@dataclass(frozen=True, slots=True)
+class AskedFilter:
+    """Selects groups of committed steps. Groups whose completions were sampled for an earlier draw are never among them."""
+
+    until: int | None = None
+    """The last step."""
+    example: int | None = None
+    task: str | None = None
+    oldest: bool = False
+    """First those that were asked first, instead of last."""
+    limit: int = 1000
 
 
 def find_rollouts(
@@ -22,16 +70,23 @@ def find_rollouts(
 
 
 def _page(db: Database, wanted: RolloutFilter) -> list[int]:
-    if _asks_for_rewards_of_none(wanted):
-        return []
+    outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
+    ranged = (wanted.min_reward, wanted.max_reward) != (None, None)
+    asked = wanted.part is None and (ranged or wanted.order in ("best", "worst"))
+    if asked and outcomes is not None and "scored" not in outcomes:
+        return []  # rollouts without a score have no reward
     deep = wanted.offset >= DEEP  # what is passed over takes longer than a moment
     plan = plan_of(db, wanted, FEW if deep else COMMON)
     by_groups = wanted.task is not None and not plan.by_column  # they are looked up first
     known = wanted.text is None and (plan.lead is not None or by_groups)
     if deep or known or plan.lead == "text":
         return _ids(db, rollout_query(wanted, plan))
-    look = _soon if wanted.text is None else _near
-    page, many = look(db, wanted, plan)
+    if wanted.text is not None:
+        page, many = _near(db, wanted, plan)
+    else:
+        # Go through rollouts in order for a moment. If many meet each condition the page is full then, unless few meet all.
+        rows = db.soon(*rollout_query(wanted, plan), INSTRUCTIONS)
+        page, many = None if rows is None else [id for (id,) in rows], False
     if page is not None:
         return page
     if plan.lead is None and not many:
@@ -39,26 +94,10 @@ def _page(db: Database, wanted: RolloutFilter) -> list[int]:
     return _ids(db, rollout_query(wanted, plan))
 
 
-def _asks_for_rewards_of_none(wanted: RolloutFilter) -> bool:
-    """True if rollouts without a score are asked to have a reward."""
-    outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
-    ranged = (wanted.min_reward, wanted.max_reward) != (None, None)
-    asked = wanted.part is None and (ranged or wanted.order in ("best", "worst"))
-    return asked and outcomes is not None and "scored" not in outcomes
-
-
-Looked = tuple[list[int] | None, bool]
-"""The page, where it is full already, or there is no more; and whether many of those that were looked at belong to it."""
-
-
-def _soon(db: Database, wanted: RolloutFilter, plan: Plan) -> Looked:
-    """Go through rollouts in order for a moment. Where many meet each condition the page is full then, unless few meet all."""
-    rows = db.soon(*rollout_query(wanted, plan), INSTRUCTIONS)
-    return (None if rows is None else [id for (id,) in rows]), False
-
-
-def _near(db: Database, wanted: RolloutFilter, plan: Plan) -> Looked:
+def _near(db: Database, wanted: RolloutFilter, plan: Plan) -> tuple[list[int] | None, bool]:
     """Look through the first rollouts that meet all other conditions for those that have the text.
+
+    Returns the page, if it is full already or there is no more, and whether many of those that were looked at belong to it.
 
     So the index need not collect a million texts for a page of thirty, which takes it a tenth of a second and more.
     """
@@ -78,15 +117,6 @@ def _ids(db: Database, query: tuple[str, Row]) -> list[int]:
     return [id for (id,) in db.all(*query)]
 
 
-def draws_of(db: Database, example: int, limit: int, offset: int) -> list[int]:
-    """The groups of an example, those that were drawn last first."""
-    rows = db.all(
-        "SELECT draw FROM groups WHERE example = ? ORDER BY draw DESC LIMIT ? OFFSET ?",
-        (example, limit, offset),
-    )
-    return [draw for (draw,) in rows]
-
-
 def every_rollout(
     db: Database, wanted: RolloutFilter
 ) -> Generator[tuple[RolloutView, RolloutDetail]]:
@@ -95,17 +125,13 @@ def every_rollout(
     query, values = rollout_query(wanted, plan_of(db, wanted, COMMON))
     for rows in db.stream(query, values, AT_ONCE):
         ids = [id for (id,) in rows]
-        details = _details(db, ids)
+        found = db.all(
+            "SELECT rollouts.id, origin, again, columns, messages, notes FROM json_each(?) AS chosen"
+            " CROSS JOIN rollouts ON rollouts.id = chosen.value CROSS JOIN groups ON groups.draw = rollouts.draw",
+            (json.dumps(ids),),
+        )
+        details = {id: RolloutDetail(*detail) for id, *detail in found}
         yield from ((view, details[view.id]) for view in _views(db, ids))
-
-
-def _details(db: Database, ids: Sequence[int]) -> dict[int, RolloutDetail]:
-    rows = db.all(
-        "SELECT rollouts.id, origin, again, columns, messages, notes FROM json_each(?) AS chosen"
-        " CROSS JOIN rollouts ON rollouts.id = chosen.value CROSS JOIN groups ON groups.draw = rollouts.draw",
-        (json.dumps(ids),),
-    )
-    return {id: RolloutDetail(*detail) for id, *detail in rows}
 
 
 def _views(db: Database, ids: Sequence[int], most: int | None = None) -> list[RolloutView]:
@@ -131,8 +157,8 @@ def _cut(text: str, most: int | None) -> str:
     )
 
 
-def _told(head: str | bytes, tail: str | bytes, length: int, most: int | None) -> str:
-    """A text of which the middle may not have been read. Half a surrogate pair is kept as bytes, which may be cut within a letter."""
+def _shortened(head: str | bytes, tail: str | bytes, length: int, most: int | None) -> str:
+    """A text whose middle may not have been read. Half a surrogate pair is kept as bytes, which may be cut within a letter."""
     if most is None or length <= most:
         return plain_text(head) or ""
     start, end = (
@@ -140,24 +166,6 @@ def _told(head: str | bytes, tail: str | bytes, length: int, most: int | None) -
         for part in (head, tail)
     )
     return f"{start}\n… {length - most:,} more characters …\n{end}"
-
-
-INSTRUCTIONS = 400_000
-"""Instructions of SQLite's virtual machine: some hundredths of a second, or some ten thousand rollouts."""
-DEEP = 20_000
-"""Rollouts before those of a page, from which on it is not looked for in this way."""
-COMMON = 20_000
-"""Rollouts from which on a condition is so common that those which meet it are soon come upon, instead of all being collected."""
-FEW = 250_000
-"""Rollouts that are rather collected than going on through all of them."""
-NEAR = 3
-"""Pages of rollouts that are asked for a text, before all that have it are collected."""
-AT_ONCE = 500
-"""Rollouts of a long list whose texts are in memory together."""
-_VIEW = (
-    "rollouts.id, rollouts.step, rollouts.draw, member, attempt, rollouts.example, outcome, reason, reward, advantage,"
-    " truncated, completion_tokens, ended_by, rollouts.task"
-)
 
 
 def _view(row: Row, parts: tuple[RewardPart, ...], most: int | None) -> RolloutView:
@@ -177,8 +185,62 @@ def _view(row: Row, parts: tuple[RewardPart, ...], most: int | None) -> RolloutV
         parts,
         bool(truncated),
         completion_tokens,
-        _told(texts[0], texts[1], texts[2], most),
-        _told(texts[3], texts[4], texts[5], most),
+        _shortened(texts[0], texts[1], texts[2], most),
+        _shortened(texts[3], texts[4], texts[5], most),
         ended_by,
         task,
     )
+
+
+def failure_kinds(db: Database, most: int, newest: int) -> list[FailureKind]:
+    """The most frequent reasons among the newest rollouts without a score, at most `most`.
+
+    Reasons are of one kind if they differ only in a number, a name or an answer in them.
+    """
+    rows: list[tuple[int, str]] = []
+    for outcome in _UNSCORED:
+        reasons = db.all(
+            f"SELECT id, CAST(substr(coalesce(reason, 'no reason given'), 1, {MOST_OF_REASON}) AS BLOB) FROM rollouts"
+            " WHERE outcome = ? ORDER BY id DESC LIMIT ?",
+            (outcome, newest),
+        )
+        rows += [(id, reason.decode("utf-8", "replace")) for id, reason in reasons]
+    found: dict[str, list[tuple[int, str]]] = {}
+    for id, reason in sorted(rows, reverse=True)[:newest]:
+        # The reason without what is particular to one rollout.
+        found.setdefault(_PARTICULAR.sub("…", reason), []).append((id, reason))
+    kinds = [FailureKind(kind, len(each), each[0][1], each[0][0]) for kind, each in found.items()]
+    return sorted(kinds, key=lambda kind: (-kind.count, kind.reason))[:most]
+
+
+def find_asked(db: Database, wanted: AskedFilter) -> list[GroupAsked]:
+    """The groups that the filter asks for; those of a task by their draws, which are in the order of steps but for some near each other."""
+    conditions: list[tuple[str, Any]] = [
+        ("step <= ?", wanted.until),
+        ("example = ?", wanted.example),
+        ("task = ?" if wanted.example is None else "+task = ?", wanted.task and task_label(wanted.task)),
+    ]  # fmt: skip
+    clauses = [clause for clause, value in conditions if value is not None]
+    values = [value for _, value in conditions if value is not None]
+    by_task = wanted.task is not None and wanted.example is None
+    columns = ("draw",) if by_task else ("step", "position")
+    order = ", ".join(f"{column}{'' if wanted.oldest else ' DESC'}" for column in columns)
+    rows = db.all(
+        f"SELECT draw, step, example, prompt_text FROM groups WHERE {'+' if by_task else ''}step >= 0 AND again IS NULL"
+        f"{''.join(f' AND {clause}' for clause in clauses)} ORDER BY {order} LIMIT ?",
+        (*values, wanted.limit),
+    )
+    return [
+        GroupAsked(draw, step, example, plain_text(prompt) or "")
+        for draw, step, example, prompt in rows
+    ]
+
+
+def read_scores(db: Database, draws: Iterable[int]) -> dict[int, GroupScore]:
+    """Rewards of these groups' members, by draw; a NaN is no reward."""
+    rows = db.all(
+        "SELECT draw, avg(reward), max(reward) FROM json_each(?) AS chosen CROSS JOIN rollouts ON rollouts.draw = chosen.value"
+        " AND +outcome = 'scored' AND +reward <= 9e999 GROUP BY chosen.value",
+        (json.dumps(list(draws)),),
+    )
+    return {draw: GroupScore(plain_number(mean), plain_number(best)) for draw, mean, best in rows}

@@ -45,43 +45,37 @@ def wanted_of(words: str, *, indexed: bool, signs: bool) -> RequiredTerms:
     plain: list[str] = []
     for quoted, word in _TERM.findall(words):
         term = quoted or word.strip('"') or word
-        if indexed and _is_known(term):
+        in_words = any(letter.isalnum() for letter in term) and not _WITHOUT_SPACES.search(term)
+        if indexed and in_words:  # the index has it as one or several whole words
             phrases.append(f'"{term.replace(chr(34), " ").replace(chr(0), " ")}"')
             plain += [term.lower()] if _SIGNS.search(term) else []
         elif term:
             plain.append(term.lower())
     if not signs:
         return RequiredTerms(" AND ".join(phrases), tuple(plain))
-    columns = {"words": [*phrases, *_between(plain)], "signs": sorted(_narrowest(plain))}
+    # What all texts with these terms have: words, and codes of signs that stand alone and of pairs of signs.
+    found = [match for term in plain for match in _BETWEEN.finditer(term)]
+    between = [f'"{match[1]}"{" *" if match[2] is not None else ""}' for match in found]
+    runs = [run for term in plain for run in _SIGNS.findall(term)]
+    codes = {code for run in runs for code in _codes(run) if len(run) == 1 or len(code) > CODE}
+    columns = {"words": [*phrases, *between], "signs": sorted(codes)}
     asked = [f"{name} : ({' AND '.join(terms)})" for name, terms in columns.items() if terms]
     return RequiredTerms(" AND ".join(asked), tuple(plain))
 
 
 def words_of(text: str | bytes) -> str:
     """A text in which the index finds words: without letters of scripts that have no spaces."""
-    return _WITHOUT_SPACES.sub(" ", _plain(text))
+    return _WITHOUT_SPACES.sub(" ", _as_text(text))
 
 
 def signs_of(text: str | bytes) -> str:
     """A text's signs for the index, and each two neighbouring ones, in codes that are words to it."""
-    runs = dict.fromkeys(_SIGNS.findall(_plain(text).lower()))
+    runs = dict.fromkeys(_SIGNS.findall(_as_text(text).lower()))
     return " ".join(dict.fromkeys(chain.from_iterable(map(_codes, runs))))
 
 
-def _plain(text: str | bytes) -> str:
+def _as_text(text: str | bytes) -> str:
     return text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-
-
-def _between(terms: list[str]) -> list[str]:
-    """The words that all texts with these terms have."""
-    found = [match for term in terms for match in _BETWEEN.finditer(term)]
-    return [f'"{match[1]}"{" *" if match[2] is not None else ""}' for match in found]
-
-
-def _narrowest(terms: list[str]) -> set[str]:
-    """The codes of what all texts with these terms have: pairs, and signs that stand alone."""
-    runs = [run for term in terms for run in _SIGNS.findall(term)]
-    return {code for run in runs for code in _codes(run) if len(run) == 1 or len(code) > CODE}
 
 
 def _codes(run: str) -> list[str]:
@@ -94,8 +88,3 @@ def _codes(run: str) -> list[str]:
         for at in places
         if at + width <= len(digits)
     ]
-
-
-def _is_known(term: str) -> bool:
-    """True if the index has it as one or several whole words."""
-    return any(letter.isalnum() for letter in term) and not _WITHOUT_SPACES.search(term)

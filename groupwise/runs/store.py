@@ -3,7 +3,7 @@
 The loop is the only writer; it holds the run folder's lock. Each step arrives as one transaction (`commit_step`), so that a
 step is there with its manifest, metrics and rollouts, or not at all. Groups that were finished but belong to no
 committed step are kept without one (`keep_unfinished`). A resume takes the record back to its checkpoint in one transaction
-(`rewind`) and goes on. Anybody may read while the loop writes (WAL): commands, the dashboard, a notebook.
+(`rewind`) and goes on. Others may read while the loop writes (WAL): commands, the dashboard, a notebook.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from groupwise.core.errors import StoreError
 from groupwise.core.types import Group, Prompt
 from groupwise.runs.database import Database
 from groupwise.runs.encoding import label, moment, pack_json, plain_text, text, unpack_json
-from groupwise.runs.failures import failure_kinds
-from groupwise.runs.prompt_queries import AskedFilter, find_asked, read_scores
 from groupwise.runs.records import (
     TIMING_PREFIXES,
     CurvePoint,
@@ -38,7 +36,14 @@ from groupwise.runs.records import (
     StepRecord,
     WarningRecord,
 )
-from groupwise.runs.search import draws_of, every_rollout, find_rollouts
+from groupwise.runs.search import (
+    AskedFilter,
+    every_rollout,
+    failure_kinds,
+    find_asked,
+    find_rollouts,
+    read_scores,
+)
 from groupwise.runs.tables import delete_groups, insert_group, read_groups
 
 FINITE = "CASE WHEN abs(value) < 9e999 THEN value END"
@@ -67,7 +72,12 @@ class Store:
 
         StoreError if it is missing, is something else, or was written by a newer version of Groupwise.
         """
-        _expect_file(path)
+        try:
+            there = path.is_file()
+        except OSError as error:
+            raise StoreError(f"{path} cannot be looked at: {error.strerror}.") from None
+        if not there:
+            raise StoreError(f"{path} does not exist: a run folder holds its record there.")
         db = Database.open_for_reading(path) if readonly else Database.open_for_writing(path)
         return cls(db, keep_tokens=keep_tokens)
 
@@ -109,8 +119,24 @@ class Store:
                 f"{[group.draw for group in groups]}; each draw must come once."
             )
         with self._db.transaction("step"):
-            self._expect_step(record.step)
-            self._insert_step(record)
+            last = self.last_step()
+            expected = 0 if last is None else last + 1
+            if record.step != expected:
+                raise StoreError(
+                    f"{self.path}: step {record.step} cannot be committed, the next one is {expected}. "
+                    "Rewind to the checkpoint before going on from it."
+                )
+            self._db.insert(
+                "steps",
+                step=record.step,
+                version_in=record.version_in,
+                version_out=record.version_out,
+                fingerprint_out=record.fingerprint_out,
+                draws=pack_json(record.draws),
+                learning_rate=record.learning_rate,
+                finished_at=record.finished_at,
+                rejected=pack_json(record.rejected),
+            )
             for group in sorted(groups, key=lambda group: order[group.draw]):
                 delete_groups(self._db, "step IS NULL AND draw = ?", (group.draw,))
                 insert_group(
@@ -120,7 +146,8 @@ class Store:
                     position=order[group.draw],
                     keep_tokens=self.keep_tokens,
                 )
-            self._insert_metrics(record.step, metrics)
+            rows = [(label(name), record.step, float(value)) for name, value in metrics.items()]
+            self._db.insert_many("metrics", ("name", "step", "value"), rows)
             for warning in warnings:
                 self._insert_warning(warning)
 
@@ -181,8 +208,12 @@ class Store:
     ) -> dict[str, list[tuple[int, float]]]:
         """Curves: name -> (step, value) in order of steps, from step `since` on. A name without values is left out."""
         wanted = self.metric_names() if names is None else names
-        curves = {name: self._curve(name, since or 0) for name in wanted}
-        return {name: curve for name, curve in curves.items() if curve}
+        query = "SELECT step, value FROM metrics WHERE name = ? AND step >= ? ORDER BY step"
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for name in wanted:
+            if rows := self._db.all(query, (label(name), since or 0)):
+                curves[name] = [(step, _metric(value)) for step, value in rows]
+        return curves
 
     def curve_ends(self, name: str, most: int) -> tuple[list[float], list[float]]:
         """The first and the last values of a curve: so many of each, or half of them where there are fewer; of one value, that twice."""
@@ -290,13 +321,6 @@ class Store:
         rows = self._db.all("SELECT name, value FROM metrics WHERE step = ? ORDER BY name", (step,))
         return {name: _metric(value) for name, value in rows}
 
-    def _curve(self, name: str, since: int) -> list[tuple[int, float]]:
-        rows = self._db.all(
-            "SELECT step, value FROM metrics WHERE name = ? AND step >= ? ORDER BY step",
-            (label(name), since),
-        )
-        return [(step, _metric(value)) for step, value in rows]
-
     def snapshot(self) -> AbstractContextManager[None]:
         """Everything read within is of one and the same state, whatever the writer commits or takes back meanwhile."""
         return self._db.snapshot()
@@ -329,7 +353,11 @@ class Store:
 
     def draws_of(self, example: int, limit: int, offset: int = 0) -> list[int]:
         """The groups of an example, those that were drawn last first."""
-        return draws_of(self._db, example, limit, offset)
+        rows = self._db.all(
+            "SELECT draw FROM groups WHERE example = ? ORDER BY draw DESC LIMIT ? OFFSET ?",
+            (example, limit, offset),
+        )
+        return [draw for (draw,) in rows]
 
     def steps_of(self, example: int) -> tuple[list[int], int]:
         """The steps that have asked an example, in order; and how many groups of it there are, also those without a step."""
@@ -354,12 +382,12 @@ class Store:
         """
         return every_rollout(self._db, wanted)
 
-    def asked(self, wanted: AskedFilter) -> list[GroupAsked]:
+    def groups_asked(self, wanted: AskedFilter) -> list[GroupAsked]:
         """The prompts that were answered in the steps that the filter asks for."""
         return find_asked(self._db, wanted)
 
     def scores(self, draws: Iterable[int]) -> dict[int, GroupScore]:
-        """Rewards of these groups' members, by draw; without groups of which none was scored."""
+        """Rewards of these groups' members, by draw; groups without a scored member are left out."""
         return read_scores(self._db, draws)
 
     def draw_of(self, rollout: int) -> int | None:
@@ -567,28 +595,6 @@ class Store:
         )
         return [name.decode("utf-8", "replace") for (name,) in rows]
 
-    def _expect_step(self, step: int) -> None:
-        last = self.last_step()
-        expected = 0 if last is None else last + 1
-        if step != expected:
-            raise StoreError(
-                f"{self.path}: step {step} cannot be committed, the next one is {expected}. "
-                "Rewind to the checkpoint before going on from it."
-            )
-
-    def _insert_step(self, record: StepRecord) -> None:
-        self._db.insert(
-            "steps",
-            step=record.step,
-            version_in=record.version_in,
-            version_out=record.version_out,
-            fingerprint_out=record.fingerprint_out,
-            draws=pack_json(record.draws),
-            learning_rate=record.learning_rate,
-            finished_at=record.finished_at,
-            rejected=pack_json(record.rejected),
-        )
-
     def _insert_warning(self, warning: WarningRecord) -> None:
         self._db.insert(
             "warnings",
@@ -599,22 +605,9 @@ class Store:
             numbers=pack_json(dict(warning.values)),
         )
 
-    def _insert_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        rows = [(label(name), step, float(value)) for name, value in metrics.items()]
-        self._db.insert_many("metrics", ("name", "step", "value"), rows)
-
 
 def _draws(stored: str) -> tuple[int, ...]:
     return tuple(unpack_json(stored))
-
-
-def _expect_file(path: Path) -> None:
-    try:
-        there = path.is_file()
-    except OSError as error:
-        raise StoreError(f"{path} cannot be looked at: {error.strerror}.") from None
-    if not there:
-        raise StoreError(f"{path} does not exist: a run folder holds its record there.")
 
 
 def _metric(stored: float | None) -> float:

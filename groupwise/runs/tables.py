@@ -52,7 +52,14 @@ def insert_group(
     db: Database, group: Group, *, step: int | None, position: int, keep_tokens: bool
 ) -> None:
     """Add a group, within a transaction. StoreError if its draw belongs to a step already."""
-    _refuse_strangers(db, group)
+    (taken,) = db.one("SELECT max(step) FROM groups WHERE draw = ?", (group.draw,))
+    if taken is not None:
+        raise StoreError(
+            f"{db.path}: draw {group.draw} belongs to step {taken} already; each draw is trained once."
+        )
+    strangers = [rollout.draw for rollout in group.rollouts if rollout.draw != group.draw]
+    if strangers:
+        raise StoreError(f"the group of draw {group.draw} has rollouts of the draws {strangers}.")
     prompt_ids = group.rollouts[0].prompt_ids if group.rollouts else ()
     task = task_of(group.example.columns)
     db.insert(
@@ -72,14 +79,70 @@ def insert_group(
         again=group.again,
     )
     for rollout in group.rollouts:
-        added = _insert_rollout(db, rollout, step, group.example.index, task)
+        added = _insert_rollout(db, rollout, step, group.example.index, task, keep_tokens)
         if keep_tokens and rollout.prompt_ids != prompt_ids:
             own = pack_tokens(rollout.prompt_ids)
             db.execute("UPDATE rollouts SET prompt_ids = ? WHERE id = ?", (own, added))
-        _insert_segments(db, added, rollout.segments, keep_tokens)
-        _insert_parts(db, added, rollout.parts)
     if db.indexed:
         text_index.add(db.execute, "draw = ?", (group.draw,))
+
+
+def _insert_rollout(
+    db: Database,
+    rollout: Rollout,
+    step: int | None,
+    example: int,
+    task: str | None,
+    keep_tokens: bool,
+) -> int:
+    """Add a rollout with its segments and reward parts; returns its row id."""
+    # Tokens that the policy wrote; if it wrote nothing, because answers were given to learn from, all of them.
+    by_policy = any(each.source == "policy" for each in rollout.segments)
+    added = db.insert(
+        "rollouts",
+        draw=rollout.draw,
+        member=rollout.member,
+        attempt=rollout.attempt,
+        step=step,
+        example=example,
+        task=task,
+        outcome=rollout.outcome,
+        reason=text(rollout.reason),
+        reward=number(rollout.reward),
+        advantage=number(rollout.advantage),
+        truncated=rollout.truncated,
+        completion_tokens=rollout.written if by_policy else len(rollout.completion_ids),
+        completion=text(rollout.completion),
+        notes=pack_json(rollout.notes),
+        messages=pack_json(rollout.messages) if rollout.messages is not None else None,
+        ended_by=rollout.ended_by,
+    )
+    segments = [
+        (
+            added,
+            position,
+            segment.source,
+            pack_tokens(segment.token_ids) if keep_tokens else None,
+            pack_floats(segment.sampling_logprobs) if keep_tokens else None,
+            segment.policy_version,
+            text(segment.fingerprint),
+            _packed_params(segment.params) if segment.params else None,
+            signed(segment.seed),
+            segment.finish_reason,
+            pack_tokens(segment.prompt_ids)
+            if keep_tokens and segment.prompt_ids is not None
+            else None,
+            pack_singles(segment.learner_logprobs) if keep_tokens else None,
+        )
+        for position, segment in enumerate(rollout.segments)
+    ]
+    db.insert_many("segments", ("rollout", "position", *_SEGMENT), segments)
+    parts = [
+        (added, position, label(part.name), part.turn, number(part.value), number(part.weight))
+        for position, part in enumerate(rollout.parts)
+    ]
+    db.insert_many("parts", ("rollout", "position", "name", "turn", "value", "weight"), parts)
+    return added
 
 
 def delete_groups(db: Database, condition: str, values: Row) -> int:
@@ -121,7 +184,10 @@ def read_parts(db: Database, rollouts: Sequence[int]) -> dict[int, tuple[RewardP
         (json.dumps(list(rollouts)),),
     )
     return {
-        rollout: tuple(_part(*columns) for _, *columns in members)
+        rollout: tuple(
+            RewardPart(name, plain_number(value), plain_number(weight) or 0.0, turn)
+            for _, name, value, weight, turn in members
+        )
         for rollout, members in groupby(rows, key=lambda row: row[0])
     }
 
@@ -137,55 +203,14 @@ def prompt_text(prompt: Prompt) -> str:
 
 def task_of(columns: Mapping[str, Any]) -> str | None:
     """The task of a mixture that an example belongs to, by its label or its data set; None if it names neither."""
-    said = (columns.get(column) for column in (TASK_COLUMN, DATASET_COLUMN))
-    found = next((each for each in said if isinstance(each, str) and each), None)
+    names = (columns.get(column) for column in (TASK_COLUMN, DATASET_COLUMN))
+    found = next((each for each in names if isinstance(each, str) and each), None)
     return None if found is None else task_label(found)
 
 
 def task_label(task: str) -> str:
     """A task as the tables have it: a column of that name may hold anything, also long texts."""
     return label(task[:LONGEST_TASK])
-
-
-def _refuse_strangers(db: Database, group: Group) -> None:
-    (taken,) = db.one("SELECT max(step) FROM groups WHERE draw = ?", (group.draw,))
-    if taken is not None:
-        raise StoreError(
-            f"{db.path}: draw {group.draw} belongs to step {taken} already; each draw is trained once."
-        )
-    strangers = [rollout.draw for rollout in group.rollouts if rollout.draw != group.draw]
-    if strangers:
-        raise StoreError(f"the group of draw {group.draw} has rollouts of the draws {strangers}.")
-
-
-def _insert_rollout(
-    db: Database, rollout: Rollout, step: int | None, example: int, task: str | None
-) -> int:
-    return db.insert(
-        "rollouts",
-        draw=rollout.draw,
-        member=rollout.member,
-        attempt=rollout.attempt,
-        step=step,
-        example=example,
-        task=task,
-        outcome=rollout.outcome,
-        reason=text(rollout.reason),
-        reward=number(rollout.reward),
-        advantage=number(rollout.advantage),
-        truncated=rollout.truncated,
-        completion_tokens=_length(rollout),
-        completion=text(rollout.completion),
-        notes=pack_json(rollout.notes),
-        messages=pack_json(rollout.messages) if rollout.messages is not None else None,
-        ended_by=rollout.ended_by,
-    )
-
-
-def _length(rollout: Rollout) -> int:
-    """Tokens that the policy wrote; of answers that were given to learn from, where it wrote nothing, all."""
-    by_policy = any(each.source == "policy" for each in rollout.segments)
-    return rollout.written if by_policy else len(rollout.completion_ids)
 
 
 RESTRICTIONS = ("min_tokens", "top_k", "top_p", "min_p")
@@ -203,39 +228,6 @@ _SEGMENT = (
     "prompt_ids",
     "learner_logprobs",
 )
-
-
-def _insert_segments(
-    db: Database, rollout: int, segments: Sequence[Segment], keep_tokens: bool
-) -> None:
-    rows = [
-        (
-            rollout,
-            position,
-            segment.source,
-            pack_tokens(segment.token_ids) if keep_tokens else None,
-            pack_floats(segment.sampling_logprobs) if keep_tokens else None,
-            segment.policy_version,
-            text(segment.fingerprint),
-            _packed_params(segment.params) if segment.params else None,
-            signed(segment.seed),
-            segment.finish_reason,
-            pack_tokens(segment.prompt_ids)
-            if keep_tokens and segment.prompt_ids is not None
-            else None,
-            pack_singles(segment.learner_logprobs) if keep_tokens else None,
-        )
-        for position, segment in enumerate(segments)
-    ]
-    db.insert_many("segments", ("rollout", "position", *_SEGMENT), rows)
-
-
-def _insert_parts(db: Database, rollout: int, parts: Sequence[RewardPart]) -> None:
-    rows = [
-        (rollout, position, label(part.name), part.turn, number(part.value), number(part.weight))
-        for position, part in enumerate(parts)
-    ]
-    db.insert_many("parts", ("rollout", "position", "name", "turn", "value", "weight"), rows)
 
 
 def _read_rollouts(db: Database, draw: int, prompt_ids: tuple[int, ...]) -> tuple[Rollout, ...]:
@@ -288,12 +280,8 @@ def _read_segments(db: Database, rollout: int) -> tuple[Segment, ...]:
     )
 
 
-def _part(name: str, value: Any, weight: Any, turn: int | None) -> RewardPart:
-    return RewardPart(name, plain_number(value), plain_number(weight) or 0.0, turn)
-
-
 def _packed_params(params: SamplingParams) -> str:
-    """Without what restricts sampling where nothing does, as it is almost always."""
+    """The parameters as JSON, without those that restrict sampling and are off, as they almost always are."""
     given = asdict(params)
     idle = {name for name in RESTRICTIONS if not given[name]}
     return pack_json({name: value for name, value in given.items() if name not in idle})

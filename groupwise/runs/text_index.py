@@ -1,6 +1,7 @@
 """The full-text index of prompts and completions, beside the tables of a record.
 
-It is made where SQLite has FTS5, made anew from the tables whenever it may be stale, and left out elsewhere: search then reads every text.
+It is made if SQLite has FTS5, and made again from the tables whenever it may be stale. Without FTS5 there is none: search then reads every
+text.
 Of each text it has the words, and the signs that are looked up one by one (`search_terms.py`); the texts themselves stand in the tables
 alone.
 """
@@ -66,7 +67,7 @@ def add(execute: Execute, condition: str, values: tuple[Any, ...] = ()) -> None:
 
 
 def remove(execute: Execute, condition: str, values: tuple[Any, ...]) -> None:
-    """Have it forget these texts, which still stand in the tables: it is told once more what it has of each."""
+    """Remove these texts from the index. They must still stand in the tables, because FTS5 needs their content once more for that."""
     for index, texts in TEXTS.items():
         execute(
             f"INSERT INTO {index} ({index}, rowid, {COLUMNS}) SELECT 'delete', {texts} WHERE {condition}",

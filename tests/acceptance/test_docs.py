@@ -60,7 +60,7 @@ from groupwise.jobs.fleet.store import events as fleet_events
 from groupwise.jobs.fleet.verbs import status as fleet_status
 from groupwise.jobs.hosts.keys import parse
 from groupwise.jobs.launch import preflight
-from groupwise.jobs.launch.preflight import Tried
+from groupwise.jobs.launch.preflight import DryRunReport
 from groupwise.notebook import TrainingConfig
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
@@ -363,11 +363,11 @@ def launched(words: list[str]) -> int:
         return main([*own[:2], *way, *trust, *own[2:], *adapted])
 
 
-def once_each(try_verb: Callable[..., Tried]) -> Callable[..., Tried]:
+def once_each(try_verb: Callable[..., DryRunReport]) -> Callable[..., DryRunReport]:
     """Trying a command, which takes seconds; what was tried for one place is not tried for the next one."""
-    found: dict[tuple[object, ...], Tried] = {}
+    found: dict[tuple[object, ...], DryRunReport] = {}
 
-    def tried(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> Tried:
+    def tried(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> DryRunReport:
         asked = (*words, project, *sorted(environment.items()))
         if asked not in found:
             found[asked] = try_verb(words, project, environment)

@@ -22,7 +22,7 @@ FROM: dict[str, str] = dict.fromkeys(("match", "fullmatch"), "start")
 FROM |= dict.fromkeys(("search", "sub", "subn", "findall", "finditer", "split"), "anywhere")
 """Where a method looks for its pattern."""
 BOUNDED = {
-    "runs/failures.py": "300 characters of a reason are looked at",
+    "runs/search.py": "300 characters of a reason are looked at",
     "core/settings/validation.py": "advice that stands in the code",
     "tasks/tools.py": "docstrings of the user's own functions",
 }

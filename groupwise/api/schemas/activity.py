@@ -1,4 +1,4 @@
-"""What goes on in a training server at one instant, as GET /activity answers: for people who look at it, and what draws it for them."""
+"""The answer of GET /activity: a training server at one instant, for people and for the pages that show it to them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PlannedStep(ResponseModel):
 
 
 class KnownClient(ResponseModel):
-    """Somebody who has asked since the server began, by their key; GET /status, /activity and /metrics only look, and do not count."""
+    """A client that has sent requests since the server began, named by its key. GET /status, /activity and /metrics do not count."""
 
     key_id: str = Field(description="Of the API key; `local` without keys.")
     role: str = Field(description="What the key may.")

@@ -1,7 +1,7 @@
-"""What the bodies of requests have in common: a list is refused at its first mistake.
+"""The base of request bodies: a list is refused at its first mistake.
 
-Pydantic tells of every mistake that it finds. Of a list with a million wrong numbers that would be a gigabyte, and hold everybody
-up meanwhile.
+Pydantic reports every mistake that it finds. A list with a million wrong numbers would give a report of a gigabyte, and all other
+clients would wait meanwhile.
 """
 
 from __future__ import annotations

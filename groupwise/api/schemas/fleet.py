@@ -16,23 +16,23 @@ from groupwise.api.schemas.bodies import FailFast
 from groupwise.core.errors import UsageError
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
-"""Of a machine: commands, messages and addresses have it."""
+"""A machine's name, as it stands in commands, messages and addresses."""
 MOST_INTEGER = 2**31 - 1
-"""That a column of the database holds."""
+"""The largest integer that a column of the database holds."""
 MOST_SERIAL = 2**63 - 1
 """Likewise, of those that number events and attempts, and that count bytes."""
 MOST_SECONDS = 1e9
-"""Of any time that somebody gives: 31 years."""
+"""The longest duration that a request may give: 31 years."""
 MOST_SLOTS = 1024
 """CPU slots of a machine, or places behind an engine."""
 MOST_GPUS = 1024
-"""Of one job, on one machine."""
+"""The most GPUs of one job on one machine."""
 LEAST_DEADMAN = 120.0
 """Seconds: a dispatcher that is killed, and another that takes over, are silent for up to one of them."""
 UNPREPARED = "python3"
-"""The interpreter of a machine for which nobody has named another: no environment with Groupwise, as far as anybody knows."""
+"""The interpreter of a machine until another is named; it is not known to have Groupwise."""
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
-"""Of a project."""
+"""The range of a project's weight in the fair share."""
 
 MOST_JOBS = 10_000
 """Submitted at once."""
@@ -41,11 +41,11 @@ MOST_CHANGED = 200
 """Cancelled, held, released or tried again at once: in one transaction, for which others wait."""
 
 MOST_LINES = 100_000
-"""From the end of a log."""
+"""The most lines that a request may ask for from the end of a log."""
 
 EPOCH_HEADER = "X-Log-Epoch"
 OFFSET_HEADER = "X-Log-Offset"
-"""Where the next piece begins."""
+"""The header that says at which byte the next piece begins."""
 ENDED_HEADER = "X-Log-Ended"
 """`true`: the job has ended, and this was the last of its log."""
 
@@ -59,7 +59,7 @@ def expect_few(number: int) -> None:
 
 
 def portions(ids: Sequence[str]) -> Iterator[list[str]]:
-    """Jobs that are changed together; of a client, and of whoever tells people how far it is."""
+    """Split ids into the portions that are changed together. Clients use it, and so does the progress that users see."""
     for start in range(0, len(ids), MOST_CHANGED):
         yield list(ids[start : start + MOST_CHANGED])
 
@@ -70,7 +70,7 @@ class LogPart:
 
     data: bytes
     epoch: int | None
-    """Of the attempt, where the next piece begins; None: there is no log yet."""
+    """The attempt to which the next piece belongs; None: there is no log yet."""
     offset: int
     """Likewise."""
     ended: bool
@@ -78,13 +78,13 @@ class LogPart:
 
 
 class FleetBody(FailFast, BaseModel):
-    """What a client sends; unknown fields are refused."""
+    """The base of bodies that a client sends; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class EngineBody(FleetBody):
-    """What begins jobs in place of the machine that they are given to: such a machine is as large as it is said to be here."""
+    """An engine that begins jobs in the machine's place (Slurm, Ray); the machine is as large as it is declared to be here."""
 
     name: str = Field(min_length=1, max_length=63, description="`slurm` or `ray`.")
     slots: int = Field(
@@ -169,7 +169,7 @@ class MachineBody(FleetBody):
 
 
 class MachineChangeBody(FleetBody):
-    """What is to change of a machine; what is left out, or null, stays as it is. User and folder only while nothing runs there."""
+    """Changes to a machine; a field that is left out or null stays as it is. User and folder can change only while nothing runs there."""
 
     ip_address: str | None = Field(
         default=None, min_length=1, max_length=255, description="Address or name."
@@ -237,25 +237,25 @@ class ReasonBody(FleetBody):
 
 
 class CancelBody(FleetBody):
-    """Why a job is cancelled, for whoever wonders later."""
+    """The reason why a job is cancelled, which its history keeps."""
 
     reason: str | None = Field(default=None, max_length=1000)
 
 
 class JobsBody(FleetBody):
-    """Of which jobs, by their ids."""
+    """The ids of the jobs."""
 
     jobs: list[Annotated[str, Field(max_length=256)]] = Field(min_length=1, max_length=MOST_CHANGED)
 
 
 class CancelJobsBody(JobsBody):
-    """Which jobs are cancelled, and why."""
+    """The jobs to cancel, and the reason."""
 
     reason: str | None = Field(default=None, max_length=1000)
 
 
 class PruneBody(FleetBody):
-    """Which jobs are to be removed."""
+    """The jobs to remove."""
 
     older_than: float = Field(
         ge=0, le=MOST_SECONDS, description="Seconds since they ended, at least."
@@ -268,7 +268,7 @@ class PruneBody(FleetBody):
 
 
 class TrustBody(FleetBody):
-    """Which host key is the right one."""
+    """The fingerprint of the right host key."""
 
     fingerprint: Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")] | None = Field(
         default=None,
@@ -278,7 +278,7 @@ class TrustBody(FleetBody):
 
 
 class ProjectBody(FleetBody):
-    """What is to change; fields that are left out stay as they are, null takes a quota away."""
+    """Changes to a project; a field that is left out stays as it is, and null removes a quota."""
 
     weight: float | None = Field(
         default=None, ge=LEAST_WEIGHT, le=MOST_WEIGHT, description="Its share of a busy fleet."

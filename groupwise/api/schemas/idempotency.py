@@ -19,7 +19,7 @@ HEADER = "Idempotency-Key"
 HEADERS = (HEADER, "X-Idempotency-Key")
 """Names under which a key may come."""
 KEPT_SECONDS = 24 * 3600.0
-"""For so long an answer is kept."""
+"""Seconds for which an answer is kept."""
 LONGEST = 255
 """Characters of a key."""
 

@@ -1,7 +1,7 @@
-"""Keys by which callers of a server are known: how one is made, kept, presented and checked.
+"""Keys that identify the callers of a server: how one is made, stored, presented and checked.
 
-A key reads `gw-<id>-<secret>`. Whoever runs the server makes one (`new_key`), gives it to a caller, and keeps one line of it in the key
-file: id, role, and the SHA-256 of id and secret. So the file tells nobody a key. The word before the id is no part of what is checked:
+A key reads `gw-<id>-<secret>`. The operator makes one (`new_key`), gives it to a caller, and keeps one line of it in the key
+file: id, role, and the SHA-256 of id and secret. So the file gives no key away. The word before the id is no part of what is checked:
 the `tinker` client sends no key that does not begin with `tml-`, and the same key is valid with that in the place of `gw-`. One plain
 key of any form may come from the environment, for who wants no file; its role is admin.
 
@@ -43,11 +43,11 @@ _KEY = re.compile(rf"(?:{'|'.join(PREFIXES)})-(?P<id>[a-z0-9]{{1,32}})-(?P<secre
 _ID = re.compile(r"[a-z0-9]{1,32}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NOBODY = hashlib.sha256(secrets.token_bytes(SECRET_BYTES)).digest()
-"""Stands in for the hash of an id that is not known; nobody has what it is made of."""
+"""Stands in for the hash of an unknown id; no key matches it."""
 
 
 class Role(IntEnum):
-    """What a caller may do; each role may do what those below it may."""
+    """The rights of a caller; each role has those of the roles below it."""
 
     READ = 1
     """Look: status, events, models."""
@@ -65,23 +65,23 @@ class Role(IntEnum):
 
     @property
     def word(self) -> str:
-        """As key files and messages call it."""
+        """The role's name in key files and messages."""
         return self.name.lower()
 
 
 WORDS: Mapping[Role, str] = {role: role.word for role in Role}
-"""What a training server calls the roles."""
+"""The roles by the names that a training server uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, as far as a key tells."""
+    """The caller of a request, as its key identifies it."""
 
     id: str
-    """Of the key; names the caller in logs and separates idempotency keys."""
+    """The key's id; names the caller in logs and separates idempotency keys."""
     role: Role
     projects: frozenset[str] | None = None
-    """Whose jobs the key is for; None: everybody's. A training server knows no projects."""
+    """The projects whose jobs the key may touch; None: all. A training server knows no projects."""
 
     def require(self, role: Role, words: Mapping[Role, str] = WORDS) -> None:
         """Raise `forbidden` unless the caller's role is at least this one. `words`: what the server calls the roles."""
@@ -95,12 +95,12 @@ class Caller:
 LOCAL = Caller("local", Role.ADMIN)
 """Everybody, where a server has no keys and so listens to this machine alone."""
 PLAIN_ID = "environment"
-"""Of the plain key."""
+"""The id of the plain key."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """What is kept of a key."""
+    """The part of a key that the server stores."""
 
     id: str
     role: Role
@@ -114,10 +114,10 @@ class NewKey:
 
     id: str
     digest: bytes = field(repr=False)
-    """What is kept of it."""
+    """The SHA-256 of its id and secret."""
     key: str = field(repr=False)
     line: str = field(repr=False)
-    """For the key file."""
+    """Its line in the key file."""
 
 
 class Keyring:
@@ -136,7 +136,7 @@ class Keyring:
         return len(self._stored) + self._has_plain
 
     def caller(self, presented: str) -> Caller | None:
-        """Who has this key; None: nobody. Its time does not depend on what is wrong with it."""
+        """The caller with this key, or None. The time it takes does not depend on what is wrong with the key."""
         if len(presented) > LONGEST:
             return None
         match = _KEY.fullmatch(presented)
@@ -151,7 +151,7 @@ class Keyring:
         return Caller(PLAIN_ID, Role.ADMIN) if plain and self._has_plain else None
 
     def named(self, id: str) -> Caller | None:
-        """Whose key has this id; None: there is none."""
+        """The caller whose key has this id, or None."""
         if id == PLAIN_ID and self._has_plain:
             return Caller(PLAIN_ID, Role.ADMIN)
         stored = self._stored.get(id)
@@ -167,7 +167,7 @@ class Keyring:
 
 
 def caller_of(ring: Keyring | None, headers: Mapping[str, str]) -> Caller:
-    """Who sends a request with these headers. `ring` None: the server has no keys. Raises `unauthorised`."""
+    """The caller who sent these headers. If `ring` is None, the server has no keys. Raises `unauthorised`."""
     if ring is None:
         return LOCAL
     presented = presented_key(headers)
@@ -194,14 +194,14 @@ def presented_key(headers: Mapping[str, str]) -> str | None:
 
 
 def new_key(role: Role, prefix: str = PREFIX) -> NewKey:
-    """A key that nobody has, and its line for the key file."""
+    """Make a new key, and its line for the key file."""
     name, secret = secrets.token_hex(ID_BYTES), secrets.token_hex(SECRET_BYTES)
     digest = hashlib.sha256(_identity(name, secret)).digest()
     return NewKey(name, digest, f"{prefix}-{name}-{secret}", f"{name} {role.word} {digest.hex()}")
 
 
 def id_in(presented: str) -> str | None:
-    """The id that a key names, for whoever keeps keys where they are looked up by it; None: it has not the form of a key."""
+    """The id in a key, by which stored keys are looked up; None if it does not have the form of a key."""
     match = _KEY.fullmatch(presented) if len(presented) <= LONGEST else None
     return match["id"] if match else None
 
@@ -263,7 +263,7 @@ def _read_line(words: list[str]) -> StoredKey | str:
 
 
 def _identity(name: str, secret: str) -> bytes:
-    """What is hashed of a key: all but the word that it begins with."""
+    """The bytes of a key that are hashed: all but the word that it begins with."""
     return f"{name}-{secret}".encode()
 
 

@@ -88,7 +88,7 @@ class ChatMessage(Body):
     function_call: None = Field(default=None, description="Nothing; answers have it.")
 
     def plain(self) -> dict[str, Any]:
-        """As the chat template takes it."""
+        """The message in the form that chat templates take."""
         parts = self.content
         content = "".join(part.text for part in parts) if isinstance(parts, list) else parts
         more = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
@@ -107,7 +107,7 @@ class StreamOptions(Body):
 
 
 class ResponseFormat(Body):
-    """Which form the answer has."""
+    """The form of the answer."""
 
     type: Literal["text"] = Field(
         description="Always `text`: the model's words are never forced into a schema. Ask for JSON in the prompt, and check it."
@@ -156,7 +156,7 @@ Stops = Annotated[
 
 
 class _Request(Body):
-    """What chats and plain completions have in common."""
+    """The fields that chats and plain completions share."""
 
     model: str = Field(
         description="`latest`, or `run@step` of what is served now; GET /v1/models has both.",
@@ -245,7 +245,7 @@ class _Request(Body):
 
     @property
     def restrictions(self) -> Mapping[str, float | int]:
-        """What leaves improbable tokens out, as far as it does."""
+        """The sampling restrictions (top_k, top_p, min_p) that the request sets."""
         given = {
             "top_p": None if self.top_p == 1 else self.top_p,
             "top_k": self.top_k if self.top_k is not None and self.top_k > 0 else None,
@@ -255,12 +255,12 @@ class _Request(Body):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """True if a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer has the log-probability of each token."""
+        """True if the answer has the log-probability of each token."""
         raise NotImplementedError
 
     @model_validator(mode="after")
@@ -338,7 +338,7 @@ class ChatRequest(_Request):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer has the log-probability of each token."""
+        """True if the answer has the log-probability of each token."""
         return bool(self.logprobs)
 
     @property
@@ -395,7 +395,7 @@ class TextRequest(_Request):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer has the log-probability of each token."""
+        """True if the answer has the log-probability of each token."""
         return self.logprobs is not None
 
     def _problems(self) -> Iterator[PydanticCustomError]:
@@ -419,7 +419,7 @@ class TextRequest(_Request):
 
 
 class ResponseModel(BaseModel):
-    """What the server answers."""
+    """The base of all answers."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -444,7 +444,7 @@ class TokenLogprob(ResponseModel):
 
 
 class ChatLogprobs(ResponseModel):
-    """Of all tokens of a completion, the one that ended it included."""
+    """The log-probabilities of all tokens of a completion, including the one that ended it."""
 
     content: list[TokenLogprob]
     refusal: None = None
@@ -460,7 +460,7 @@ class TextLogprobs(ResponseModel):
 
 
 class CalledFunction(ResponseModel):
-    """What a call asks for."""
+    """The function that the model calls, and its arguments."""
 
     name: str
     arguments: str = Field(description="A JSON object as text.")
@@ -475,7 +475,7 @@ class ToolCallData(ResponseModel):
 
 
 class Reply(ResponseModel):
-    """What the policy says."""
+    """The policy's message."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = Field(
@@ -514,7 +514,7 @@ class TextChoice(_Finished):
 
 
 class _Whole(ResponseModel):
-    """What answers and pieces of them have in common."""
+    """The fields that whole answers and pieces of a stream share."""
 
     id: str = Field(description="With `store`, by which it is rewarded.")
     created: int = Field(description="Seconds since 1970.")

@@ -1,4 +1,4 @@
-"""What a loop that runs elsewhere sends for sampler and learner, and what it gets.
+"""Requests and answers of a training loop that uses a server's sampler and learner.
 
 `groupwise rl` with `run.server` drives the parts of a server as it drives those of its own process: it opens them under an id of its own
 (`PartsRequest`), has things done by them (`CallRequest`, numbered by the client, so that a call that is sent again is done once), and ends
@@ -24,15 +24,15 @@ SECTIONS: Mapping[PartsKind, tuple[str, ...]] = {
     "supervised": ("model", "lora", "training"),
     "serving": ("model", "lora", "sampler", "training", "rollout", "eval"),
 }
-"""Of a run's config, what its parts are made by; the rest stays with the loop."""
+"""The sections of a run's config from which its parts are made; the rest stays with the loop."""
 OF_RUN = ("threads", "processes")
 """Keys of the section `run` that go with them."""
 LOST = frozenset({"parts_gone", "unknown_parts"})
-"""Codes of problems that say that a server has lost the parts: its engine has ended, it was started anew, or it has heard nothing."""
+"""Codes of problems that mean that the server has lost the parts: its engine ended, it restarted, or it heard nothing for too long."""
 MAX_CALLS = 2**53
 ID_PATTERN = r"^[A-Za-z0-9-]{8,64}$"
 PATH_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*){0,3}$"
-"""Of files and folders: no part begins with a dot."""
+"""Relative paths of files and folders; no part of a path begins with a dot."""
 MAX_PATH = 200
 DEFAULT_CALL_WAIT, MAX_CALL_WAIT = 20.0, 60.0
 """Seconds for which an answer is waited for before the client is told to ask again."""
@@ -49,7 +49,7 @@ class _Body(FailFast, BaseModel):
 
 
 class PartsRequest(_Body):
-    """To use the server's model."""
+    """The request to use the server's model."""
 
     owner: str = Field(
         description="Who asks, in the client's own words: parts that were opened before under the same name belong to a loop that is no "
@@ -226,7 +226,7 @@ AnyVerb = Annotated[
 
 
 class PartsOpenedAnswer(BaseModel):
-    """What `open` gives."""
+    """The answer of `open`."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -253,7 +253,7 @@ class CallRequest(_Body):
 
 
 class CallError(BaseModel):
-    """What a call raised."""
+    """The error that a call raised."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -296,7 +296,7 @@ class FileFacts(BaseModel):
 
 
 class FolderAnswer(BaseModel):
-    """What there is in a folder, or how much of a file."""
+    """The content of a folder, or the size of a file so far."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

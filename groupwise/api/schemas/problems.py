@@ -1,6 +1,6 @@
 """Every problem that a client of the training server can get, in one table, and the form in which it travels.
 
-Whoever finds that a request cannot be answered raises a `Refusal` with the code of a row of `KINDS`; the server renders it once, as
+Code that cannot answer a request raises a `Refusal` with the code of a row of `KINDS`; the server renders it once, as
 problem+json (RFC 9457), and the client reads it back as a `Problem`, from which it makes a typed error. Status, title and meaning stand
 in the table alone, so that server, client, document and pages cannot disagree. A code is never given another meaning.
 
@@ -36,9 +36,9 @@ class Kind:
     title: str
     """The same for each occurrence, for people."""
     meaning: str
-    """What has happened, and what one does about it."""
+    """The problem, and what the client can do about it."""
     retry: bool = False
-    """Whether the same request may be answered later without anybody changing it."""
+    """True if the same request may succeed later, unchanged."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -388,13 +388,13 @@ class Refusal(GroupwiseError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What goes with it beside the body; whole seconds, rounded up, because HTTP knows no others."""
+        """Headers of the answer, such as Retry-After in whole seconds, rounded up, because HTTP has no fractions."""
         if self.retry_after is None:
             return {}
         return {"Retry-After": str(max(int(-(-self.retry_after // 1)), 0))}
 
     def problem(self, instance: str | None = None) -> Problem:
-        """What the client gets."""
+        """The problem as the client receives it."""
         return Problem(
             type=TYPE_PREFIX + self.code,
             title=self.kind.title,

@@ -15,12 +15,12 @@ from groupwise.core.errors import TaskError
 TOOLS = "tools"
 ARGUMENTS = "chat_template_kwargs"
 ALIKE = 0.7
-"""From this likeness on (of `difflib`) a column's name is taken for a misspelt `chat_template_kwargs`."""
+"""The likeness (of `difflib`) from which a column's name is taken for a misspelt `chat_template_kwargs`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForTemplate:
-    """What a row passes to the chat template beside its messages."""
+    """The arguments that a row passes to the chat template beside its messages."""
 
     tools: tuple[Any, ...] = ()
     """Schemas."""

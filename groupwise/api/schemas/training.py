@@ -1,4 +1,4 @@
-"""What ask/post sends and gets: the body of each request and each answer. The server makes its OpenAPI document from these models, the
+"""Requests and answers of ask/post. The server makes its OpenAPI document from these models, the
 client its calls; neither has any of its own.
 
 The client owns the loop: it asks for completions of its prompts (`CompletionsRequest`), scores them, and posts a number for each one
@@ -64,7 +64,7 @@ TINY = "tiny"
 """The model that every server has: a few thousand random parameters over single characters."""
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""Of runs and checkpoints: they are folders, and are addressed `run@step`."""
+"""Names of runs and checkpoints, which are folders and are addressed as `run@step`."""
 GROUP_ID_PATTERN = r"^[A-Za-z0-9-]+$"
 
 ONE_PLACE: Mapping[str, str] = {
@@ -87,20 +87,20 @@ ELSEWHERE: Mapping[str, str] = {
 
 
 class Body(FailFast, BaseModel):
-    """What a client sends."""
+    """The base of bodies that a client sends."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class ResponseModel(BaseModel):
-    """What the server answers."""
+    """The base of all answers."""
 
     # Of later servers, too: a field that is not known here is passed over. What is known is read strictly.
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
 
 
 def wrong(field: str, problem: str) -> PydanticCustomError:
-    """What is wrong with a field in view of others; `groupwise.api.schemas.problems.field_errors` puts the field's name in its place."""
+    """An error about a field that depends on other fields; `groupwise.api.schemas.problems.field_errors` adds the field's name."""
     return PydanticCustomError("conflict", "{problem}", {"problem": problem, "field": field})
 
 
@@ -151,7 +151,7 @@ class ChatMessage(Body):
     )
 
     def plain(self) -> dict[str, Any]:
-        """As the chat template takes it: the fields that were given, and no other."""
+        """The message in the form that chat templates take: the fields that were given, and no other."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -184,7 +184,7 @@ ModelVersion = Annotated[
     Field(description="[run id, steps done]: a version of the policy, addressed `run@steps`."),
 ]
 Metrics = dict[str, float | None]
-"""By the names that the run's record has; null where a number is not finite."""
+"""Metrics under the names of the run's record; null if a number is not finite."""
 Include = Literal["next", "hold"]
 Wait = Annotated[bool, Field(description="Answer when the step is done, with its metrics.")]
 Timeout = Annotated[
@@ -341,7 +341,7 @@ class StartRequest(Body):
 
     @property
     def trains_all(self) -> bool:
-        """Whether all weights are trained."""
+        """True if all weights are trained."""
         by_itself = self.adapter is None and self.model_id == TINY and self.lora is None
         return self.adapter == "full" or by_itself
 
@@ -490,7 +490,7 @@ class CompletionsRequest(Body):
 
     @property
     def all_draws(self) -> tuple[int | None, ...]:
-        """For each prompt its draw; None: the next free one."""
+        """Each prompt's draw number; None: the next free one."""
         if self.prompts is not None:
             return tuple(self.draws) if self.draws is not None else (None,) * len(self.prompts)
         return (self.draw,)
@@ -636,7 +636,7 @@ class RewardsOfSeveral(Body):
 
     @property
     def all_groups(self) -> tuple[GroupRewards, ...]:
-        """In the order in which they were posted."""
+        """The groups in the order in which they were posted."""
         return tuple(self.groups)
 
     @model_validator(mode="after")
@@ -665,7 +665,7 @@ REWARDS_REQUEST: TypeAdapter[RewardsOfOne | RewardsOfSeveral] = TypeAdapter(Rewa
 
 
 class RewardAnswer(ResponseModel):
-    """What has become of the rewards of one group. The same post gets the same answer again."""
+    """The result of posting rewards for one group. The same post gets the same answer again."""
 
     group_id: str = Field(description="The group, also where it was found by its echo.")
     model_version: ModelVersion
@@ -680,7 +680,7 @@ class RewardAnswer(ResponseModel):
 
 
 class RewardsBatchAnswer(ResponseModel):
-    """What has become of several."""
+    """The results of posting rewards for several groups."""
 
     groups: list[RewardAnswer] = Field(description="One for each group, in the order of the post.")
 
@@ -764,7 +764,7 @@ class Throughput(ResponseModel):
 
 
 class Memory(ResponseModel):
-    """What the processes hold."""
+    """Memory that the processes hold."""
 
     server_bytes: int | None = Field(default=None, description="Most bytes of the HTTP process.")
     engine_bytes: int | None = Field(
@@ -781,7 +781,7 @@ class Quarantined(ResponseModel):
 
 
 class ByVerbs(ResponseModel):
-    """What clients train by verbs, beside the run or without one."""
+    """Models that clients train by verbs, beside the run or without one."""
 
     sessions: int = Field(default=0, description="Clients that have not ended their session.")
     models: list[str] = Field(default=[], description="Their models, by the ids that they have.")
@@ -789,7 +789,7 @@ class ByVerbs(ResponseModel):
 
 
 class StatusAnswer(ResponseModel):
-    """Where the server and its run stand."""
+    """The state of the server and its run."""
 
     training_settings: dict[str, Any] | None = Field(
         default=None, description="The body of POST /start as it was posted; null before the first."
@@ -838,7 +838,7 @@ class StatusAnswer(ResponseModel):
 
 
 class EventKind(StrEnum):
-    """What GET /events tells; the value is the event's name."""
+    """The kinds of events of GET /events; the value is the event's name."""
 
     STARTED = "started"
     """A run begins, or goes on."""
@@ -885,7 +885,7 @@ class EventData(ResponseModel):
 
 
 class ModelRequest(Body):
-    """Which version's files are wanted."""
+    """The version whose files the client wants."""
 
     version: str | None = Field(
         default=None,
@@ -924,7 +924,7 @@ class CheckpointsAnswer(ResponseModel):
 
 
 class TokenizerAnswer(ResponseModel):
-    """What a client needs to render and tokenise as the server does."""
+    """The tokenizer's files and chat template, so that a client renders and tokenises as the server does."""
 
     hash: str = Field(description="Of tokenizer and template; `tokenizer_hash` of a request.")
     chat_template: str | None = Field(
@@ -942,7 +942,7 @@ class TokenizerAnswer(ResponseModel):
 
 
 class HealthAnswer(ResponseModel):
-    """Of /healthz and /readyz."""
+    """The answer of /healthz and /readyz."""
 
     status: Literal["ok", "not_ready"] = Field(description="Whether requests are answered.")
     detail: str | None = Field(default=None, description="Why they are not.")

@@ -1,4 +1,4 @@
-"""What is wrong with a field of a request, in words for people.
+"""Explains in plain words what is wrong with a field of a request.
 
 A model refuses a body in pydantic's words, which speak of inputs and extra inputs. Here each of its details becomes what was expected,
 with the place of the field in the model: an unknown field is told the nearest known one, or all that there are. What was given is never
@@ -20,10 +20,10 @@ from groupwise.api.schemas.training import GROUP_ID_PATTERN, NAME_PATTERN
 from groupwise.core.settings.wording import describe
 
 Location = Sequence[int | str]
-"""As pydantic has it: names, places in lists, and the labels of unions, in brackets."""
+"""A location as pydantic gives it: names, places in lists, and the labels of unions in brackets."""
 
 WHOLE = "the body"
-"""What a field without a name is called."""
+"""The name of a mistake that belongs to no field."""
 _BY_TYPE: Mapping[str, str] = {
     "missing": "is required",
     "extra_forbidden": "is not known here",
@@ -43,12 +43,12 @@ _OF_RANGE = (
     *("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
     *("string_too_short", "string_too_long"),
 )
-"""Of these, as of those before, the field's own type says what is expected, where it is declared with the range."""
+"""Types of errors about ranges. If the field is declared with the range, its own type says what was expected."""
 _FORMS: Mapping[str, str] = {
     "(messages)": "must be text, or a list of messages",
     "(section)": "must be a name, or an object, { … }, with parameters",
 }
-"""By the label of the form that was tried where a value has none of the forms."""
+"""Descriptions of the forms of a union, by the label of the form that was tried."""
 _PATTERNS: Mapping[str, str] = {
     NAME_PATTERN: "must begin with a letter (A to Z) or digit, and have only these, `.`, `_` and `-`",
     GROUP_ID_PATTERN: "must have only letters (A to Z), digits and `-`",
@@ -58,7 +58,7 @@ _PYDANTIC = ("Input should ", "String should ", "List should ", "Tuple should ",
 
 
 def worded(detail: Mapping[str, Any], location: Location, model: Any = None) -> str:
-    """What was expected. `model`: the type of the body (or of what `location` begins in), where it is known."""
+    """Say what was expected. `model` is the type of the body (or of the value in which `location` begins), if it is known."""
     kind = str(detail.get("type", ""))
     place = _FieldLocation(model, location)
     if kind == "extra_forbidden" and (owners := place.owners()):
@@ -107,7 +107,7 @@ def _is_label(part: int | str) -> bool:
 
 
 class _FieldLocation:
-    """Where a location leads in a model."""
+    """The field of a model to which a location leads."""
 
     def __init__(self, model: Any, location: Location) -> None:
         self._above: list[Any] = []
@@ -121,7 +121,7 @@ class _FieldLocation:
         return [each for above in self._above for each in _models(above)]
 
     def expected(self) -> str | None:
-        """What the field accepts."""
+        """The values that the field accepts, in words."""
         found = {describe(_field(each)) for each in self._here}
         return found.pop() if len(found) == 1 else None
 
@@ -155,7 +155,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _steps(annotation: Any, part: int | str) -> Iterator[Any]:
-    """What a part of a location leads to."""
+    """The types to which a part of a location leads."""
     if _is_label(part):
         yield from (each for label, each in _members(annotation) if label == part)
         return

@@ -1,9 +1,9 @@
-"""What the commands of `groupwise fleet` have in common: which fleet is meant, who asks, and how it is reached.
+"""Shared by the commands of `groupwise fleet`: which fleet is meant, who asks, and how it is reached.
 
-A fleet is the folder of one on this machine, or the address of an API. Both ways have the same methods and give the same documents
-(`groupwise.jobs.fleet.direct`, `groupwise.jobs.fleet.client`), so that a command neither knows nor cares which it is. A folder needs no
-server to be asked: each command opens the database, does one short transaction, and rings the doorbell. Behind an address it is the API
-that does this, for the key in GROUPWISE_API_KEY.
+A fleet is given as its folder on this machine, or as the address of its API. Both have the same methods and give the same documents
+(`groupwise.jobs.fleet.direct`, `groupwise.jobs.fleet.client`), so a command need not know which it is. A folder needs no server: each
+command opens the database, runs one short transaction, and rings the doorbell. Behind an address the API does this, for the key in
+GROUPWISE_API_KEY.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     """A fleet that commands can ask."""
 
 TIMEOUT = 60.0
-"""Seconds for one answer of an API."""
+"""Seconds to wait for one answer of an API."""
 
 FleetOption = Annotated[
     str | None,
@@ -48,8 +48,8 @@ MachineArgument = Annotated[str, typer.Argument(metavar="VM", help="Name of a ma
 def fleet(
     told: str | None, *, make: bool = False, timeout: float = TIMEOUT
 ) -> Generator[Fleet, None, None]:
-    """The fleet that is meant, whichever way it is reached. `make`: an embedded one that is not there yet is made. `timeout`: seconds
-    for one answer of an API."""
+    """Open the fleet that is meant, by its folder or its API. `make`: an embedded fleet is made if it does not exist. `timeout`: seconds to
+    wait for one answer of an API."""
     from groupwise.jobs.fleet.settings import FleetAddress, find
 
     found = find(told, os.environ)
@@ -65,7 +65,7 @@ def fleet(
 
 @contextmanager
 def fleet_here(told: str | None, *, make: bool = False) -> Generator[DirectFleet, None, None]:
-    """The fleet that is meant, which has to be one whose database this machine can reach, opened."""
+    """Open the fleet that is meant by its database, which this machine must be able to reach."""
     place = place_of(told)
     from groupwise.jobs.fleet.direct import DirectFleet
     from groupwise.jobs.fleet.processes import who_plays
@@ -73,18 +73,23 @@ def fleet_here(told: str | None, *, make: bool = False) -> Generator[DirectFleet
     from groupwise.jobs.fleet.settings import DATABASE_FILE
     from groupwise.jobs.fleet.store import database as databases
 
-    if place.is_embedded and not make and place.settings.database is None:
-        _expect_file(place, place.folder / DATABASE_FILE)
+    file = place.folder / DATABASE_FILE
+    embedded = place.is_embedded and place.settings.database is None
+    if embedded and not make and not file.exists():
+        raise UsageError(
+            f"there is no fleet in {place.folder}. `groupwise fleet up` makes one; --fleet or GROUPWISE_FLEET name another folder, or the "
+            "address of a fleet elsewhere."
+        )
     database = databases.connect(place.database_url)
     try:
         databases.check_schema(database, lambda: who_plays(place.folder))
-        yield DirectFleet(place, database, whoever_types(), Patience(tell=say))
+        yield DirectFleet(place, database, terminal_user(), Patience(tell=say))
     finally:
         database.close()
 
 
 def place_of(told: str | None, options: dict[str, Any] | None = None) -> FleetPlace:
-    """The fleet that is meant, which has to be one whose database this machine can reach."""
+    """The folder and settings of the fleet that is meant. Raises UsageError for the address of an API."""
     require_installed()
     from groupwise.jobs.fleet.settings import FleetAddress, find
 
@@ -98,16 +103,8 @@ def place_of(told: str | None, options: dict[str, Any] | None = None) -> FleetPl
     return found
 
 
-def _expect_file(place: FleetPlace, file: Any) -> None:
-    if not file.exists():
-        raise UsageError(
-            f"there is no fleet in {place.folder}. `groupwise fleet up` makes one; --fleet or GROUPWISE_FLEET name another folder, or the "
-            "address of a fleet elsewhere."
-        )
-
-
-def whoever_types() -> Actor:
-    """The person at this terminal, as events will have them."""
+def terminal_user() -> Actor:
+    """The user of this terminal, as events name them."""
     from groupwise.jobs.fleet.verbs.actor import Actor
 
     try:
@@ -118,7 +115,7 @@ def whoever_types() -> Actor:
 
 
 def require_installed() -> None:
-    """Raise UsageError unless what a fleet needs is there."""
+    """Raise UsageError unless the packages of a fleet are installed."""
     from importlib.util import find_spec
 
     missing = [name for name in ("sqlalchemy", "alembic", "asyncssh") if find_spec(name) is None]
@@ -129,7 +126,7 @@ def require_installed() -> None:
 
 
 def require_server() -> None:
-    """Raise UsageError unless what its API needs is there."""
+    """Raise UsageError unless the packages of its API are installed."""
     from importlib.util import find_spec
 
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]

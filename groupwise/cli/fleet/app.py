@@ -1,4 +1,4 @@
-"""`groupwise fleet`: jobs on many machines. Each group of its commands has a file; this one only puts them together."""
+"""`groupwise fleet`: jobs on many machines. Each group of commands has a file; this one only puts them together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ app = typer.Typer(
 )
 
 COMMAND_FIRST = {"allow_interspersed_args": False}
-"""What stands behind the first word of a job's command belongs to it, with or without `--` before."""
+"""All words after the first one of a job's command belong to it, with or without `--` before."""
 
 app.command("up")(roles.up)
 app.command("submit", context_settings=COMMAND_FIRST)(submit)
@@ -44,9 +44,8 @@ run.command("dispatcher")(roles.dispatcher)
 run.command("requeue")(roles.requeue)
 run.command("tracker")(roles.tracker)
 run.command("api")(roles.api)
-run.command("up", hidden=True)(
-    roles.up
-)  # so that one unit of systemd begins any of them by its name
+# One unit of systemd begins any of them by its name, `up` too.
+run.command("up", hidden=True)(roles.up)
 app.add_typer(run, name="run")
 machines.machines.command("prepare")(prepare.prepare)
 app.add_typer(machines.machines, name="vm")

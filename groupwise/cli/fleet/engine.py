@@ -1,4 +1,4 @@
-"""Options of `groupwise fleet vm add` and `vm set` for what begins jobs in a machine's place."""
+"""Options of `groupwise fleet vm add` and `vm set` for the engine (Slurm, Ray) that begins jobs in a machine's place."""
 
 from __future__ import annotations
 
@@ -74,26 +74,28 @@ def engine_words(
     address: str | None,
     resource: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """What was said of an engine. Its options stand together: those that are given take the place of all that were."""
+    """The given settings of an engine. Its options are one setting: those that are given replace all earlier ones."""
     of_slurm = [*([f"--partition={partition}"] if partition else []), *(sbatch or ())]
     if of_slurm and (resource or address):
         raise UsageError(
             "--partition and --sbatch are for Slurm, --address and --resource for Ray."
         )
     options = [*of_slurm, *(resource or ())]
-    said = {
+    from groupwise.jobs.fleet.queue.resources import megabytes
+
+    given = {
         "slots": slots,
         "gpus": gpus,
         "gpu_model": model,
-        "gpu_memory_mb": None if memory is None else _megabytes(memory),
+        "gpu_memory_mb": None if memory is None else megabytes("--gpu-memory", memory),
         "options": options or None,
         "address": address,
     }
-    return {name: value for name, value in said.items() if value is not None}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def new_engine(name: str | None, said: Mapping[str, Any]) -> dict[str, Any] | None:
-    """That of a machine which is added. Raises UsageError."""
+    """The engine of a machine that is added; None: it begins jobs itself. Raises UsageError."""
     if name is not None:
         return {"name": name, **said}
     if said:
@@ -102,9 +104,3 @@ def new_engine(name: str | None, said: Mapping[str, Any]) -> dict[str, Any] | No
             "which an engine begins jobs: say which, as --engine slurm."
         )
     return None
-
-
-def _megabytes(words: str) -> int:
-    from groupwise.jobs.fleet.queue.resources import megabytes
-
-    return megabytes("--gpu-memory", words)

@@ -1,10 +1,10 @@
-"""`groupwise fleet exec`: a command as a short job that is pinned to a machine, its output, and its exit code."""
+"""`groupwise fleet exec`: runs a command as a short job that is pinned to a machine, with its output and exit code."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from groupwise.cli.fleet.access import Fleet
 
 EXEC_PRIORITY = 1000
-"""Before everything that waits."""
+"""The priority that goes before all waiting jobs."""
 _OWN_EXIT_CODE = re.compile(r"(crashed|user_error): exit code \d")
-"""Reasons that say no more than exit code and output."""
+"""Failure reasons that say no more than exit code and output."""
 
 
 def exec_command(
@@ -40,56 +40,42 @@ def exec_command(
     Exits with its exit code; Ctrl-C cancels it. It is a short job that is pinned to the machine and stands first in the queue: it waits
     for a free CPU slot there (`vm add --cpu-slots`), or for GPUs with --gpus, and has an empty working folder of its own.
     """
-    with fleet(told) as access:
-        command = arguments[1:] if arguments[0] == "--" else arguments
-        code = _run_on(access, target, command, gpus=gpus, time_limit=time_limit, project=project)
-    raise typer.Exit(code)
-
-
-def _run_on(
-    access: Fleet,
-    target: str,
-    arguments: Sequence[str],
-    *,
-    gpus: str,
-    time_limit: str,
-    project: str | None,
-) -> int:
-    """A command as a job that is pinned to a machine; its output, and its exit code. Interrupted, it does not go on."""
     from groupwise.cli.fleet.follow import exit_code_of
     from groupwise.cli.fleet.words import seconds_of
     from groupwise.core.interruption import sigterm_interrupts
     from groupwise.jobs.fleet.queue import resources
 
-    vm = _machine_of(access, target)
-    request = {
-        "arguments": list(arguments),
-        "name": f"exec {shlex.join(arguments)}"[:256],
-        "resources": resources.parse(gpus=gpus, vm=vm).as_json(),
-        "limits": {"time_seconds": seconds_of("--time-limit", time_limit)},
-        "retry": {"once": True},
-        "priority": EXEC_PRIORITY,
-        "artefacts": [],
-        "checkpoints": [],
-    }
-    with sigterm_interrupts():
-        ended = _followed(access, request, project)
+    command = arguments[1:] if arguments[0] == "--" else arguments
+    with fleet(told) as access:
+        vm = _machine_of(access, target)
+        request = {
+            "arguments": command,
+            "name": f"exec {shlex.join(command)}"[:256],
+            "resources": resources.parse(gpus=gpus, vm=vm).as_json(),
+            "limits": {"time_seconds": seconds_of("--time-limit", time_limit)},
+            "retry": {"once": True},
+            "priority": EXEC_PRIORITY,
+            "artefacts": [],
+            "checkpoints": [],
+        }
+        with sigterm_interrupts():
+            ended = _follow(access, request, project)
     reason = ended["failure_reason"]
     if reason and not _OWN_EXIT_CODE.match(reason):
         say(reason)
-    return exit_code_of([ended])
+    raise typer.Exit(exit_code_of([ended]))
 
 
-def _followed(access: Fleet, request: Mapping[str, Any], project: str | None) -> dict[str, Any]:
-    """What it was at its end. Where that is not waited for, it is called off."""
+def _follow(access: Fleet, request: Mapping[str, Any], project: str | None) -> dict[str, Any]:
+    """Submit the job and print its log. Returns its state at its end; if the user interrupts, it is cancelled."""
     from groupwise.cli.fleet.follow import follow_log
 
     job_id = None
     try:
         job_id = access.submit(request, project=project)["job_id"]
         return follow_log(access, job_id)
-    except (KeyboardInterrupt, BrokenPipeError):  # or nobody reads any more (`| head`)
-        _call_off(access, job_id)
+    except (KeyboardInterrupt, BrokenPipeError):  # or the reader of our output has gone (`| head`)
+        _cancel(access, job_id)
         raise
     except GroupwiseError:
         if job_id is not None:
@@ -97,8 +83,8 @@ def _followed(access: Fleet, request: Mapping[str, Any], project: str | None) ->
         raise
 
 
-def _call_off(access: Fleet, job_id: str | None) -> None:
-    """Whoever wanted it is no longer there."""
+def _cancel(access: Fleet, job_id: str | None) -> None:
+    """Cancel the job of a user who has interrupted the command."""
     from groupwise.api.schemas.problems import Refusal
 
     if job_id is None:
@@ -120,7 +106,7 @@ def _goes_on(job_id: str) -> str:
 
 
 def _machine_of(access: Fleet, target: str) -> str:
-    """A machine by its name, or the one that a job was given last."""
+    """The machine of this name, or the one on which a job runs or ran last."""
     from groupwise.api.schemas.problems import Refusal
 
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -71,15 +71,11 @@ def fetch(
     if as_json:
         print_json(found)
         return
-    _sum_up(found)
-    typer.echo(folder)
-
-
-def _sum_up(found: dict[str, Any]) -> None:
     files = found["files"]
     kept = sum(each["kept"] for each in files)
     size = byte_size(sum(each["bytes"] for each in files))
     already = f", {kept} of them here already" if kept else ""
     say(f"{found['job_id']}: {len(files)} file{'' if len(files) == 1 else 's'}, {size}{already}")
-    for path, why in found["left_out"]:
-        say(f"the fleet left out {path}: {why.replace('_', ' ')}")
+    for left, why in found["left_out"]:
+        say(f"the fleet left out {left}: {why.replace('_', ' ')}")
+    typer.echo(folder)

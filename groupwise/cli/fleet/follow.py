@@ -1,8 +1,8 @@
-"""Following jobs from a terminal: their logs as they grow, and their ends.
+"""Follows jobs from a terminal: their logs as they grow, and their ends.
 
-A log comes piece by piece: each says at which attempt and offset the next one begins, and is waited for where there is none yet. Whoever
-follows it asks first how far the job is, and reads afterwards: so when a job is seen to have ended, all that it wrote is read, because its
-log is whole before it ends.
+A log comes in pieces: each says at which attempt and offset the next one begins; if there is none yet, the request waits for it. A follower
+reads the job's status first and the log afterwards: so when a job is seen to have ended, all that it wrote is read, because its log is
+complete before it ends.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from groupwise.cli.fleet.access import Fleet
 
 LOOK_SECONDS = 0.3
-"""Between two looks for a log that has not begun."""
+"""Seconds between two looks for a log that has not begun."""
 WAIT_SECONDS = 2.0
-"""For which one look waits for more of a log."""
+"""Seconds for which one request waits for more of a log."""
 ASK_SECONDS = 0.5
-"""Between two looks for the end of a job."""
+"""Seconds between two looks for the end of a job."""
 PORTION = 100
-"""Jobs of which one question asks: their ids stand in an address."""
+"""Most jobs in one request: their ids stand in an address."""
 MOST_EXPLAINED = 20
-"""Of more jobs it is not asked why each of them waits."""
+"""Most jobs for which the reasons why each waits are asked for."""
 _NUMBERS = re.compile(r"\d+")
 _SAID = {
     "running": "runs",
@@ -40,11 +40,11 @@ _SAID = {
     "cancelled": "was cancelled",
 }
 CANCELLED_CODE = 130
-"""What shells say of a program that was interrupted."""
+"""The exit code of shells for a program that was interrupted."""
 
 
 class _LogSource(Protocol):
-    """A fleet, as far as whoever reads a log or follows a job asks it."""
+    """The methods of a fleet that a follower calls."""
 
     def progress(self, job_id: str) -> dict[str, Any]: ...
     def show(self, job_id: str) -> dict[str, Any]: ...
@@ -62,7 +62,7 @@ class _LogSource(Protocol):
 
 
 class _Patiently:
-    """A fleet that is asked on where it does not answer. What is asked says where it goes on, so that nothing is told twice."""
+    """A fleet whose calls are repeated until it answers. All of them only read, and from a given position, so nothing is printed twice."""
 
     def __init__(self, access: Fleet) -> None:
         self._access, self._ask = access, access.patience.ask
@@ -81,23 +81,23 @@ class _Patiently:
 
 
 @dataclass(slots=True)
-class _Reading:
-    """A log that somebody reads, and how far."""
+class _LogReader:
+    """Reads the log of a job, and keeps how far it has come."""
 
     job_id: str
     only: int | None
-    """The attempt that is wanted; None: the newest, and those that follow."""
+    """The only attempt to read; None: the newest, and those that follow."""
     tail: int | None
-    """Lines before the present end, where it begins; None: at the beginning, or it has begun."""
+    """Lines before the present end at which to begin; None: at the beginning, or it has begun already."""
     rank: int = 0
-    """Of a job on several machines."""
+    """The member of a job on several machines."""
     epoch: int | None = None
-    """Where the next piece begins; None: there is no log yet."""
+    """The attempt in which the next piece begins; None: there is no log yet."""
     offset: int = 0
     to: LogWriter = field(default_factory=LogWriter)
 
     def copy(self, access: _LogSource, wait: float) -> bool:
-        """Write all that is new; False where it would go on with another attempt than the one that is wanted."""
+        """Write all that is new. False if the log goes on with another attempt than the only one to read."""
         while True:
             epoch = self.only if self.epoch is None else self.epoch
             part = access.log(
@@ -124,12 +124,15 @@ class _Reading:
 def print_log(
     access: Fleet, job_id: str, *, tail: int | None, epoch: int | None, rank: int = 0
 ) -> None:
-    """The log as far as it is here, of one attempt."""
+    """Print the log of one attempt, as far as it is here."""
     found = _look(access, job_id, epoch)
     part = access.log(job_id, epoch=epoch, rank=rank, tail=tail)
     of = part.epoch if epoch is None else epoch
     if part.epoch != of or (not part.data and part.offset == 0):
-        _say_why_empty(access, found)
+        if not found["epochs"]:
+            _say_what_it_waits_for(access, found, "")
+        else:
+            say(f"{job_id} has written nothing yet")
     to = LogWriter()
     while part.data and part.epoch == of:
         to.write(part.data)
@@ -146,28 +149,28 @@ def follow_log(
     rank: int = 0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
-    """The log as it grows, attempt after attempt, until the job has ended; what it was then. `epoch`: only that attempt."""
-    reading = _Reading(job_id, epoch, tail, rank)
-    said, asked = "", _Patiently(access)
+    """Print the log as it grows, attempt after attempt, until the job has ended. Returns its state then. `epoch`: only that attempt."""
+    reader = _LogReader(job_id, epoch, tail, rank)
+    said, patient = "", _Patiently(access)
     while True:
-        found = _look(asked, job_id, epoch)
+        found = _look(patient, job_id, epoch)
         over = found["status"] in FINAL or _is_over(found, epoch)
-        begun = reading.epoch is not None
-        if not reading.copy(asked, 0.0 if over or not begun else WAIT_SECONDS) or over:
-            reading.to.end()
+        begun = reader.epoch is not None
+        if not reader.copy(patient, 0.0 if over or not begun else WAIT_SECONDS) or over:
+            reader.to.end()
             return found
-        if reading.epoch is None:
-            said = _say_what_it_waits_for(asked, found, said)
+        if reader.epoch is None:
+            said = _say_what_it_waits_for(patient, found, said)
             sleep(LOOK_SECONDS)
 
 
 def _is_over(found: dict[str, Any], epoch: int | None) -> bool:
-    """Of a single attempt: a later one was begun, or the job waits for one."""
+    """True if the only attempt to read is over: a later one has begun, or the job waits for one."""
     return epoch is not None and (found["status"] != "running" or found["epochs"][-1:] != [epoch])
 
 
 def _look(access: _LogSource, job_id: str, epoch: int | None) -> dict[str, Any]:
-    """How far it is. Raises UsageError where it has no such attempt."""
+    """The progress of a job. Raises UsageError if it has no such attempt."""
     found = access.progress(job_id)
     if epoch is not None and epoch not in found["epochs"]:
         there = ", ".join(str(each) for each in found["epochs"]) or "none yet"
@@ -176,22 +179,15 @@ def _look(access: _LogSource, job_id: str, epoch: int | None) -> dict[str, Any]:
 
 
 def _say_what_it_waits_for(access: _LogSource, found: dict[str, Any], before: str) -> str:
-    """Why there is no log yet, once for each reason."""
+    """Print why there is no log yet, unless `before` said the same. Returns the text without its numbers."""
     reasons = access.show(found["job_id"])["waiting"]
     text = f"{found['job_id']} is {found['status']}" + (
         f": {'; '.join(reasons)}" if reasons else ""
     )
-    without_numbers = _NUMBERS.sub("", text)  # a time that runs down is no news
+    without_numbers = _NUMBERS.sub("", text)  # a remaining time that counts down is no news
     if without_numbers != before:
         say(text)
     return without_numbers
-
-
-def _say_why_empty(access: _LogSource, found: dict[str, Any]) -> None:
-    if not found["epochs"]:
-        _say_what_it_waits_for(access, found, "")
-    else:
-        say(f"{found['job_id']} has written nothing yet")
 
 
 # Ends
@@ -200,24 +196,24 @@ def _say_why_empty(access: _LogSource, found: dict[str, Any]) -> None:
 def until_ended(
     access: Fleet, job_ids: Sequence[str], sleep: Callable[[float], None] = time.sleep
 ) -> list[dict[str, Any]]:
-    """Wait until all of these jobs have ended; what they were then."""
-    wanted, asked = list(dict.fromkeys(job_ids)), _Patiently(access)
+    """Wait until all of these jobs have ended. Returns their states then."""
+    wanted, patient = list(dict.fromkeys(job_ids)), _Patiently(access)
     said: dict[str, str] = {}
     ended: dict[str, dict[str, Any]] = {}
     while True:
-        found = _looked_at(asked, [each for each in wanted if each not in ended])
+        found = _states(patient, [each for each in wanted if each not in ended])
         for job_id, each in found.items():
             if said.get(job_id) != each["status"]:
                 said[job_id] = each["status"]
-                _tell_change(asked, each, why=len(wanted) <= MOST_EXPLAINED)
+                _say_change(patient, each, why=len(wanted) <= MOST_EXPLAINED)
         ended |= {job_id: each for job_id, each in found.items() if each["status"] in FINAL}
         if len(ended) == len(wanted):
             return [ended[job_id] for job_id in job_ids]
         sleep(ASK_SECONDS)
 
 
-def _looked_at(access: _LogSource, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """How far they are, a portion with each question. Raises the fleet's refusal where one of them is not there any more."""
+def _states(access: _LogSource, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The states of these jobs, some in each request. Raises the fleet's refusal if one of them does not exist any more."""
     listed: dict[str, dict[str, Any]] = {}
     for start in range(0, len(job_ids), PORTION):
         some = list(job_ids[start : start + PORTION])
@@ -225,7 +221,7 @@ def _looked_at(access: _LogSource, job_ids: Sequence[str]) -> dict[str, dict[str
     return {job_id: listed.get(job_id) or access.progress(job_id) for job_id in job_ids}
 
 
-def _tell_change(access: _LogSource, job: dict[str, Any], *, why: bool) -> None:
+def _say_change(access: _LogSource, job: dict[str, Any], *, why: bool) -> None:
     if job["status"] in ("queued", "pending", "held"):
         if why:
             _say_what_it_waits_for(access, job, "")
@@ -237,17 +233,14 @@ def _tell_change(access: _LogSource, job: dict[str, Any], *, why: bool) -> None:
 
 
 def exit_code_of(ended: Sequence[dict[str, Any]]) -> int:
-    """The exit code of the first job that did not complete; 0 where all did."""
+    """The exit code of the first job that did not complete, as a shell gives it; 0 if all did.
+
+    A signal is 128 and its number. A job that failed without an exit code is 1.
+    """
     for job in ended:
         if job["status"] == "cancelled":
             return CANCELLED_CODE
         if job["status"] == "failed":
-            return _shell_code(job["exit_code"])
+            code: int = job["exit_code"] or 1
+            return 128 - code if code < 0 else min(code, 255)
     return 0
-
-
-def _shell_code(code: int | None) -> int:
-    """As a shell would have it: a signal is 128 and its number. A job that failed without an exit code is 1."""
-    if code is None or code == 0:
-        return 1
-    return 128 - code if code < 0 else min(code, 255)

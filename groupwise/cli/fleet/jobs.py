@@ -1,4 +1,4 @@
-"""`groupwise fleet jobs` and what is done with single ones: show, logs, cancel, retry, hold, release, prune."""
+"""`groupwise fleet jobs`, and the commands on single jobs: show, logs, cancel, retry, hold, release, prune."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LabelOption = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="Only with this label.")
 ]
 PAGE = 1000
-"""Jobs of one listing."""
+"""Most jobs in one listing."""
 
 
 def jobs(
@@ -98,22 +98,22 @@ def show(job: JobArgument, told: FleetOption = None, as_json: AsJson = False) ->
 
 @dataclass(frozen=True, slots=True)
 class _Verb:
-    """What is done to jobs."""
+    """A change of jobs, as a command makes it."""
 
     name: str
     statuses: frozenset[str]
-    """Of the jobs that it is for: of those that options choose, the others are left alone."""
+    """Statuses of the jobs that it applies to; options choose only among those."""
     one: Callable[[Fleet, str], dict[str, Any]]
-    """It as it is then; raises where it is refused. An API has had this for longer than what is done to many."""
+    """Changes one job, and returns it; raises if it is refused. Older APIs have only this, not `many`."""
     many: Callable[[Fleet, Sequence[str]], list[dict[str, Any]]]
-    """Each as it is then, or its `error`."""
+    """Changes many jobs. Returns each as it is then, or its `error`."""
     said: Callable[[dict[str, Any]], str]
-    """What became of a job, in words."""
+    """The result for one job, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class _JobFilter:
-    """Jobs that are chosen by what they are."""
+    """The options that choose jobs."""
 
     status: list[str] | None
     project: str | None
@@ -121,19 +121,19 @@ class _JobFilter:
     label: list[str] | None
 
     def given(self) -> list[str]:
-        """The options that say something."""
+        """The options that are given."""
         return [f"--{each}" for each in self.__slots__ if getattr(self, each)]
 
     def ids(self, access: Fleet, statuses: frozenset[str]) -> list[str]:
-        """Of all of them, the newest first. `statuses`: where none is given."""
+        """The ids of all chosen jobs, the newest first. `statuses`: the default."""
         from groupwise.cli.fleet import words
 
-        asked = words.statuses(self.status)
+        given = words.statuses(self.status)
         words.pairs("--label", self.label or ())
         found: list[str] = []
         while True:
             page = access.jobs(
-                status=sorted(statuses if asked is None else asked),
+                status=sorted(statuses if given is None else given),
                 project=self.project,
                 name=self.name,
                 label=self.label or None,
@@ -148,7 +148,7 @@ class _JobFilter:
 def _do(
     told: str | None, ids: Sequence[str] | None, wanted: _JobFilter, verb: _Verb, as_json: bool
 ) -> None:
-    """One that is named alone is done or refused; of several each, whatever becomes of the others."""
+    """Change one named job, or raise; of several jobs, change each, even if others are refused."""
     given = wanted.given()
     if not ids and not given:
         raise UsageError(
@@ -168,43 +168,35 @@ def _do(
     if as_json:
         print_json(done)
     elif given:
-        say(f"{verb.name}: {_count(len(done), refused)}")
+        jobs = "1 job" if len(done) == 1 else f"{len(done)} jobs" if done else "no jobs like that"
+        of_them = f"{len(done) - refused} of {jobs}, {refused} refused" if refused else jobs
+        say(f"{verb.name}: {of_them}")
     if refused:
         raise typer.Exit(UsageError.exit_code)
 
 
 def _each(access: Fleet, ids: Sequence[str], verb: _Verb, as_json: bool) -> list[dict[str, Any]]:
-    """Where this breaks off, programs get what is done until then beside the error."""
+    """Change jobs portion by portion, and print each result at once. If a portion fails, --json prints what is done beside the error."""
     from groupwise.api.schemas.fleet import portions
 
     done: list[dict[str, Any]] = []
     for some in portions(ids):
         try:
-            done += _told(verb, verb.many(access, some), as_json)
+            changed = verb.many(access, some)
         except GroupwiseError as error:
             if not as_json:
                 raise
             print_json({"error": {"code": error.code, "message": error.message}, "done": done})
             raise typer.Exit(report_error(error, as_json=False)) from error
+        done += changed
+        for each in changed:
+            if "error" in each:
+                job_id, message = each["job_id"], each["error"]["message"]
+                about = message if job_id in message else f"{job_id}: {message}"
+                say(f"not done: {about}")
+            elif not as_json:
+                say(verb.said(each))
     return done
-
-
-def _told(verb: _Verb, done: list[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
-    """Said at once, so that it is known even where what comes next breaks off."""
-    for each in done:
-        if "error" in each:
-            job_id, message = each["job_id"], each["error"]["message"]
-            say(f"not done: {message}" if job_id in message else f"not done: {job_id}: {message}")
-        elif not as_json:
-            say(verb.said(each))
-    return done
-
-
-def _count(number: int, refused: int) -> str:
-    if not number:
-        return "no jobs like that"
-    jobs = "1 job" if number == 1 else f"{number} jobs"
-    return f"{number - refused} of {jobs}, {refused} refused" if refused else jobs
 
 
 def cancel(

@@ -188,27 +188,27 @@ def add(
         from groupwise.cli.fleet.prepare import prepare_new, usual_plan
         from groupwise.jobs.fleet.client import FleetClient
 
-        way, by = reach.Way(host, port, user, key, from_ssh_config), None
+        way = reach.Way(host, port, user, key, from_ssh_config)
+        by = reach.Trust(trust, trust_jump, yes, _ask_user())
         if isinstance(access, FleetClient):
-            _refuse_from_afar(vm, trust is not None or trust_jump is not None or yes, prepare)
+            where, trusted = _location_from_afar(vm, way, by, prepare=prepare), False
         else:
-            by = reach.Trust(trust, trust_jump, yes, _asks())
-        where, trusted = _whereabouts(way, by, may_be_here=engine is not None)
+            where, trusted = _location(way, by, may_be_here=engine is not None)
         plan = usual_plan() if prepare else None
         found = access.add_machine({**what, **where})
-        told_more = (
-            "the poller looks at it in its next round"
-            if trusted
-            else f"it is not used before `groupwise fleet vm trust {vm}`"
-        )
         if not as_json or prepare:
-            say(f"{vm} is in the fleet; {told_more}")
+            untrusted = f"it is not used before `groupwise fleet vm trust {vm}`"
+            then = "the poller looks at it in its next round" if trusted else untrusted
+            say(f"{vm} is in the fleet; {then}")
         if plan is not None and not isinstance(access, FleetClient):
             again = f"`groupwise fleet vm prepare {vm}`"
             try:
-                found["prepared"] = (
-                    prepare_new(access, vm, plan) if trusted else _not_prepared(vm, again)
-                )
+                if trusted:
+                    found["prepared"] = prepare_new(access, vm, plan)
+                else:
+                    problem = f"nothing is said to {vm} before it is trusted; once it is, {again}"
+                    say(f"it is not prepared: {problem}")
+                    found["prepared"] = {"vm_id": vm, "problem": problem}
             except KeyboardInterrupt:
                 say(f"what has begun goes on there; {again} follows it to its end")
                 raise
@@ -218,24 +218,10 @@ def add(
         raise typer.Exit(1)
 
 
-def _refuse_from_afar(vm: str, trusts: bool, prepare: bool) -> None:
+def _location(way: Way, by: Trust, *, may_be_here: bool) -> tuple[dict[str, Any], bool]:
+    """The fields that say where a new machine is, and whether it is trusted. `may_be_here`: without options it is this machine."""
     from groupwise.cli.fleet import reach
 
-    if trusts:
-        raise UsageError(reach.NO_KEY_FROM_AFAR.format(vm=vm))
-    if prepare:
-        raise UsageError(reach.NO_PREPARING_FROM_AFAR.format(vm=vm))
-
-
-def _whereabouts(way: Way, by: Trust | None, *, may_be_here: bool) -> tuple[dict[str, Any], bool]:
-    """Where a new machine is, as a fleet calls that, and whether it is trusted. `by`: how that is found out; None: the fleet is elsewhere.
-
-    `may_be_here`: where nothing is said, it is this machine.
-    """
-    from groupwise.cli.fleet import reach
-
-    if by is None:
-        return way.of_new_from_afar().as_fields(), False
     if may_be_here and way == reach.Way() and by == reach.Trust(ask=by.ask):
         return {"transport": "local"}, True
     where = way.of_new(by)
@@ -244,10 +230,15 @@ def _whereabouts(way: Way, by: Trust | None, *, may_be_here: bool) -> tuple[dict
     return {**where.as_fields(), **keys}, bool(seen.pinned)
 
 
-def _not_prepared(vm: str, again: str) -> dict[str, Any]:
-    problem = f"nothing is said to {vm} before it is trusted; once it is, {again}"
-    say(f"it is not prepared: {problem}")
-    return {"vm_id": vm, "problem": problem}
+def _location_from_afar(vm: str, way: Way, by: Trust, *, prepare: bool) -> dict[str, Any]:
+    """The same fields for a fleet that runs elsewhere. Raises UsageError for options that only work on its own machine."""
+    from groupwise.cli.fleet import reach
+
+    if by.fingerprint is not None or by.of_jump is not None or by.unasked:
+        raise UsageError(reach.NO_KEY_FROM_AFAR.format(vm=vm))
+    if prepare:
+        raise UsageError(reach.NO_PREPARING_FROM_AFAR.format(vm=vm))
+    return way.of_new_from_afar().as_fields()
 
 
 def _check_trust(trust: str | None, yes: bool, option: str = "--trust") -> None:
@@ -261,8 +252,8 @@ def _check_trust(trust: str | None, yes: bool, option: str = "--trust") -> None:
         )
 
 
-def _asks() -> Callable[[str], bool] | None:
-    """How a person is asked; None where there is none."""
+def _ask_user() -> Callable[[str], bool] | None:
+    """A function that asks the user; None if there is no terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return None
     return lambda question: typer.confirm(question, default=False, err=True)
@@ -343,7 +334,7 @@ def lost(
     Its attempts end, and its jobs are run elsewhere. Only for a machine that is gone: one that is merely silent may still be running them.
     """
     if not yes:
-        asks = _asks()
+        asks = _ask_user()
         if asks is None:
             raise UsageError(
                 f"`vm mark-lost {vm}` gives up all that runs there; say --yes where nobody can be asked."
@@ -377,28 +368,21 @@ def trust(
     """Trust the host key that a machine shows."""
     _check_trust(fingerprint, yes)
     if fingerprint is None and not yes:
-        fingerprint = _confirmed(vm, told)
+        with fleet(told) as access:
+            found = access.machine(vm)
+        # If it has shown none, `trust` says why.
+        if (fingerprint := found["seen_fingerprint"]) is not None:
+            asks = _ask_user()
+            if asks is None:
+                raise UsageError(
+                    f"{vm} shows the host key {fingerprint}. Compare it with the machine's own (`ssh-keygen -lf "
+                    f"/etc/ssh/ssh_host_ed25519_key.pub` there), then `groupwise fleet vm trust {vm} {fingerprint}`."
+                )
+            if found["fingerprint"] is not None:
+                say(f"{vm} had the host key {found['fingerprint']} before.")
+            if not asks(f"{vm} shows the host key {fingerprint}. Is that the machine's own?"):
+                raise typer.Exit(1)
     _change("trust", vm, told, as_json, fingerprint)
-
-
-def _confirmed(vm: str, told: str | None) -> str | None:
-    """The fingerprint that a person has said yes to."""
-    with fleet(told) as access:
-        found = access.machine(vm)
-    seen = found["seen_fingerprint"]
-    if seen is None:  # the verb says what there is to be said
-        return None
-    asks = _asks()
-    if asks is None:
-        raise UsageError(
-            f"{vm} shows the host key {seen}. Compare it with the machine's own (`ssh-keygen -lf "
-            f"/etc/ssh/ssh_host_ed25519_key.pub` there), then `groupwise fleet vm trust {vm} {seen}`."
-        )
-    if found["fingerprint"] is not None:
-        say(f"{vm} had the host key {found['fingerprint']} before.")
-    if not asks(f"{vm} shows the host key {seen}. Is that the machine's own?"):
-        raise typer.Exit(1)
-    return seen
 
 
 @machines.command("clear-quarantine")
@@ -489,7 +473,7 @@ def set_machine(
         from groupwise.jobs.fleet.client import FleetClient
 
         way = reach.Way(host, port, user, key, from_ssh_config)
-        by = reach.Trust(of_jump=trust_jump, unasked=yes, ask=_asks())
+        by = reach.Trust(of_jump=trust_jump, unasked=yes, ask=_ask_user())
         afar = isinstance(access, FleetClient)
         found = access.change_machine(
             vm,
@@ -510,34 +494,28 @@ def set_machine(
     if as_json:
         print_json(found)
         return
-    where = (
-        "" if found["user"] is None else f"{found['user']}@{found['ip_address']}:{found['port']}, "
-    )
-    say(
-        f"{vm}: {where}folder {found['workdir']}, python {found['python']}{_slots(found)}"
-        + _also(found)
-    )
+    say(f"{vm}: {_settings(found)}")
 
 
-def _slots(found: dict[str, Any]) -> str:
-    if found["engine"] is not None:
-        from groupwise.cli.fleet.printing import engine_line
+def _settings(found: dict[str, Any]) -> str:
+    """The settings of a machine in one line; those that most machines do not have only if they are set."""
+    from groupwise.cli.fleet.printing import engine_line
 
-        return f", {engine_line(found)}"
     slots = "1 without GPUs" if found["cpu_slots"] is None else found["cpu_slots"]
-    return f", CPU slots {slots}"
-
-
-def _also(found: dict[str, Any]) -> str:
-    """What most machines do not have."""
-    labels = " ".join(f"{name}={value}" for name, value in sorted(found["labels"].items()))
-    told = {
-        "labels": labels,
+    parts = [
+        f"folder {found['workdir']}",
+        f"python {found['python']}",
+        f"CPU slots {slots}" if found["engine"] is None else str(engine_line(found)),
+    ]
+    if found["user"] is not None:
+        parts.insert(0, f"{found['user']}@{found['ip_address']}:{found['port']}")
+    rare = {
+        "labels": " ".join(f"{name}={value}" for name, value in sorted(found["labels"].items())),
         "jobs of": ", ".join(found["projects"] or ()),
         "deadman": found["deadman"] and f"{found['deadman']:g} s",
         "probe": found["probe"] and shlex.join(found["probe"]),
     }
-    return "".join(f", {name} {value}" for name, value in told.items() if value)
+    return ", ".join([*parts, *(f"{name} {value}" for name, value in rare.items() if value)])
 
 
 def _labels(given: Sequence[str], taken: Sequence[str]) -> dict[str, str | None]:
@@ -552,7 +530,7 @@ def _labels(given: Sequence[str], taken: Sequence[str]) -> dict[str, str | None]
 
 
 def _deadman(given: str | None) -> float | None:
-    """Seconds; 0: off."""
+    """Parse --deadman: seconds, 0 for `off`."""
     from groupwise.cli.fleet.words import seconds_of
 
     if given is None:
@@ -561,7 +539,7 @@ def _deadman(given: str | None) -> float | None:
 
 
 def _command(given: str | None) -> list[str] | None:
-    """As a shell would take it apart; none is ever asked."""
+    """Split --probe into words as a shell would; no shell ever runs it."""
     if given is None:
         return None
     try:

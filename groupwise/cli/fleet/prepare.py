@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -112,7 +112,10 @@ def prepare(
             )
         )
         if dry_run:
-            _show(plan)
+            # The lock goes to stdout, where pip reads it; all else to stderr.
+            packed = f"{plan.packed.file_name}, packed here"
+            say(f"environment {plan.name}: {packed}, and {_contents(plan)}")
+            typer.echo(plan.lock.text, nl=False)
             return
         try:
             found = asyncio.run(_prepare_all(fleet, machines, plan, prune=prune))
@@ -125,7 +128,7 @@ def prepare(
 
 
 def _machines(session: Any, _: Any, names: Sequence[str]) -> list[Machine]:
-    """All of them, or an error of the first that cannot be used."""
+    """All of these machines. Raises an error for the first that cannot be used."""
     from groupwise.jobs.fleet.attempts import records
     from groupwise.jobs.fleet.machines.prepare import require_usable
     from groupwise.jobs.fleet.verbs import find
@@ -134,12 +137,6 @@ def _machines(session: Any, _: Any, names: Sequence[str]) -> list[Machine]:
     for each in found:
         require_usable(each)
     return found
-
-
-def _show(plan: Plan) -> None:
-    """The lock on stdout, where `pip` reads it; all else beside it."""
-    say(f"environment {plan.name}: {plan.packed.file_name}, packed here, and {_contents(plan)}")
-    typer.echo(plan.lock.text, nl=False)
 
 
 def _contents(plan: Plan) -> str:
@@ -154,14 +151,14 @@ def _contents(plan: Plan) -> str:
 
 
 def usual_plan() -> Plan:
-    """Of `vm prepare` without options. Raises UsageError."""
+    """The plan of `vm prepare` without options. Raises UsageError."""
     from groupwise.jobs.fleet.machines.plans import PrepareOptions, plan_of
 
     return plan_of(PrepareOptions())
 
 
 def prepare_new(fleet: DirectFleet, vm: str, plan: Plan) -> dict[str, Any]:
-    """A machine that has just been added; `problem` in what is told where that failed."""
+    """Prepare a machine that has just been added. The result has a `problem` if that failed."""
     machines = fleet.read(_machines, [vm])
     return asyncio.run(_prepare_all(fleet, machines, plan, prune=False))[0]
 
@@ -169,57 +166,40 @@ def prepare_new(fleet: DirectFleet, vm: str, plan: Plan) -> dict[str, Any]:
 async def _prepare_all(
     fleet: DirectFleet, machines: Sequence[Machine], plan: Plan, *, prune: bool
 ) -> list[dict[str, Any]]:
-    """Each on its own: what goes wrong with one changes nothing for the others."""
+    """Prepare these machines at the same time; an error of one does not affect the others."""
+    from groupwise.jobs.fleet.machines import prepare as preparing
+    from groupwise.jobs.fleet.verbs import machines as verbs
     from groupwise.jobs.hosts.files import BlobStore
 
     say(f"environment {plan.name}: groupwise {plan.packed.version} and {_contents(plan)}")
     store = BlobStore(fleet.place.blobs)
+    alone = len(machines) == 1
 
     async def one(machine: Machine) -> dict[str, Any]:
-        tell = _teller(machine.vm_id, alone=len(machines) == 1)
+        vm = machine.vm_id
         try:
-            return await _prepare_one(fleet, machine, plan, store, tell, prune=prune)
+            made = await preparing.prepare(
+                machine, plan, store, say if alone else lambda line: say(f"{vm}: {line}")
+            )
+            await asyncio.to_thread(lambda: fleet.change(verbs.change, vm, python=made.python))
+            await asyncio.to_thread(fleet.ring)
+            release = f"Python {made.version}, groupwise {made.groupwise}"
+            say(f"{vm} is prepared: its jobs run with {made.python} ({release})")
+            found: dict[str, Any] = {"vm_id": vm, "environment": plan.name, **asdict(made)}
+            if prune:
+                found |= await _prune_one(fleet, machine, plan, store)
+            return found
         except GroupwiseError as error:
             say(f"groupwise: {error.message}")
-            return {"vm_id": machine.vm_id, "problem": error.message, "code": error.code}
+            return {"vm_id": vm, "problem": error.message, "code": error.code}
 
     return list(await asyncio.gather(*(one(machine) for machine in machines)))
-
-
-def _teller(vm: str, *, alone: bool) -> Callable[[str], None]:
-    """Says lines of one machine's log; of several, each with its name."""
-    return say if alone else lambda line: say(f"{vm}: {line}")
-
-
-async def _prepare_one(
-    fleet: DirectFleet,
-    machine: Machine,
-    plan: Plan,
-    store: BlobStore,
-    tell: Callable[[str], None],
-    *,
-    prune: bool,
-) -> dict[str, Any]:
-    from groupwise.jobs.fleet.machines import prepare as preparing
-    from groupwise.jobs.fleet.verbs import machines as verbs
-
-    vm = machine.vm_id
-    made = await preparing.prepare(machine, plan, store, tell)
-    await asyncio.to_thread(lambda: fleet.change(verbs.change, vm, python=made.python))
-    await asyncio.to_thread(fleet.ring)
-    say(
-        f"{vm} is prepared: its jobs run with {made.python} (Python {made.version}, groupwise {made.groupwise})"
-    )
-    found: dict[str, Any] = {"vm_id": vm, "environment": plan.name, **asdict(made)}
-    if prune:
-        found |= await _prune_one(fleet, machine, plan, store)
-    return found
 
 
 async def _prune_one(
     fleet: DirectFleet, machine: Machine, plan: Plan, store: BlobStore
 ) -> dict[str, Any]:
-    """What the row named a moment ago may be on its way in a launch; then nothing is removed."""
+    """Prune one machine. A launch may be on its way with the interpreter that the row named before; then nothing is removed."""
     from groupwise.jobs.fleet.machines import prepare as preparing
 
     vm = machine.vm_id
@@ -231,11 +211,7 @@ async def _prune_one(
         return asdict(preparing.Pruned([], [], []))
 
     async def keep() -> list[str]:
-        """What is to be kept."""
-        return [
-            plan.name,
-            *await asyncio.to_thread(lambda: fleet.database.read(preparing.named)),
-        ]
+        return [plan.name, *await asyncio.to_thread(fleet.database.read, preparing.named)]
 
     pruned = await preparing.prune(machine, keep, store)
     parts = [f"{len(pruned.removed)} other environments were removed"]

@@ -1,4 +1,4 @@
-"""How jobs, machines and the state of a fleet look in a terminal: tables and pairs made of the documents that verbs give."""
+"""Prints jobs, machines and the state of a fleet in a terminal: tables and pairs made of the documents that verbs give."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Document = Mapping[str, Any]
 
 LONGEST_REASON, LEAST_REASON = 60, 20
 TIMES = frozenset({"age", "time"})
-"""Columns of tables that say no more than the larger unit where there is no room."""
+"""Columns of tables that show only the larger unit if there is no room."""
 WORDS = frozenset({"kind", "project", "where", "address", "model"})
-"""Columns that are cut off where there is none."""
+"""Columns that are cut off if there is still no room."""
 LEAST_CELL = 8
-"""Of these."""
+"""Fewest cells to which these columns are cut."""
 LEAST_NAME = 12
-"""Of a name that people have chosen, and that is shortened where nothing else gives room."""
+"""Fewest cells to which a machine's name is shortened, if nothing else gives room."""
 LONGEST_COMMAND = 400
 TAIL_LINES = 5
 NOT_SHOWN = frozenset({"spec_hash", "seats", "tail", "state"})
 """Parts of events that stand elsewhere on the page, or say nothing to people; `--json` has them."""
 NOT_FACTS = frozenset({"machine_time", "quarantined"})
-"""What a machine says that is for programs, or is told in other words; likewise."""
+"""Facts of a machine that are for programs, or are shown in other words; `--json` has them."""
 FINAL = frozenset({"completed", "failed", "cancelled"})
 
 
@@ -69,29 +69,28 @@ def print_jobs(jobs: Sequence[Document], now: float) -> None:
     """A list of jobs, a line each."""
     several = len({job["project"] for job in jobs}) > 1
     head = ("job", "status", "kind", *(("project",) if several else ()), "where", "age", "time", "")
-    _print_with_remarks(head, [_job_row(job, now, several) for job in jobs])
-
-
-def _job_row(job: Document, now: float, with_project: bool) -> tuple[str, ...]:
-    created = stamp(job["created_at"]) or now
-    return (
-        job["job_id"],
-        _status(job),
-        job["job_type"],
-        *((job["project"],) if with_project else ()),
-        _where(job),
-        duration(now - created),
-        _took(job, now),
-        one_line(_remark(job)),
-    )
+    rows = [
+        (
+            job["job_id"],
+            _status(job),
+            job["job_type"],
+            *((job["project"],) if several else ()),
+            _where(job),
+            duration(now - (stamp(job["created_at"]) or now)),
+            _took(job, now),
+            one_line(_remark(job)),
+        )
+        for job in jobs
+    ]
+    _print_with_remarks(head, rows)
 
 
 def _print_with_remarks(
     head: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, least_name: int | None = None
 ) -> None:
-    """A table whose last column has what a terminal leaves to it; where that is too little, others give way.
+    """Print a table whose last column gets the rest of the terminal's width; if that is too little, other columns shrink.
 
-    `least_name`: the first column does so too, last of all, down to this; None: never.
+    `least_name`: fewest cells to which the first column shrinks, last of all; None: it never does.
     """
     longest = LONGEST_REASON
     if sys.stdout.isatty():
@@ -100,13 +99,19 @@ def _print_with_remarks(
         rows = _narrowed(head, rows, width - wanted)
         if least_name is not None and (wide := sum(_widths(head, rows)) + wanted - width) > 0:
             room = max(least_name, max(cell_len(row[0]) for row in rows) - wide)
-            rows = [_with(row, 0, _cut_within(row[0], room)) for row in rows]
+            end = (
+                room - 1
+            ) // 2  # cut in the middle: names of machines, which are ASCII, differ at their ends
+            for place, row in enumerate(rows):
+                if cell_len(row[0]) > room:
+                    name = _cut(row[0], room - end) + row[0][-end:]
+                    rows[place] = _with(row, 0, name)
         longest = max(1, width - sum(_widths(head, rows)))
     print_table([head, *((*row[:-1], _cut(row[-1], longest)) for row in rows)])
 
 
 def _widths(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[int]:
-    """Of all columns but the last, with the gap behind each."""
+    """Widths of all columns but the last, with the gap behind each."""
     columns = zip(*(row[:-1] for row in (head, *rows)), strict=True)
     return [max(map(cell_len, column)) + 2 for column in columns]
 
@@ -114,7 +119,7 @@ def _widths(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[int]
 def _narrowed(
     head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int
 ) -> list[tuple[str, ...]]:
-    """The rows with shorter cells where they have no room. The first column is left whole here: it is typed in again."""
+    """The rows with cells cut to fit the width. The first column stays whole: people type it in again."""
     found = list(rows)
     if sum(_widths(head, found)) > width:
         times = [place for place, name in enumerate(head) if name in TIMES]
@@ -135,19 +140,13 @@ def _with(row: tuple[str, ...], place: int, cell: str) -> tuple[str, ...]:
 
 
 def _cut(text: str, cells: int) -> str:
-    """At most so wide in a terminal, with `…` at its end where something was cut off."""
+    """Cut a text to so many cells of a terminal, with `…` at its end if something was cut off."""
     if cell_len(text) <= cells:
         return text
     text = text[: cells - 1]
     while cell_len(text) >= cells:
         text = text[:-1]
     return f"{text}…"
-
-
-def _cut_within(name: str, cells: int) -> str:
-    """The same with `…` in the middle: names of machines, which are ASCII, differ at their ends."""
-    end = (cells - 1) // 2
-    return name if cell_len(name) <= cells else _cut(name, cells - end) + name[-end:]
 
 
 def _status(job: Document) -> str:
@@ -165,7 +164,7 @@ def _where(job: Document) -> str:
 
 
 def _took(job: Document, now: float) -> str:
-    """Until now, where it has not ended; empty where it has not begun."""
+    """How long the job took, or has taken so far; empty if it has not begun."""
     start = stamp(job["start_time"])
     return "" if start is None else duration((stamp(job["end_time"]) or now) - start)
 
@@ -184,6 +183,9 @@ def _remark(job: Document) -> str:
 def print_job(job: Document, now: float) -> None:
     """All about one job."""
     arguments = job["arguments"]
+    resources: Document = job["resources"] or {}
+    needs = {name: value for name, value in resources.items() if value not in (None, [], {}, "")}
+    submitter = job["submitted_by"] or "SQL"
     print_pairs(
         [
             ("job", job["job_id"]),
@@ -196,12 +198,9 @@ def print_job(job: Document, now: float) -> None:
             ("command", arguments and shorten(shlex.join(arguments), LONGEST_COMMAND)),
             ("project", job["project"]),
             ("priority", job["priority"] or None),
-            ("needs", _needs(job["resources"])),
+            ("needs", ", ".join(f"{name} {_in_words(value)}" for name, value in needs.items())),
             ("on", _where(job)),
-            (
-                "submitted",
-                f"{clock_time(stamp(job['created_at']))} by {job['submitted_by'] or 'SQL'}",
-            ),
+            ("submitted", f"{clock_time(stamp(job['created_at']))} by {submitter}"),
             ("started", clock_time(stamp(job["start_time"]))),
             ("ended", clock_time(stamp(job["end_time"]))),
             ("took", _took(job, now) if job["end_time"] else None),
@@ -217,8 +216,8 @@ def print_job(job: Document, now: float) -> None:
 
 
 def _checkpoints(job: Document, now: float) -> str | None:
-    """What its next attempt would go on from, and what has not come; None: it has left none."""
-    # an API of before tells of none
+    """The checkpoint from which the next attempt would resume, and which could not be mirrored; None: there is none."""
+    # older APIs have no such field
     whole = [each for each in job.get("checkpoints") or () if each["damaged_at"] is None]
     found = [
         f"step {c['step']}, mirrored {duration(now - c['mirrored_at'])} ago" for c in whole[:1]
@@ -230,14 +229,7 @@ def _checkpoints(job: Document, now: float) -> str | None:
     return "; ".join(found) or None
 
 
-def _needs(resources: Document | None) -> str | None:
-    if resources is None:
-        return None
-    shown = {name: value for name, value in resources.items() if value not in (None, [], {}, "")}
-    return ", ".join(f"{name} {_plain(value)}" for name, value in shown.items())
-
-
-def _plain(value: Any) -> str:
+def _in_words(value: Any) -> str:
     if isinstance(value, Mapping):
         return " ".join(f"{k}={v}" for k, v in value.items())  # type: ignore[reportUnknownVariableType]
     if isinstance(value, list):
@@ -276,7 +268,7 @@ def _member(member: Document) -> str:
 
 
 def _evidence(evidence: Document) -> list[tuple[str, str]]:
-    """Why it is believed to have ended so: what each member's exit record says, and its last lines."""
+    """The evidence for how an attempt ended: each member's exit record, and the last lines of its log."""
     found = [("because", str(evidence["because"]))] if evidence.get("because") else []
     members: list[Document] = evidence.get("members") or []
     for member in members:
@@ -292,47 +284,42 @@ def _evidence(evidence: Document) -> list[tuple[str, str]]:
         if record is None:
             continue
         found.append((f"{where}exit", how_it_ended(record)))
+        lines = record["tail"].splitlines()[-TAIL_LINES:]
         found += [
-            ("" if n else f"{where}said", line) for n, line in enumerate(_last(record["tail"]))
+            ("" if n else f"{where}said", shorten(one_line(line), 160))
+            for n, line in enumerate(lines)
         ]
     others = {k: v for k, v in evidence.items() if k not in ("because", "members", "rank")}
     return [
         *found,
-        *((name, shorten(_plain(value), LONGEST_COMMAND)) for name, value in others.items()),
+        *((name, shorten(_in_words(value), LONGEST_COMMAND)) for name, value in others.items()),
     ]
 
 
 def how_it_ended(record: Document) -> str:
-    """A command, by its exit record."""
+    """How a command ended, by its exit record."""
     how = f"signal {record['signal']}" if record["signal"] is not None else f"code {record['code']}"
     why = "" if record["reason"] == "exited" else f", {record['reason'].replace('_', ' ')}"
     memory = ", ended by the kernel for want of memory" if record.get("oom_kill") else ""
-    return how + why + memory + _leftovers(record.get("leftovers") or 0)
-
-
-def _leftovers(number: int) -> str:
-    if not number:
-        return ""
-    what = "1 process" if number == 1 else f"{number} processes"
-    return f"; {what} that it had left behind {'was' if number == 1 else 'were'} ended"
-
-
-def _last(tail: str) -> list[str]:
-    """The last lines of a log."""
-    return [shorten(one_line(line), 160) for line in tail.splitlines()[-TAIL_LINES:]]
+    left = record.get("leftovers") or 0
+    them = "1 process that it had left behind was" if left == 1 else ""
+    them = them or f"{left} processes that it had left behind were"
+    return how + why + memory + (f"; {them} ended" if left else "")
 
 
 def event_line(event: Document) -> tuple[str, str]:
-    """When, and who did what."""
-    told: dict[str, Any] = {**(event["after"] or {}), **(event["detail"] or {})}
-    detail = {name: value for name, value in told.items() if name not in NOT_SHOWN}
+    """The time of an event, and who did what."""
+    about: dict[str, Any] = {**(event["after"] or {}), **(event["detail"] or {})}
+    detail = {name: value for name, value in about.items() if name not in NOT_SHOWN}
     status = detail.pop("status", None)
     what = (
         event["kind"]
         if status is None or str(event["kind"]).endswith(str(status))
         else f"{event['kind']} → {status}"
     )
-    more = ", ".join(f"{k} {_plain(v)}" for k, v in detail.items() if v not in (None, "", [], {}))
+    more = ", ".join(
+        f"{k} {_in_words(v)}" for k, v in detail.items() if v not in (None, "", [], {})
+    )
     text = f"{what} by {event['actor']}"
     return clock_time(event["at"]), shorten(one_line(f"{text}: {more}" if more else text), 160)
 
@@ -343,43 +330,37 @@ def event_line(event: Document) -> tuple[str, str]:
 def print_machines(machines: Sequence[Document]) -> None:
     """A list of machines, a line each."""
     head = ("machine", "state", "address", "GPUs free", "model", "CPUs", "RAM", "jobs", "")
-    _print_with_remarks(head, [_machine_row(vm) for vm in machines], least_name=LEAST_NAME)
-
-
-def _machine_row(vm: Document) -> tuple[str, ...]:
-    facts = vm["facts"]
-    return (
-        vm["vm_id"],
-        vm["state"],
-        _address(vm),
-        _free(vm),
-        ", ".join(sorted(_models(vm))),
-        str(facts.get("cpus") or ""),
-        megabytes(facts.get("ram_mb")),
-        str(len(_jobs_on(vm)) or ""),
-        one_line(_machine_remark(vm)),
-    )
-
-
-def _free(vm: Document) -> str:
-    if vm.get("engine"):
-        return f"{vm['available_slots']}/{vm['total_slots']} slots"
-    return f"{vm['available_gpus']}/{vm['total_gpus']}" if vm["total_gpus"] else "-"
-
-
-def _models(vm: Document) -> set[str]:
-    if vm.get("engine"):
-        return {str(vm["engine"].get("gpu_model") or vm["engine"].get("name"))}
-    return {gpu["model"] for gpu in vm["gpus"] if gpu["model"]}
+    rows: list[tuple[str, ...]] = []
+    for vm in machines:
+        if engine := vm.get("engine"):
+            free = f"{vm['available_slots']}/{vm['total_slots']} slots"
+            models = {str(engine.get("gpu_model") or engine.get("name"))}
+        else:
+            free = f"{vm['available_gpus']}/{vm['total_gpus']}" if vm["total_gpus"] else "-"
+            models = {gpu["model"] for gpu in vm["gpus"] if gpu["model"]}
+        rows.append(
+            (
+                vm["vm_id"],
+                vm["state"],
+                _address(vm),
+                free,
+                ", ".join(sorted(models)),
+                str(vm["facts"].get("cpus") or ""),
+                megabytes(vm["facts"].get("ram_mb")),
+                str(len(_jobs_on(vm)) or ""),
+                one_line(_machine_remark(vm)),
+            )
+        )
+    _print_with_remarks(head, rows, least_name=LEAST_NAME)
 
 
 def engine_line(vm: Document) -> str | None:
-    """What begins jobs in a machine's place, and what it is said to have; None: it does itself."""
-    engine: Document | None = vm.get("engine")  # an API of before tells of none
+    """The engine that begins jobs in a machine's place, and what it has; None: the machine begins them itself."""
+    engine: Document | None = vm.get("engine")  # older APIs have no such field
     if engine is None:
         return None
     model, memory = engine.get("gpu_model"), engine.get("gpu_memory_mb")
-    told = [
+    parts = [
         f"{vm['available_slots']} of {vm['total_slots']} slots free",
         f"GPUs for a job: {engine.get('gpus') or 'none'}",
         *([model] if model else []),
@@ -387,14 +368,16 @@ def engine_line(vm: Document) -> str | None:
         *([shlex.join(engine["options"])] if engine.get("options") else []),
         *([engine["address"]] if engine.get("address") else []),
     ]
-    return f"{engine.get('name')}: {', '.join(told)}"
+    return f"{engine.get('name')}: {', '.join(parts)}"
 
 
 def _address(vm: Document) -> str:
     if vm["transport"] == "local":
         return "this machine"
     port = "" if vm["port"] == 22 else f":{vm['port']}"
-    user = "" if vm["user"] is None else f"{vm['user']}@"  # whoever asks may not be told
+    user = (
+        "" if vm["user"] is None else f"{vm['user']}@"
+    )  # hidden from keys that are bound to projects
     return f"{user}{vm['ip_address']}{port}"
 
 
@@ -433,14 +416,14 @@ def print_machine(vm: Document, now: float) -> None:
             ("work folder", vm["workdir"]),
             ("python", vm["python"]),
             ("engine", engine_line(vm)),
-            ("labels", _plain(vm["labels"])),
+            ("labels", _in_words(vm["labels"])),
             ("CPU slots", vm["cpu_slots"]),
             ("jobs of", ", ".join(vm["projects"] or ())),
             ("deadman", duration(vm["deadman"]) if vm["deadman"] else None),
             ("probe", " ".join(vm["probe"] or ())),
             ("last polled", clock_time(stamp(vm["last_polled"]))),
             *(
-                (f"  {name}", _plain(value))
+                (f"  {name}", _in_words(value))
                 for name, value in sorted(facts.items())
                 if value not in (None, "", [], {}) and name not in NOT_FACTS
             ),
@@ -456,7 +439,7 @@ def print_machine(vm: Document, now: float) -> None:
 
 
 def _stray(found: Document) -> str:
-    """What the machine has there and nobody knows."""
+    """A process or attempt on the machine that the fleet does not know."""
     since = f" since {clock_time(found['since'])}" if found.get("since") else ""
     pid = f" (pid {found['pid']})" if found.get("pid") else ""
     return f"{found['what']} {found['detail']}{pid}{since}"
@@ -466,6 +449,12 @@ def _gpu_row(gpu: Document) -> tuple[str, ...]:
     state = f"quarantined: {gpu['quarantined']}" if gpu["quarantined"] else gpu["observed"]
     if gpu["detail"] and not gpu["quarantined"]:
         state += f" ({gpu['detail']})"
+    holders: list[str] = []
+    for holder in gpu["held_by"]:
+        job = holder["job_id"] or "a job of another project"
+        share = f" {megabytes(holder['share_mb'])}" if holder["share_mb"] else ""
+        over = f" (ended, {holder['cleanup']})" if holder["cleanup"] else ""
+        holders.append(job + share + over)
     return (
         f"{gpu['index']} {gpu['uuid']}",
         gpu["model"] or "?",
@@ -474,21 +463,15 @@ def _gpu_row(gpu: Document) -> tuple[str, ...]:
         "" if gpu["utilisation"] is None else f"{gpu['utilisation']} %",
         "" if gpu["temperature"] is None else str(gpu["temperature"]),
         state,
-        ", ".join(_held_by(holder) for holder in gpu["held_by"]),
+        ", ".join(holders),
     )
-
-
-def _held_by(holder: Document) -> str:
-    job = holder["job_id"] or "a job of another project"
-    share = f" {megabytes(holder['share_mb'])}" if holder["share_mb"] else ""
-    return job + share + (f" (ended, {holder['cleanup']})" if holder["cleanup"] else "")
 
 
 # The fleet as a whole
 
 
 def print_status(found: Document) -> None:
-    """How a fleet is doing, in a few lines."""
+    """The state of a fleet, in a few lines, broken at blanks in a terminal."""
     counts = {status: count for status, count in found["jobs"].items() if count}
     machines = found["machines"]
     gpus = (
@@ -497,13 +480,20 @@ def print_status(found: Document) -> None:
         else ""
     )
     jobs = ", ".join(f"{count} {status}" for status, count in counts.items()) or "none yet"
-    _print_facts(
-        {
-            "jobs": [jobs],
-            "machines": [f"{machines['ready']} of {machines['total']} ready{gpus}"],
-            "running": [_process(each) for each in found["processes"] if each["alive"]],
-        }
-    )
+    facts = {
+        "jobs": [jobs],
+        "machines": [f"{machines['ready']} of {machines['total']} ready{gpus}"],
+        "running": [
+            f"{each['role']} on {each['host']}, process {each['pid']}"
+            for each in found["processes"]
+            if each["alive"]
+        ],
+    }
+    margin = max(map(len, facts)) + 2
+    for name, texts in facts.items():
+        lines = [line for text in texts for line in folded(one_line(text), margin)]
+        for number, line in enumerate(lines):
+            print_text(f"{'' if number else name:<{margin}}{line}")
     if found["alarms"]:
         print_text("")
     for alarm in found["alarms"]:
@@ -511,23 +501,10 @@ def print_status(found: Document) -> None:
         _print_folded("  → ", alarm["remedy"])
 
 
-def _print_facts(facts: Mapping[str, Sequence[str]]) -> None:
-    """Names and values in two columns, in a terminal broken at blanks."""
-    margin = max(map(len, facts)) + 2
-    for name, texts in facts.items():
-        lines = [line for text in texts for line in folded(one_line(text), margin)]
-        for number, line in enumerate(lines):
-            print_text(f"{'' if number else name:<{margin}}{line}")
-
-
 def _print_folded(mark: str, text: str) -> None:
-    """Behind a mark, and in a terminal broken at blanks."""
+    """Print a text behind a mark, broken at blanks in a terminal."""
     for number, line in enumerate(folded(one_line(text), len(mark))):
         print_text(f"{mark if number == 0 else ' ' * len(mark)}{line}")
-
-
-def _process(process: Document) -> str:
-    return f"{process['role']} on {process['host']}, process {process['pid']}"
 
 
 def print_projects(projects: Sequence[Document]) -> None:

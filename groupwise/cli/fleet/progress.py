@@ -1,4 +1,4 @@
-"""How far files are on their way, for whoever sits at a terminal."""
+"""Shows the progress of a transfer of files in one line of the terminal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from groupwise.jobs.fleet.download import Tell
 
 SHOW_SECONDS = 0.2
-"""Before the first line, and between two: what is quicker needs none."""
+"""Seconds before the first line, and between two: a quick transfer shows none."""
 WIDEST = 78
 
 
 @contextmanager
 def progress() -> Generator[Tell, None, None]:
-    """A line of the terminal that is written over, and gone at the end, whatever that is; where standard error is no terminal, nothing."""
+    """A line that is written over, and removed at the end in any case. Nothing if standard error is no terminal."""
     from groupwise.jobs.fleet.download import tell_nobody
 
     if not sys.stderr.isatty():

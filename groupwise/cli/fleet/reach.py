@@ -1,7 +1,7 @@
-"""What `groupwise fleet vm add` finds out itself: where a machine is, and which host key it shows.
+"""Finds out for `groupwise fleet vm add` where a machine is, and which host key it shows.
 
-Where a machine is, is said by options or asked of the user's ssh config, once. Its host key is shown to a person before anything else
-is said to it. For a fleet that runs elsewhere nothing is found out: what this machine sees and has is not what that one does.
+The location comes from options or, once, from the user's ssh config. The host key is shown to the user before anything else is sent to the
+machine. For a fleet that runs elsewhere nothing is looked up: the machine of the fleet may have another ssh config, and see another host.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NO_ALIAS_FROM_AFAR = (
     "--user and --key, the path of the private key on the machine where the fleet runs."
 )
 KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
-"""What ssh itself tries, in the folder .ssh."""
+"""The private keys that ssh itself tries, in the folder .ssh."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a machine is, and as whom it is reached."""
+    """The address of a machine, and the user and key with which it is reached."""
 
     host: str
     port: int
@@ -45,7 +45,7 @@ class Where:
     jump: Mapping[str, Any] | None = None
 
     def as_fields(self) -> dict[str, Any]:
-        """As a fleet calls them."""
+        """These as the fields of a machine's document."""
         return {
             "ip_address": self.host,
             "port": self.port,
@@ -57,7 +57,7 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """By what a host key is trusted: a fingerprint that was said before, whatever it is, or a person's answer."""
+    """The ground on which a host key is trusted: a given fingerprint, `--yes` (any key), or the user's answer."""
 
     fingerprint: str | None = None
     of_jump: str | None = None
@@ -65,7 +65,7 @@ class Trust:
     ask: Callable[[str], bool] | None = None
 
     def covers(self, fingerprint: str | None, question: str) -> bool:
-        """`fingerprint`: the one that was said, and found to be the same."""
+        """True if the key is trusted. `fingerprint`: the given one, which was found to match; else the user is asked."""
         return (
             fingerprint is not None or self.unasked or (self.ask is not None and self.ask(question))
         )
@@ -81,17 +81,17 @@ class SeenKey:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a machine is reached, as its options said it; what was not said is None."""
+    """How a machine is reached, by the options; None if not given."""
 
     host: str | None = None
     port: int | None = None
     user: str | None = None
     key: str | None = None
     alias: str | None = None
-    """Its name in the ssh config; the other options are laid over it."""
+    """Its name in the ssh config; the other options override it."""
 
     def of_new(self, trust: Trust) -> Where:
-        """Where a machine is that is taken in. Raises UsageError, also where the jump host on the way is not trusted."""
+        """The location of a new machine. Raises UsageError, also if the jump host on the way is not trusted."""
         if self.host is None and self.alias is None:
             raise UsageError(
                 "where is the machine? --host ADDRESS with --user, or --from-ssh-config NAME."
@@ -105,7 +105,7 @@ class Way:
         return Where(str(self.host), self.port or 22, self.user, private_key(self.key))
 
     def of_new_from_afar(self) -> Where:
-        """Likewise, for a fleet that runs elsewhere: nothing of it can be looked at from here. Raises UsageError."""
+        """The location of a new machine of a fleet that runs elsewhere: nothing can be looked up from here. Raises UsageError."""
         if self.alias is not None:
             raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
         said = {"--host": self.host, "--user": self.user, "--key": self.key}
@@ -118,7 +118,7 @@ class Way:
         return Where(str(self.host), self.port or 22, str(self.user), self.key)
 
     def of_known(self, trust: Trust) -> dict[str, Any]:
-        """What changes of a machine that there is. Raises UsageError."""
+        """The fields that change of an existing machine. Raises UsageError."""
         if self.alias is None:
             _expect_no_jump(trust)
             key = None if self.key is None else private_key(self.key)
@@ -127,7 +127,7 @@ class Way:
         return {**where.as_fields(), "jump": where.jump or {}}
 
     def of_known_from_afar(self, trust: Trust) -> dict[str, Any]:
-        """Likewise, for a fleet that runs elsewhere. Raises UsageError."""
+        """The fields that change of a machine of a fleet that runs elsewhere. Raises UsageError."""
         if self.alias is not None:
             raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
         _expect_no_jump(trust)
@@ -142,7 +142,7 @@ class Way:
         }
 
     def _of_alias(self, name: str, trust: Trust) -> Where:
-        """Where `ssh NAME` leads now, with options laid over it."""
+        """The location that `ssh NAME` has now, with the options overriding it."""
         from groupwise.jobs.hosts.keys import resolve_alias
 
         if self.host is not None:
@@ -170,8 +170,8 @@ def _expect_no_jump(trust: Trust) -> None:
 
 
 def _jump(alias: Alias, trust: Trust) -> dict[str, Any]:
-    """Nothing is reached through a host that nobody has looked at, so that one is trusted here or not at all."""
-    seen = _scanned(alias.host, alias.port)
+    """The jump host as a document. Its key must be trusted here, since machines are reached through it. Raises UsageError."""
+    seen = _read_key(alias.host, alias.port)
     say(f"the jump host {alias.host} shows the host key {seen.fingerprint} ({seen.type})")
     _expect("--trust-jump", trust.of_jump, alias.host, seen)
     if not trust.covers(trust.of_jump, "Is that the jump host's own key?"):
@@ -189,7 +189,7 @@ def _jump(alias: Alias, trust: Trust) -> dict[str, Any]:
 
 
 def private_key(given: str | None) -> str | None:
-    """The path of the key, absolute, because whoever uses it runs elsewhere."""
+    """The absolute path of the private key, since the fleet runs in another folder; without one, the first that ssh would try."""
     if given is None:
         folder = Path("~/.ssh").expanduser()
         found = next((folder / name for name in KEYS if (folder / name).is_file()), None)
@@ -207,8 +207,8 @@ def private_key(given: str | None) -> str | None:
 
 
 def host_key_of(where: Where, trust: Trust) -> SeenKey:
-    """The key that the machine shows now, and whether it is trusted. Raises UsageError where it is not the one of --trust."""
-    seen = _scanned(where.host, where.port, where.jump)
+    """The key that the machine shows now, and whether it is trusted. Raises UsageError if it is not the one of --trust."""
+    seen = _read_key(where.host, where.port, where.jump)
     say(f"{where.host} shows the host key {seen.fingerprint} ({seen.type})")
     _expect("--trust", trust.fingerprint, where.host, seen)
     if trust.covers(trust.fingerprint, "Is that the machine's own key?"):
@@ -224,7 +224,7 @@ def _expect(option: str, fingerprint: str | None, host: str, seen: HostKey) -> N
         )
 
 
-def _scanned(host: str, port: int, jump: Mapping[str, Any] | None = None) -> HostKey:
+def _read_key(host: str, port: int, jump: Mapping[str, Any] | None = None) -> HostKey:
     from groupwise.jobs.fleet.machines.reaching import jump_address
     from groupwise.jobs.hosts.port import HostError
     from groupwise.jobs.hosts.ssh import read_host_key

@@ -1,4 +1,4 @@
-"""`groupwise fleet up` and the roles of the control plane one by one; how they are doing; commands on a machine (`exec`)."""
+"""`groupwise fleet up`, the roles of the control plane one by one, and the commands status, doctor and migrate."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def api(
 def _address(
     port: int | None, host: str | None, certificate: str | None, key: str | None
 ) -> Address | None:
-    """Where the API listens; None: there is to be none."""
+    """The address where the API listens; None: no API."""
     beside = {"--host": host, "--tls-certificate": certificate, "--tls-key": key}
     given = [name for name, value in beside.items() if value is not None]
     if port is None:

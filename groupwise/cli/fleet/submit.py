@@ -1,7 +1,7 @@
-"""`groupwise fleet submit`: a job from words, its id alone on standard output.
+"""`groupwise fleet submit`: makes a job of the command line, and prints only its id on standard output.
 
-What is a file here travels with the job: `--file`, and `--dataset` and `--reward_function` where they name one. Everything else is words
-that the fleet checks at admission, the same way as for the API and for a row written by hand.
+Files of this machine travel with the job: those of `--file`, and of `--dataset` and `--reward_function` if they name one. Everything else
+is passed on and checked at admission, the same way as for the API and for a row written by hand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from groupwise.cli.fleet.access import Fleet
 
 MOST = 2**31 - 1
-"""That a column of whole numbers holds."""
+"""The largest number that an integer column holds."""
 LONGEST_GRACE = 86_400.0
 Arguments = Annotated[
     list[str] | None,
@@ -38,12 +38,12 @@ Arguments = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What is to be submitted, once it has been read."""
+    """The jobs to submit, as read from the command line."""
 
     documents: list[dict[str, Any]]
-    """Of one job each: a `JobRequest`."""
+    """A `JobRequest` for each job."""
     places: list[str]
-    """Where each was read, for people; empty where the options alone say it."""
+    """Where each was read, for messages; empty if it comes from the options alone."""
     project: str | None
     idempotency_key: str | None
 
@@ -326,11 +326,14 @@ def submit(
     }
     _expect_one_kind({**columns, **lengths}, arguments or [], some=array is None)
     _add_lengths(columns, lengths)
+    retry = None
+    if retries is not None:
+        retry = {"once": True} if retries == NONE else {"charged": retries}
     policy: dict[str, Any] = {
         "priority": priority,
         "name": name,
         "labels": words.pairs("--label", label or ()),
-        "retry": _retry(retries),
+        "retry": retry,
         "after": list(after or ()),
         "hold": hold,
         "environment": words.pairs("--env", env or ()),
@@ -359,17 +362,20 @@ def submit(
         labels=vm_label or (),
     )
     with fleet(told, make=not dry_run) as access:
-        asked = {**columns, **policy, "resources": needs.as_json(), "arguments": arguments or []}
-        base = {key: value for key, value in asked.items() if value not in (None, [], {}, False)}
+        request = {**columns, **policy, "resources": needs.as_json(), "arguments": arguments or []}
+        base = {key: value for key, value in request.items() if value not in (None, [], {}, False)}
         read = {"": base} if array is None else _array(array, base)
         expect_few(len(read))
         take_along(access, read, file or (), dry_run)
-        asked_for = Submission([*read.values()], [*read], project, idempotency_key)
-        _submit(access, asked_for, wait, dry_run, as_json)
+        submission = Submission([*read.values()], [*read], project, idempotency_key)
+        if dry_run:
+            _print_plans(access, submission, as_json)
+        else:
+            _submit(access, submission, wait, as_json)
 
 
 def _expect_one_kind(columns: Mapping[str, Any], arguments: Sequence[str], *, some: bool) -> None:
-    """A command or a kind of job. `some`: one of them; else the lines of an array may say all."""
+    """Raise UsageError unless it is a command or a kind of job. `some`: one must be given; else the lines of an array may give it."""
     given = [name for name, value in columns.items() if value is not None]
     training = [name for name in given if name not in ("job_type", "output_dir")]
     kind = columns["job_type"]
@@ -390,7 +396,7 @@ def _expect_one_kind(columns: Mapping[str, Any], arguments: Sequence[str], *, so
 
 
 def _add_lengths(columns: dict[str, Any], lengths: Mapping[str, int | None]) -> None:
-    """The flags of `groupwise-train-grpo` that are no columns are settings of the kind."""
+    """Add the flags of `groupwise-train-grpo` that are not columns to the settings of the kind."""
     from groupwise.jobs.launch.train_grpo import KEYS
 
     settings: dict[str, Any] = columns["hyperparams"] or {}
@@ -406,12 +412,6 @@ def _add_lengths(columns: dict[str, Any], lengths: Mapping[str, int | None]) -> 
             raise UsageError(f"{flag} is given twice, as --{flag} and in --hyperparams.")
         settings = {**settings, flag: value}
     columns["hyperparams"] = settings or None
-
-
-def _retry(retries: str | int | None) -> dict[str, Any] | None:
-    if retries is None:
-        return None
-    return {"once": True} if retries == NONE else {"charged": retries}
 
 
 def _limits(
@@ -436,7 +436,7 @@ def _limits(
 
 
 def _array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A job for each line of a file, by its place: what the line says is laid over what the options say."""
+    """The job of each line of a file, by its place; the line overrides the options."""
     from groupwise.cli.fleet.words import json_object
 
     try:
@@ -449,9 +449,13 @@ def _array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             continue
         where = f"--array {file}:{line_number}"
         if line.lstrip().startswith("{"):
-            found[where] = _laid_over(base, json_object(where, line))
+            found[where] = _merged(base, json_object(where, line))
         else:
-            found[where] = {**base, "arguments": [*base.get("arguments", ()), *_words(where, line)]}
+            try:
+                words = shlex.split(line)
+            except ValueError as error:
+                raise UsageError(f"{where}: {error}: quotes are closed on the same line.") from None
+            found[where] = {**base, "arguments": [*base.get("arguments", ()), *words]}
         if not any(found[where].get(key) for key in ("arguments", "job_type", "model")):
             raise UsageError(
                 f"{where}: there is nothing to run: give `arguments` or a `job_type` in the line, or a command behind the options."
@@ -461,8 +465,8 @@ def _array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _laid_over(base: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
-    """Objects (environment, hyperparams, labels …) key by key, everything else whole."""
+def _merged(base: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a line merged into the base: objects (environment, hyperparams, labels …) by key, everything else whole."""
     result = dict(base)
     for key, value in line.items():
         before: Any = result.get(key)
@@ -471,28 +475,27 @@ def _laid_over(base: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def _words(where: str, line: str) -> list[str]:
-    try:
-        return shlex.split(line)
-    except ValueError as error:
-        raise UsageError(f"{where}: {error}: quotes are closed on the same line.") from None
-
-
 # Submitting
 
 
-def _submit(
-    access: Fleet, submission: Submission, wait: bool, dry_run: bool, as_json: bool
-) -> None:
+def _submit(access: Fleet, submission: Submission, wait: bool, as_json: bool) -> None:
+    from groupwise.api.schemas.problems import Refusal
     from groupwise.cli.fleet.follow import exit_code_of, until_ended
     from groupwise.cli.printing import print_json
 
-    documents = submission.documents
-    if dry_run:
-        planned = [_planned(access, submission, place) for place in range(len(documents))]
-        _print_plans(planned, as_json)
-        return
-    accepted = _accepted(access, submission)
+    try:
+        accepted = access.submit_all(
+            submission.documents,
+            project=submission.project,
+            idempotency_key=submission.idempotency_key,
+        )
+    except Refusal as refused:
+        # If one of several is refused, name the line of the array.
+        word, _, number = refused.errors[0].field.partition(".") if refused.errors else ("", "", "")
+        if word != "jobs" or not number.isdecimal() or int(number) >= len(submission.places):
+            raise
+        message = refused.errors[0].message
+        raise UsageError(at(submission.places[int(number)], message)) from refused
     ids = [each["job_id"] for each in accepted]
     for note in dict.fromkeys(note for each in accepted for note in each["notes"]):
         say(note)
@@ -508,55 +511,35 @@ def _submit(
         raise typer.Exit(exit_code_of(ended))
 
 
-def _planned(access: Fleet, submission: Submission, number: int) -> dict[str, Any]:
-    """What one of the jobs would be; where it is refused, its line is told."""
+def _print_plans(access: Fleet, submission: Submission, as_json: bool) -> None:
+    """Print what the jobs would be and where they could run, for `--dry-run`."""
     from groupwise.api.schemas.problems import Refusal
-
-    try:
-        return access.plan(submission.documents[number], project=submission.project)
-    except Refusal as refused:
-        if refused.code != "invalid_request" or not submission.places[number]:
-            raise
-        raise UsageError(at(submission.places[number], refused.message)) from refused
-
-
-def _accepted(access: Fleet, submission: Submission) -> list[dict[str, Any]]:
-    """The jobs; where one of several is refused, the line is told at which it stands."""
-    from groupwise.api.schemas.problems import Refusal
-
-    try:
-        return access.submit_all(
-            submission.documents,
-            project=submission.project,
-            idempotency_key=submission.idempotency_key,
-        )
-    except Refusal as refused:
-        word, _, number = refused.errors[0].field.partition(".") if refused.errors else ("", "", "")
-        if word != "jobs" or not number.isdecimal() or int(number) >= len(submission.places):
-            raise
-        message = refused.errors[0].message
-        raise UsageError(at(submission.places[int(number)], message)) from refused
-
-
-def _print_plans(planned: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     from groupwise.cli.printing import print_json, print_pairs
 
+    plans: list[dict[str, Any]] = []
+    for document, place in zip(submission.documents, submission.places, strict=True):
+        try:
+            plans.append(access.plan(document, project=submission.project))
+        except Refusal as refused:
+            if refused.code != "invalid_request" or not place:
+                raise
+            raise UsageError(at(place, refused.message)) from refused
     if as_json:
-        print_json(planned[0] if len(planned) == 1 else list(planned))
+        print_json(plans[0] if len(plans) == 1 else plans)
         return
-    for each in planned:
+    for each in plans:
         for note in each["notes"]:
             say(note)
+        needs = [
+            "a prepared machine" if name == "prepared" else f"{name} {value}"
+            for name, value in each["resources"].items()
+        ]
         print_pairs(
             [
                 ("command", shlex.join(each["arguments"])),
-                ("needs", ", ".join(_need(k, v) for k, v in each["resources"].items())),
+                ("needs", ", ".join(needs)),
                 ("files", len(each["files"]) or None),
                 ("could run now on", ", ".join(each["where"])),
                 *(("would wait" if n == 0 else "", text) for n, text in enumerate(each["waits"])),
             ]
         )
-
-
-def _need(name: str, value: Any) -> str:
-    return "a prepared machine" if name == "prepared" else f"{name} {value}"

@@ -1,4 +1,4 @@
-"""What a job takes along: the files that its options name, put into the fleet's store and listed in its manifest."""
+"""Sends the files that a job takes along to the fleet's store, and lists them in the job's manifest."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def take_along(
     access: Fleet, documents: Mapping[str, dict[str, Any]], words: Sequence[str], dry_run: bool
 ) -> None:
-    """Each job gets the manifest of what travels with it: what `--file` names, and its own data set and reward function."""
+    """Give each job the manifest of its files: those of `--file` (`words`), and its own data set and reward function."""
     of_all: dict[str, Path] = {}
     for word in words:
-        _add(of_all, *_local_and_remote(word))
+        _add(of_all, *_parse_file_option(word))
     own: dict[str, dict[str, Path]] = {}
     for place, document in documents.items():
         try:
@@ -29,19 +29,19 @@ def take_along(
         except UsageError as error:
             raise UsageError(at(place, error.message)) from error
     _check(documents)  # before anything is sent
-    kept = _kept(access, (of_all, *own.values()), dry_run)
-    shared = {name: kept[path] for name, path in of_all.items()}
+    entries = _store_files(access, (of_all, *own.values()), dry_run)
+    shared = {name: entries[path] for name, path in of_all.items()}
     for place, document in documents.items():
-        its_own = {name: kept[path] for name, path in own[place].items()}
-        said = document.get("files", {})
-        # One for all jobs that have no files of their own: a long array of them may take thousands along.
-        if manifest := {**shared, **said, **its_own} if said or its_own else shared:
+        its_own = {name: entries[path] for name, path in own[place].items()}
+        given = document.get("files", {})
+        # Jobs without files of their own share one manifest: a long array of them may take thousands along.
+        if manifest := {**shared, **given, **its_own} if given or its_own else shared:
             document["files"] = manifest
-    _tell_of_left_behind(documents.values())
+    _warn_of_left_behind(documents.values())
 
 
-def _tell_of_left_behind(documents: Iterable[Mapping[str, Any]]) -> None:
-    """A word of a command that is a file here is mostly meant to be one there."""
+def _warn_of_left_behind(documents: Iterable[Mapping[str, Any]]) -> None:
+    """Warn if a word of a command is a file here that does not travel: mostly it is meant to exist there."""
     words = {
         name: word
         for document in documents
@@ -56,11 +56,16 @@ def _tell_of_left_behind(documents: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _own_files(document: dict[str, Any], of_all: Mapping[str, Path]) -> dict[str, Path]:
-    """Files here that its data set and reward function name; both are renamed to where they will lie."""
+    """The local files that the data set and reward function of a job name; both are rewritten to the paths in its folder."""
     found: dict[str, Path] = {}
-    if (data := _local_file(document.get("dataset"))) is not None:
-        _add(found, data, data.name, of_all)
-        document["dataset"] = f"file:{data.name}"
+    dataset = document.get("dataset")
+    if isinstance(dataset, str):  # anything else is refused later
+        path = Path(dataset).expanduser()
+        if path.is_file():
+            _add(found, path, path.name, of_all)
+            document["dataset"] = f"file:{path.name}"
+        elif dataset.startswith(("./", "../", "~")):
+            raise UsageError(f"dataset {dataset}: there is no such file here.")
     rewards = document.get("reward_function")
     if isinstance(rewards, str):
         words = (_reward(found, each.strip(), of_all) for each in rewards.split(","))
@@ -68,16 +73,16 @@ def _own_files(document: dict[str, Any], of_all: Mapping[str, Path]) -> dict[str
     return found
 
 
-def _kept(
+def _store_files(
     access: Fleet, files: Iterable[Mapping[str, Path]], dry_run: bool
 ) -> dict[Path, list[Any]]:
-    """In the fleet's store, where dispatchers take them from; `--dry-run` only looks at them."""
+    """Put files into the fleet's store, and return their manifest entries. `dry_run`: only compute these."""
     from groupwise.jobs.hosts.files import hash_of
 
     named: dict[str, Path] = {}
     for each in files:
         for name, path in each.items():
-            # Lines of an array may have files of one name; no path in a job's folder begins with a slash.
+            # Lines of an array may have files of the same name; a path in a job's folder never begins with a slash.
             named[name if named.get(name, path) == path else str(path.absolute())] = path
     if dry_run:
         return {
@@ -91,8 +96,8 @@ def _kept(
     return {path: sent[name] for name, path in named.items()}
 
 
-def _local_and_remote(word: str) -> tuple[Path, str]:
-    """`LOCAL`, `LOCAL:REMOTE`; a name with a colon in it is taken whole where there is such a file. `.` is the job's folder itself."""
+def _parse_file_option(word: str) -> tuple[Path, str]:
+    """Parse `LOCAL` or `LOCAL:REMOTE`; if a file of the whole name exists, its colon is part of it. `.` is the job's own folder."""
     from groupwise.jobs.fleet.client import own_name
     from groupwise.jobs.hosts.spec import path_problems
 
@@ -113,7 +118,7 @@ def _local_and_remote(word: str) -> tuple[Path, str]:
 def _add(
     found: dict[str, Path], local: Path, remote: str, beside: Mapping[str, Path] | None = None
 ) -> None:
-    """A file, or all below a folder, to travel under that name. `beside`: what lies there already."""
+    """Add a file, or all files below a folder, under a name in the job's folder. `beside`: files that lie there already."""
     from groupwise.jobs.fleet.client import named_files
 
     for name, path in named_files({remote: local}).items():
@@ -126,20 +131,8 @@ def _add(
         found[name] = path
 
 
-def _local_file(word: object) -> Path | None:
-    """The file that a word names here, if it names one; what is no word at all is told later."""
-    if not isinstance(word, str):
-        return None
-    path = Path(word).expanduser()
-    if path.is_file():
-        return path
-    if word.startswith(("./", "../", "~")):
-        raise UsageError(f"dataset {word}: there is no such file here.")
-    return None
-
-
 def _reward(found: dict[str, Path], word: str, of_all: Mapping[str, Path]) -> str:
-    """`rewards.py:score` takes the file along; anything else stays what it is."""
+    """Add the file of `rewards.py:score` and return its new name; any other word is returned unchanged."""
     name, colon, attribute = word.partition(":")
     path = Path(name).expanduser()
     if path.suffix != ".py" or not path.is_file():
@@ -149,7 +142,7 @@ def _reward(found: dict[str, Path], word: str, of_all: Mapping[str, Path]) -> st
 
 
 def _check(documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """What is wrong with the words is told here, the same way for every fleet."""
+    """Raise UsageError for documents that are no valid requests, the same way for every fleet."""
     from groupwise.jobs.fleet.queue.request import from_document
 
     for place, each in documents.items():
@@ -160,5 +153,5 @@ def _check(documents: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def at(place: str, message: str) -> str:
-    """Before it, the line of an array that it is about; the options need no place."""
+    """A message with the line of the array that it is about; jobs of the options alone have no place."""
     return f"{place}: {message}" if place else message

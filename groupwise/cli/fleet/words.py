@@ -1,6 +1,6 @@
-"""Words of the command line as values: numbers, `k=v`, `2h`, statuses, settings of a kind.
+"""Parses words of the command line: numbers, `k=v`, `2h`, statuses, settings of a kind.
 
-Each refusal says what was given and what is wanted.
+Each error says what was given and what is wanted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONG = re.compile(r"(?:\d+(?:\.\d+)?(?:d|h|min|m|s))+")
 def whole(
     option: str, example: int, *, least: int = 1, most: int | None = None
 ) -> Callable[[str | int], int]:
-    """For an option that takes a whole number: reads its word. Raises UsageError."""
+    """A parser for an option that takes a whole number. It raises UsageError."""
 
     def read(word: str | int) -> int:
         if isinstance(word, int):
@@ -34,7 +34,8 @@ def whole(
         text = word.strip().replace("_", "")
         value = int(text) if re.fullmatch(r"[+-]?\d{1,18}", text, re.ASCII) else None
         if value is None or value < least or (most is not None and value > most):
-            wanted = f"a whole number, {_between(least, most)}, as {option} {example}"
+            bounds = f"at least {least}" if most is None else f"{least} to {most}"
+            wanted = f"a whole number, {bounds}, as {option} {example}"
             raise UsageError(f"{option} {word}: what is wanted is {wanted}.")
         return value
 
@@ -44,7 +45,7 @@ def whole(
 def whole_or_none(
     option: str, example: int, *, least: int = 1, most: int | None = None
 ) -> Callable[[str | int], int | str]:
-    """As `whole`, for an option that takes the word `none` as well."""
+    """Like `whole`, for an option that also takes the word `none`."""
     read_whole = whole(option, example, least=least, most=most)
 
     def read(word: str | int) -> int | str:
@@ -59,7 +60,7 @@ def whole_or_none(
 
 
 def number(option: str, example: str) -> Callable[[str | float], float]:
-    """For an option that takes any number above 0: reads its word. Raises UsageError."""
+    """A parser for an option that takes any number above 0. It raises UsageError."""
 
     def read(word: str | float) -> float:
         if isinstance(word, int | float):
@@ -77,12 +78,8 @@ def number(option: str, example: str) -> Callable[[str | float], float]:
     return read
 
 
-def _between(least: int, most: int | None) -> str:
-    return f"at least {least}" if most is None else f"{least} to {most}"
-
-
 def pairs(option: str, words: Iterable[str]) -> dict[str, str]:
-    """`KEY=VALUE` words. Raises UsageError with the first that is none, or that comes twice."""
+    """Parse `KEY=VALUE` words. Raises UsageError with the first that is none, or that comes twice."""
     found: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -95,7 +92,7 @@ def pairs(option: str, words: Iterable[str]) -> dict[str, str]:
 
 
 def seconds_of(option: str, text: str) -> float:
-    """`90s`, `30min`, `2h`, `1h30m`, `7d`, or a plain number of seconds."""
+    """Parse `90s`, `30min`, `2h`, `1h30m`, `7d`, or a plain number of seconds."""
     stripped = text.strip().lower()
     plain = _PART.fullmatch(stripped)
     if plain is not None:
@@ -106,7 +103,7 @@ def seconds_of(option: str, text: str) -> float:
 
 
 def statuses(words: Sequence[str] | None) -> frozenset[JobStatus] | None:
-    """Statuses of jobs; several may stand in one word, separated by commas."""
+    """Parse statuses of jobs; several may stand in one word, separated by commas."""
     from groupwise.jobs.fleet.states import JobStatus
 
     if not words:
@@ -122,7 +119,7 @@ def statuses(words: Sequence[str] | None) -> frozenset[JobStatus] | None:
 
 
 def hyperparams(words: Sequence[str]) -> dict[str, Any]:
-    """Settings of a kind: a JSON object, or `key=value` with the value as YAML would read it; several words are laid over each other."""
+    """Parse settings of a kind: a JSON object, or `key=value` with a YAML value; later words override earlier ones."""
     from groupwise.core.settings.overrides import parse_override
 
     found: dict[str, Any] = {}
@@ -140,7 +137,7 @@ def hyperparams(words: Sequence[str]) -> dict[str, Any]:
 
 
 def json_object(what: str, text: str) -> dict[str, Any]:
-    """A JSON object. Raises UsageError with where it stops being one."""
+    """Parse a JSON object. Raises UsageError with the place of the error."""
     try:
         value: Any = json.loads(text)
     except ValueError as error:
@@ -151,7 +148,7 @@ def json_object(what: str, text: str) -> dict[str, Any]:
 
 
 def secret(word: str) -> tuple[str, str]:
-    """`NAME`, `NAME=env:OTHER` or `NAME=file:/path`: the variable of the job, and where the control machine finds its value."""
+    """Parse `NAME`, `NAME=env:OTHER` or `NAME=file:/path`: the job's variable, and where the control machine finds its value."""
     name, equals, reference = word.partition("=")
     if not equals:
         return name, f"env:{name}"

@@ -6,8 +6,9 @@ import typer
 
 from groupwise.cli.launch import jobs
 from groupwise.cli.launch.aws import aws
-from groupwise.cli.launch.local import local
 from groupwise.cli.launch.modal import modal
+from groupwise.cli.launch.options import CommonOptions, common, place_command
+from groupwise.cli.launch.placing import launch
 from groupwise.cli.launch.ray import ray
 from groupwise.cli.launch.render import render
 from groupwise.cli.launch.slurm import slurm
@@ -16,6 +17,20 @@ from groupwise.cli.launch.sweep import sweep
 from groupwise.cli.launch.words import LaunchCommand
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@place_command(job=common)
+def local(*, job: CommonOptions) -> None:
+    """On this machine, as a process that needs no terminal.
+
+        groupwise launch local --detach -- rl --config C.yaml --task-module task.py
+
+    It runs in a copy of the project, with the packages that this command runs with, and the variables of --env-file.
+    """
+    from groupwise.jobs.launch.places import LOCAL, JobBackend
+
+    launch(JobBackend(LOCAL), job)
+
 
 app.command("local", cls=LaunchCommand)(local)
 app.command("ssh", cls=LaunchCommand)(ssh)

@@ -9,15 +9,15 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.launch.options import place_command
-from groupwise.cli.launch.placing import (
+from groupwise.cli.launch.options import (
     CommonOptions,
     Environment,
-    asked,
+    common,
     environment,
-    launch,
+    place_command,
     rental,
 )
+from groupwise.cli.launch.placing import launch
 from groupwise.core.errors import UsageError
 
 InstanceType = Annotated[str, typer.Option(metavar="T", help="Of machine; it is the job's alone.")]
@@ -60,14 +60,7 @@ User = Annotated[str, typer.Option(metavar="U", help="Who logs in; of another im
 Port = Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Of SSH, likewise.")]
 
 
-def usual_key(name: str) -> Path:
-    """Where the private key of a pair lies that AWS has made, or that was sent there."""
-    folder = Path("~/.ssh").expanduser()
-    named, plain = folder / f"{name}.pem", folder / name
-    return plain if plain.is_file() and not named.is_file() else named
-
-
-@place_command(packages=environment, rented=rental, job=asked)
+@place_command(packages=environment, rented=rental, job=common)
 def aws(
     key_name: KeyName,
     security_group: SecurityGroup,
@@ -99,11 +92,14 @@ def aws(
         if find_spec(module) is None:
             raise UsageError(f"{module} is not there: pip install 'groupwise[launch,aws]'.")
     plan = packages.plan()
+    if key_path is None:  # AWS names the keys that it makes K.pem
+        made, own = (Path("~/.ssh").expanduser() / name for name in (f"{key_name}.pem", key_name))
+        key_path = own if own.is_file() and not made.is_file() else made
     detail = {
         "region": region,
         "profile": profile,
         "key_name": key_name,
-        "key_path": str((key_path or usual_key(key_name)).expanduser().absolute()),
+        "key_path": str(key_path.expanduser().absolute()),
         "security_group": security_group,
         "subnet": subnet,
         "user": user,

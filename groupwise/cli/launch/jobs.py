@@ -37,7 +37,7 @@ from groupwise.cli.printing import print_table
 from groupwise.core.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
-    from groupwise.jobs.clouds.backend import Backend, Handle, Status
+    from groupwise.jobs.clouds.backend import Backend, Handle
     from groupwise.jobs.launch.local_registry import Note
 
 
@@ -45,7 +45,10 @@ def list_jobs(as_json: AsJson = False) -> None:
     """Jobs that were launched from this machine, and how far they are."""
     from groupwise.jobs.launch import local_registry
 
-    lines = asyncio.run(_looked_at(local_registry.every()))
+    async def looked_at() -> list[dict[str, Any]]:
+        return list(await asyncio.gather(*(_line(each) for each in local_registry.every())))
+
+    lines = asyncio.run(looked_at())
     if as_json:
         write_json({"jobs": lines})
         return
@@ -70,12 +73,8 @@ def list_jobs(as_json: AsJson = False) -> None:
     )
 
 
-async def _looked_at(found: list[Note]) -> list[dict[str, Any]]:
-    return list(await asyncio.gather(*(_line(each) for each in found)))
-
-
 async def _line(note: Note) -> dict[str, Any]:
-    """What does not answer is told as such, beside the others."""
+    """A job's line of the list. If its place does not answer, the line says so, and the others are listed all the same."""
     from groupwise.jobs.clouds.backend import NotHere
     from groupwise.jobs.launch.places import reach
 
@@ -101,15 +100,13 @@ async def _line(note: Note) -> dict[str, Any]:
         return {**line, "state": "unknown", "problem": str(error)}
     finally:
         await backend.close()
-    return {**line, **_of_status(status)}
-
-
-def _of_status(status: Status) -> dict[str, Any]:
     ending = status.ending
     state = status.phase if ending is None else ending.outcome
     seconds = None if ending is None else ending.seconds
-    found = {"state": str(state), "step": status.step, "seconds": seconds}
-    return {**found, "waits_for": status.waits_for} if status.waits_for else found
+    line |= {"state": str(state), "step": status.step, "seconds": seconds}
+    if status.waits_for:
+        line["waits_for"] = status.waits_for
+    return line
 
 
 def logs(
@@ -133,17 +130,17 @@ def logs(
     if follow:
         watch(note, to, as_json=False, stop=False)
     log = LogWriter()
-    ask(note.place, lambda backend: _written(backend, name, log))
+
+    async def write(backend: Backend) -> None:
+        from groupwise.jobs.launch.watching import PIECE
+
+        handle, offset = await find(backend, name), 0
+        while part := (await backend.log(handle, offset, PIECE)).data:
+            log.write(part)
+            offset += len(part)
+
+    ask(note.place, write)
     log.end()
-
-
-async def _written(backend: Backend, name: str, log: LogWriter) -> None:
-    from groupwise.jobs.launch.watching import PIECE
-
-    handle, offset = await find(backend, name), 0
-    while part := (await backend.log(handle, offset, PIECE)).data:
-        log.write(part)
-        offset += len(part)
 
 
 def fetch(

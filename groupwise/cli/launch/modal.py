@@ -6,26 +6,26 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from groupwise.cli.fleet.words import seconds_of
 from groupwise.cli.launch.options import (
     BasePython,
+    CommonOptions,
+    Environment,
     Extra,
     IndexUrl,
     Lock,
     Wheelhouse,
     With,
+    common,
     place_command,
 )
-from groupwise.cli.launch.placing import CommonOptions, Environment, asked, launch
+from groupwise.cli.launch.placing import launch
 from groupwise.cli.launch.words import environment_of
 from groupwise.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from groupwise.jobs.fleet.machines.plans import Plan
 
 Gpu = Annotated[
     str,
@@ -58,16 +58,16 @@ Secret = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """How long a job's calls are, and the job."""
+    """The length of a job's calls."""
 
     timeout: int
-    """Seconds."""
+    """Seconds of one call."""
     is_all: bool
-    """Of one call, since nothing was said of the job."""
+    """True if the job has one call only, because --max-hours was not given."""
 
 
 def calls(ctx: typer.Context, timeout: Timeout = "24h") -> Calls:
-    """The time-out, and whether it is the job's as well. Raises UsageError."""
+    """The time-out of a call, which is the job's as well without --max-hours. Raises UsageError."""
     source = ctx.get_parameter_source("max_hours")
     return Calls(int(seconds_of("--timeout", timeout)), source is None or source.name == "DEFAULT")
 
@@ -80,12 +80,12 @@ def packages(
     wheelhouse: Wheelhouse = None,
     index_url: IndexUrl = None,
 ) -> Environment:
-    """What is in the image."""
+    """The packages of the image."""
     made = (tuple(extra or ()), tuple(also or ()), lock, wheelhouse, index_url)
     return Environment(None, base_python, *made)
 
 
-@place_command(calls=calls, packages=packages, job=asked)
+@place_command(calls=calls, packages=packages, job=common)
 def modal(
     gpu: Gpu = "H100",
     profile: Profile = None,
@@ -99,25 +99,38 @@ def modal(
 
     groupwise launch modal --gpu A100 --timeout 24h -- sft --config C.yaml --task-module task.py
     """
+    from groupwise.jobs.clouds.modal.backend import ENVIRONMENTS, check_gpu
     from groupwise.jobs.clouds.modal.port import NAMED
-    from groupwise.jobs.clouds.modal.prices import check_gpu
+    from groupwise.jobs.fleet.machines.plans import sent_files
+    from groupwise.jobs.launch.packaging import files_here
     from groupwise.jobs.launch.places import MODAL, JobBackend
 
     plan = packages.plan()
     assert plan is not None, "an image has packages"
+    ours = "python{}.{}".format(*sys.version_info[:2])
+    release = re.fullmatch(r"python(3\.[0-9]+)", packages.base_python or ours)
+    if release is None:
+        raise UsageError(
+            f"--base-python {packages.base_python}: images of Modal have one Python, which is named by its release, as python3.12."
+        )
+    files = sent_files(plan, ENVIRONMENTS, files_here())
     asks = {
         "gpu": check_gpu(gpu),
         "timeout": calls.timeout,
-        "image": _image(plan, packages.base_python),
-        **({NAMED: _named(secret, environment_of(job.env_files))} if secret else {}),
+        "image": {
+            "name": plan.name,
+            "python": release[1],
+            "files": {path: [each.sha256, each.mode, each.size] for path, each in files.items()},
+        },
+        **({NAMED: _workspace_secrets(secret, environment_of(job.env_files))} if secret else {}),
     }
     hours = calls.timeout / 3600 if calls.is_all else job.max_hours
     given = replace(job, gpus=job.gpus or 1, max_hours=hours, asks=asks)
     launch(JobBackend(MODAL, {"profile": profile}), given)
 
 
-def _named(given: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:
-    """Secrets, with their variables. Raises UsageError."""
+def _workspace_secrets(given: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:
+    """The variables that the job has of each Secret. `values`: the variables of --env-file. Raises UsageError."""
     from groupwise.jobs.hosts.spec import name_problems
 
     found: dict[str, list[str]] = {}
@@ -137,23 +150,3 @@ def _named(given: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:
             )
         found.setdefault(name, []).extend(variables)
     return found
-
-
-def _image(plan: Plan, base_python: str | None) -> dict[str, Any]:
-    """As the backend wants it; its files are in the store of what travels. Raises UsageError."""
-    from groupwise.jobs.clouds.modal.backend import ENVIRONMENTS
-    from groupwise.jobs.fleet.machines.plans import sent_files
-    from groupwise.jobs.launch.packaging import files_here
-
-    ours = "python{}.{}".format(*sys.version_info[:2])
-    release = re.fullmatch(r"python(3\.[0-9]+)", base_python or ours)
-    if release is None:
-        raise UsageError(
-            f"--base-python {base_python}: images of Modal have one Python, which is named by its release, as python3.12."
-        )
-    files = sent_files(plan, ENVIRONMENTS, files_here())
-    return {
-        "name": plan.name,
-        "python": release[1],
-        "files": {path: [each.sha256, each.mode, each.size] for path, each in files.items()},
-    }

@@ -1,17 +1,26 @@
-"""Options that all places of `groupwise launch` have, and those of its jobs.
+"""Options that several commands of `groupwise launch` share, and the groups that they form.
 
-Several options that belong together are the parameters of one function (see `place_command`), so that a command names the group
-and gets what the function makes of them.
+Options that belong together are the parameters of one function at the end of this file (`common`, `environment`, `login`, `gang`,
+`rental`). A command names its groups to `place_command`, and gets the value that each function makes of its options.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from groupwise.cli.launch.places import login_machine
+from groupwise.cli.launch.words import JobCommand, job_command
+from groupwise.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.jobs.fleet.machines.plans import Plan as EnvironmentPlan
+    from groupwise.jobs.launch.places import JobBackend
 
 Script = Annotated[
     str | None,
@@ -212,7 +221,8 @@ IndexUrl = Annotated[
 def place_command(
     **groups: Callable[..., Any],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """For the function of a command: it has the options of its groups, too, and gets what each group makes of them by its name."""
+    """Decorate the function of a command that has the options of its groups, too. It gets the value that each group makes of its options,
+    under the group's name."""
 
     def grouping(function: Callable[..., None]) -> Callable[..., None]:
         members = {group: _options(made) for group, made in groups.items()}
@@ -239,3 +249,201 @@ def place_command(
 
 def _options(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [*inspect.signature(function, eval_str=True).parameters.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """The number of machines that a job runs on at once."""
+
+    nodes: int | None
+    processes: int | None
+    """Processes on each machine; None: as many as it has GPUs, one without any."""
+
+    @property
+    def is_several(self) -> bool:
+        """True if there are several machines."""
+        return (self.nodes or 1) > 1
+
+    def of(self, nodes: int) -> Gang:
+        """The gang if so many machines are named. Raises UsageError if --nodes is another number."""
+        if self.nodes not in (None, nodes):
+            raise UsageError(
+                f"--nodes is {self.nodes}, and --host names {nodes} machine{'s' * (nodes > 1)}: give each its own --host."
+            )
+        return Gang(nodes, self.processes)
+
+
+ALONE = Gang(1, None)
+
+
+def gang(nodes: Nodes = None, nproc_per_node: Processes = None) -> Gang:
+    """The options of places that have several machines for a job."""
+    return Gang(nodes, nproc_per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class CommonOptions:
+    """The options that all places have."""
+
+    command: JobCommand
+    name: str | None
+    gpus: int
+    max_hours: float
+    max_price: float | None
+    env_files: tuple[Path, ...]
+    take: tuple[str, ...]
+    results: tuple[str, ...]
+    to: Path | None
+    dry_run: bool
+    detach: bool
+    preflight: bool
+    as_json: bool
+    environment: EnvironmentPlan | None = field(default=None)
+    """The environment to be made there; None: the place has one."""
+    asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options that only this kind of place understands."""
+    gang: Gang = field(default=ALONE)
+
+
+def common(
+    ctx: typer.Context,
+    script: Script = None,
+    name: Name = None,
+    gpus: Gpus = 0,
+    max_hours: MaxHours = 24.0,
+    max_price: MaxPrice = None,
+    env_file: EnvFile = None,
+    take: Take = None,
+    result: Result = None,
+    to: To = None,
+    dry_run: DryRun = False,
+    detach: Detach = False,
+    no_preflight: NoPreflight = False,
+    as_json: AsJson = False,
+) -> CommonOptions:
+    """The options of every place."""
+    return CommonOptions(
+        job_command(ctx, script),
+        name,
+        gpus,
+        max_hours,
+        max_price,
+        tuple(env_file or ()),
+        tuple(take or ()),
+        tuple(result or ()),
+        to,
+        dry_run,
+        detach,
+        not no_preflight,
+        as_json,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The packages that the job runs with."""
+
+    python: str | None
+    base_python: str | None
+    extra: tuple[str, ...]
+    also: tuple[str, ...]
+    lock: Path | None
+    wheelhouse: Path | None
+    index_url: str | None
+
+    @property
+    def is_made(self) -> bool:
+        """True if an option says how the environment is to be made."""
+        options = (self.base_python, self.extra, self.also, self.lock, self.wheelhouse)
+        return any((*options, self.index_url))
+
+    def plan(self) -> EnvironmentPlan | None:
+        """The environment to be made there; None: `python` has it. Raises UsageError."""
+        from groupwise.jobs.fleet.machines.plans import PrepareOptions, plan_of
+
+        if self.python is None:
+            return plan_of(
+                PrepareOptions(
+                    extras=self.extra,
+                    also=self.also,
+                    lock=self.lock,
+                    wheelhouse=self.wheelhouse,
+                    python=self.base_python,
+                    index_url=self.index_url,
+                )
+            )
+        if self.is_made:
+            raise UsageError(
+                "--python names an environment that is there; --base-python, --extra, --with, --lock, --wheelhouse and --index-url are for "
+                "one that is made."
+            )
+        return None
+
+
+def environment(
+    python: Python = None,
+    base_python: BasePython = None,
+    extra: Extra = None,
+    also: With = None,
+    lock: Lock = None,
+    wheelhouse: Wheelhouse = None,
+    index_url: IndexUrl = None,
+) -> Environment:
+    """The options of places that have other packages than this machine."""
+    return Environment(
+        python,
+        base_python,
+        tuple(extra or ()),
+        tuple(also or ()),
+        lock,
+        wheelhouse,
+        index_url,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """The machine from which a cluster is given its jobs."""
+
+    host: str | None
+    """None: this machine."""
+    user: str | None
+    port: int | None
+    key: str | None
+    trust: str | None
+    trust_jump: str | None
+    shared: str | None
+    """The folder that it and all nodes share; None: its home folder."""
+
+    def plan(self, packages: Environment) -> EnvironmentPlan | None:
+        """The environment to be made there; None: there is one, as on this machine. Raises UsageError."""
+        return packages.plan() if self.host is not None or packages.is_made else None
+
+    def machine(self, packages: Environment) -> JobBackend:
+        """The machine itself. Raises UsageError."""
+        return login_machine(
+            self.host, self.user, self.port, self.key, self.trust, self.trust_jump, packages.python
+        )
+
+
+def login(
+    host: Host = None,
+    user: User = None,
+    port: Port = None,
+    key: Key = None,
+    trust: TrustHost = None,
+    trust_jump: TrustJump = None,
+    shared: Shared = None,
+) -> Login:
+    """The options of clusters."""
+    return Login(host, user, port, key, trust, trust_jump, shared)
+
+
+def rental(
+    terminate_after: TerminateAfter = False, keep_on_failure: KeepOnFailure = False
+) -> dict[str, Any]:
+    """The options of paid places that were given, as `Order.asks` holds them."""
+    from groupwise.jobs.clouds.backend import KEEP_ON_FAILURE, TERMINATE_AFTER
+
+    asks = {TERMINATE_AFTER: terminate_after, KEEP_ON_FAILURE: keep_on_failure}
+    return {name: True for name, given in asks.items() if given}

@@ -1,4 +1,4 @@
-"""Places of jobs, as words of the command line say them. A machine is trusted by its host key before anything else is said to it."""
+"""Places of jobs, as the words of the command line name them. A machine's host key is checked before anything else is sent to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def note_of(
     name: str, at: str | None, key: str | None, trust: str | None, profile: str | None = None
 ) -> Note:
-    """Where the job is. Raises UsageError."""
+    """The job's note: from --at if it is given, else from the local registry. Raises UsageError."""
     check_name(name)
     from groupwise.jobs.launch import local_registry
 
@@ -36,7 +36,7 @@ def note_of(
 
 
 def _place_at(at: str, key: str | None, trust: str | None, profile: str | None) -> JobBackend:
-    """The place of that word. Raises UsageError."""
+    """The place that --at names. Raises UsageError."""
     from groupwise.jobs.launch.places import AWS, LOCAL, MODAL, RAY, SLURM, SSH, JobBackend
 
     kind, _, rest = at.partition(":")
@@ -47,11 +47,11 @@ def _place_at(at: str, key: str | None, trust: str | None, profile: str | None) 
     if kind == LOCAL and not rest:
         return JobBackend(LOCAL)
     if kind == SSH and rest:
-        return machines_together([_named(each, key, trust) for each in rest.split(",")], None)
+        return machines_together([_machine_at(each, key, trust) for each in rest.split(",")], None)
     if kind in (SLURM, RAY):
         way, _, api = rest.partition(",")
         address, slash, folder = way.partition("/")
-        login, shared = _named(address, key, trust), f"{slash}{folder}" or None
+        login, shared = _machine_at(address, key, trust), f"{slash}{folder}" or None
         if kind == RAY:
             return ray_cluster(login, shared, api or None)
         if not api:
@@ -59,23 +59,19 @@ def _place_at(at: str, key: str | None, trust: str | None, profile: str | None) 
     if kind == AWS and rest and trust is None:
         return JobBackend(AWS, {"region": rest, "profile": profile, "key_path": key})
     if kind == MODAL:
-        return JobBackend(MODAL, {"profile": _one_profile(rest, profile)})
+        if rest and profile is not None:
+            raise UsageError(
+                f"--profile {profile}: --at modal:{rest} names a profile already; leave one of the two out."
+            )
+        return JobBackend(MODAL, {"profile": rest or profile})
     raise UsageError(
         f"--at {at}: a place is wanted, local, ssh:USER@HOST:PORT, aws:REGION with --key and without --trust, slurm:USER@HOST:PORT/SHARED, "
         "ray:USER@HOST:PORT/SHARED,ADDRESS or modal:PROFILE; of the last three all behind the first word may be left out."
     )
 
 
-def _one_profile(in_word: str, profile: str | None) -> str | None:
-    if in_word and profile is not None:
-        raise UsageError(
-            f"--profile {profile}: --at modal:{in_word} names a profile already; leave one of the two out."
-        )
-    return in_word or profile
-
-
-def _named(word: str, key: str | None, trust: str | None) -> JobBackend:
-    """The machine of USER@HOST:PORT; of nothing, this one."""
+def _machine_at(word: str, key: str | None, trust: str | None) -> JobBackend:
+    """The machine at USER@HOST:PORT; an empty word means this one."""
     from groupwise.jobs.launch.places import LOCAL, JobBackend
 
     if not word:
@@ -84,7 +80,8 @@ def _named(word: str, key: str | None, trust: str | None) -> JobBackend:
 
 
 def machines_together(machines: Sequence[JobBackend], meets_at: str | None) -> JobBackend:
-    """One place of them all; `meets_at`: where the others reach the first one. Raises UsageError for one that is named twice."""
+    """One place made of several machines; `meets_at`: the address at which the others reach the first one. Raises UsageError for a machine
+    that is named twice."""
     from groupwise.jobs.launch.places import SSH, JobBackend
 
     words = [str(each) for each in machines]
@@ -106,7 +103,7 @@ def login_machine(
     trust_jump: str | None,
     python: str | None,
 ) -> JobBackend:
-    """From which a cluster is given its jobs: the named one, else this. Raises UsageError."""
+    """The machine from which a cluster is given its jobs: the named one, else this one. Raises UsageError."""
     from groupwise.jobs.launch.places import LOCAL, JobBackend
 
     if host is not None:
@@ -120,14 +117,14 @@ def login_machine(
 
 
 def slurm_cluster(login: JobBackend, shared: str | None) -> JobBackend:
-    """The Slurm that jobs are given to on this machine. Raises UsageError."""
+    """The Slurm cluster of a login machine. Raises UsageError."""
     from groupwise.jobs.launch.places import SLURM, JobBackend
 
     return JobBackend(SLURM, {**login.detail, **_shared(shared)})
 
 
 def ray_cluster(login: JobBackend, shared: str | None, address: str | None) -> JobBackend:
-    """The Ray whose head this machine reaches by that address. Raises UsageError."""
+    """The Ray cluster whose head the login machine reaches at that address. Raises UsageError."""
     from groupwise.jobs.clouds.ray import checked_address
     from groupwise.jobs.hosts.ray import ADDRESS
     from groupwise.jobs.launch.places import RAY, JobBackend
@@ -148,7 +145,7 @@ def _shared(folder: str | None) -> dict[str, str]:
 
 
 def check_name(name: str) -> None:
-    """Raises UsageError for what can be no job's."""
+    """Raises UsageError for a name that no job can have."""
     from groupwise.jobs.hosts.spec import JOB_ID
 
     if not JOB_ID.fullmatch(name):
@@ -158,7 +155,7 @@ def check_name(name: str) -> None:
 
 
 def trust_of(fingerprint: str | None, of_jump: str | None) -> Trust:
-    """By what host keys are trusted that no known_hosts has: these fingerprints, or the answer of who types."""
+    """How to trust host keys that stand in no known_hosts: by these fingerprints, or by the user's answer if there is a terminal."""
     from groupwise.cli.fleet.reach import Trust
 
     asks = sys.stdin.isatty() and sys.stderr.isatty()
@@ -177,14 +174,16 @@ def machine(
     trust: Trust,
     python: str | None,
 ) -> JobBackend:
-    """The machine that `ssh HOST` leads to, by its pinned key."""
+    """The machine that `ssh HOST` leads to, with its host key pinned."""
     if find_spec("asyncssh") is None:
         raise UsageError("Other machines are reached by asyncssh: pip install 'groupwise[launch]'.")
     from groupwise.cli.fleet.reach import Way
     from groupwise.jobs.launch.places import AGENT, SSH, JobBackend
 
     before, _, name = host.rpartition("@")
-    name, port = _with_port(name, port)
+    alone, colon, number = name.rpartition(":")
+    if colon and number.isdecimal() and ":" not in alone:  # an IPv6 address has several colons
+        name, port = alone, int(number)
     where = Way(None, port, user or before or None, key, name).of_new(trust)
     agent = where.key is None and AGENT in os.environ
     jump = where.jump
@@ -208,16 +207,8 @@ def machine(
     return JobBackend(SSH, detail)
 
 
-def _with_port(name: str, port: int | None) -> tuple[str, int | None]:
-    """HOST:PORT taken apart; an address of IPv6 has several colons."""
-    host, colon, number = name.rpartition(":")
-    if colon and number.isdecimal() and ":" not in host:
-        return host, int(number)
-    return name, port
-
-
 def _host_key(name: str, where: Where, trust: Trust) -> str:
-    """The one that is known already, else the one that is trusted now. Raises UsageError."""
+    """The host key that known_hosts has, else the one that the user trusts now. Raises UsageError."""
     from groupwise.cli.fleet.reach import host_key_of
     from groupwise.jobs.hosts.keys import known
 

@@ -1,51 +1,18 @@
-"""Placing a job: trying it here, packing the project, saying what will be done, doing it."""
+"""Placing a job: try it here, pack the project, say what will be done, do it, watch it."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from groupwise.cli.launch.options import (
-    AsJson,
-    BasePython,
-    Detach,
-    DryRun,
-    EnvFile,
-    Extra,
-    Gpus,
-    Host,
-    IndexUrl,
-    KeepOnFailure,
-    Key,
-    Lock,
-    MaxHours,
-    MaxPrice,
-    Name,
-    Nodes,
-    NoPreflight,
-    Port,
-    Processes,
-    Python,
-    Result,
-    Script,
-    Shared,
-    Take,
-    TerminateAfter,
-    To,
-    TrustHost,
-    TrustJump,
-    User,
-    Wheelhouse,
-    With,
-)
-from groupwise.cli.launch.places import check_name, login_machine
+from groupwise.cli.launch.options import CommonOptions
+from groupwise.cli.launch.places import check_name
 from groupwise.cli.launch.watch import ask, folder_of, tell_of_rented, watch, while_placing
-from groupwise.cli.launch.words import Behind, behind, environment_of, new_name
+from groupwise.cli.launch.words import JobCommand, environment_of, new_name
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_pairs
 from groupwise.core.errors import GroupwiseError, UsageError
@@ -53,12 +20,12 @@ from groupwise.core.terminal.text import one_line
 
 if TYPE_CHECKING:
     from groupwise.jobs.clouds.backend import Backend, Handle, Plan
-    from groupwise.jobs.fleet.machines.plans import Plan as EnvironmentPlan
     from groupwise.jobs.hosts.files import BlobStore
+    from groupwise.jobs.launch.bundle import Bundle
     from groupwise.jobs.launch.local_registry import Note
-    from groupwise.jobs.launch.packaging import Packed
+    from groupwise.jobs.launch.packaging import PackedJob
     from groupwise.jobs.launch.places import JobBackend
-    from groupwise.jobs.launch.preflight import Tried
+    from groupwise.jobs.launch.preflight import DryRunReport
 
 UNWATCHED = (
     ". It stays whatever becomes of the job, and what was not fetched by then is gone with it"
@@ -66,299 +33,120 @@ UNWATCHED = (
 SHARED = ("rl", "sft")
 """Verbs whose work several machines share."""
 MAX_FILES_LISTED = 5
-"""Files that stay here, of which each is told."""
+"""Most files that stay here and are listed one by one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gang:
-    """On how many machines at once a job runs."""
-
-    nodes: int | None
-    processes: int | None
-    """On each; None: as many as it has GPUs, and one without."""
-
-    @property
-    def is_one(self) -> bool:
-        """Several machines."""
-        return (self.nodes or 1) > 1
-
-    def of(self, nodes: int) -> Gang:
-        """The same where so many machines are named. Raises UsageError where it is for another number."""
-        if self.nodes not in (None, nodes):
-            raise UsageError(
-                f"--nodes is {self.nodes}, and --host names {nodes} machine{'s' * (nodes > 1)}: give each its own --host."
-            )
-        return Gang(nodes, self.processes)
-
-
-ALONE = Gang(1, None)
-
-
-def gang(nodes: Nodes = None, nproc_per_node: Processes = None) -> Gang:
-    """The options of places that have several machines for a job."""
-    return Gang(nodes, nproc_per_node)
-
-
-@dataclass(frozen=True, slots=True)
-class CommonOptions:
-    """What all places are asked alike."""
-
-    behind: Behind
-    name: str | None
-    gpus: int
-    max_hours: float
-    max_price: float | None
-    env_files: tuple[Path, ...]
-    take: tuple[str, ...]
-    results: tuple[str, ...]
-    to: Path | None
-    dry_run: bool
-    detach: bool
-    preflight: bool
-    as_json: bool
-    environment: EnvironmentPlan | None = field(default=None)
-    """To be made there; None: it has one."""
-    asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What only this kind of place understands."""
-    gang: Gang = field(default=ALONE)
-
-
-def asked(
-    ctx: typer.Context,
-    script: Script = None,
-    name: Name = None,
-    gpus: Gpus = 0,
-    max_hours: MaxHours = 24.0,
-    max_price: MaxPrice = None,
-    env_file: EnvFile = None,
-    take: Take = None,
-    result: Result = None,
-    to: To = None,
-    dry_run: DryRun = False,
-    detach: Detach = False,
-    no_preflight: NoPreflight = False,
-    as_json: AsJson = False,
-) -> CommonOptions:
-    """The options of every place."""
-    return CommonOptions(
-        behind(ctx, script),
-        name,
-        gpus,
-        max_hours,
-        max_price,
-        tuple(env_file or ()),
-        tuple(take or ()),
-        tuple(result or ()),
-        to,
-        dry_run,
-        detach,
-        not no_preflight,
-        as_json,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """With which packages the job is to run."""
-
-    python: str | None
-    base_python: str | None
-    extra: tuple[str, ...]
-    also: tuple[str, ...]
-    lock: Path | None
-    wheelhouse: Path | None
-    index_url: str | None
-
-    @property
-    def is_made(self) -> bool:
-        """Something was said of how it is to be made."""
-        said = (self.base_python, self.extra, self.also, self.lock, self.wheelhouse, self.index_url)
-        return any(said)
-
-    def plan(self) -> EnvironmentPlan | None:
-        """What is to be made there; None: `python` has it. Raises UsageError."""
-        from groupwise.jobs.fleet.machines.plans import PrepareOptions as OfPlan
-        from groupwise.jobs.fleet.machines.plans import plan_of
-
-        if self.python is None:
-            return plan_of(
-                OfPlan(
-                    extras=self.extra,
-                    also=self.also,
-                    lock=self.lock,
-                    wheelhouse=self.wheelhouse,
-                    python=self.base_python,
-                    index_url=self.index_url,
-                )
-            )
-        if self.is_made:
-            raise UsageError(
-                "--python names an environment that is there; --base-python, --extra, --with, --lock, --wheelhouse and --index-url are for "
-                "one that is made."
-            )
-        return None
-
-
-def environment(
-    python: Python = None,
-    base_python: BasePython = None,
-    extra: Extra = None,
-    also: With = None,
-    lock: Lock = None,
-    wheelhouse: Wheelhouse = None,
-    index_url: IndexUrl = None,
-) -> Environment:
-    """The options of places that have other packages than this machine."""
-    return Environment(
-        python,
-        base_python,
-        tuple(extra or ()),
-        tuple(also or ()),
-        lock,
-        wheelhouse,
-        index_url,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Login:
-    """From which machine a cluster is given its jobs."""
-
-    host: str | None
-    """None: from this one."""
-    user: str | None
-    port: int | None
-    key: str | None
-    trust: str | None
-    trust_jump: str | None
-    shared: str | None
-    """The folder that it and all nodes have; None: its home."""
-
-    def plan(self, packages: Environment) -> EnvironmentPlan | None:
-        """Of the environment that is made there; None: there is one, as on this machine. Raises UsageError."""
-        return packages.plan() if self.host is not None or packages.is_made else None
-
-    def machine(self, packages: Environment) -> JobBackend:
-        """The machine itself. Raises UsageError."""
-        return login_machine(
-            self.host, self.user, self.port, self.key, self.trust, self.trust_jump, packages.python
-        )
-
-
-def login(
-    host: Host = None,
-    user: User = None,
-    port: Port = None,
-    key: Key = None,
-    trust: TrustHost = None,
-    trust_jump: TrustJump = None,
-    shared: Shared = None,
-) -> Login:
-    """The options of clusters."""
-    return Login(host, user, port, key, trust, trust_jump, shared)
-
-
-def rental(
-    terminate_after: TerminateAfter = False, keep_on_failure: KeepOnFailure = False
-) -> dict[str, Any]:
-    """The options of places that are paid, as `Order.asks` has them; only what was asked for."""
-    from groupwise.jobs.clouds.backend import KEEP_ON_FAILURE, TERMINATE_AFTER
-
-    asks = {TERMINATE_AFTER: terminate_after, KEEP_ON_FAILURE: keep_on_failure}
-    return {name: True for name, given in asks.items() if given}
-
-
-def launch(place: JobBackend, asked: CommonOptions) -> None:
-    """From the words to the result."""
+def launch(place: JobBackend, options: CommonOptions) -> None:
+    """Launch a job at a place, and watch it to its end unless it is detached or this is a dry run."""
     from groupwise.jobs.launch import local_registry, packaging
     from groupwise.jobs.launch.preflight import check_verb
 
-    if asked.name is not None:
-        check_name(asked.name)
-    if asked.behind.script is None:
-        check_verb(asked.behind.words)
-    processes = _processes(asked)
+    if options.name is not None:
+        check_name(options.name)
+    if options.command.script is None:
+        check_verb(options.command.words)
+    processes = _processes(options)
     project = Path.cwd()
-    secrets = environment_of(asked.env_files)
-    tried = _tried(asked, project, secrets)
-    name = asked.name or new_name(asked.behind)
+    secrets = environment_of(options.env_files)
+    tried = _tried(options, project, secrets)
     store = packaging.files_here()
-    packed = packaging.pack(
-        packaging.LaunchRequest(
-            name,
-            project,
-            asked.behind.command,
-            asked.gpus,
-            asked.gang.nodes or 1,
-            processes,
-            asked.max_hours,
-            secrets,
-            asked.environment,
-            (*asked.results, *tried.results),
-            asked.take,
-            tried.needs,
-            elsewhere=not place.is_here,
-            root=place.root if place.root.startswith("/") else f"~/{place.root}",
-            asks=asked.asks,
-            python=place.python,
-            meets_at=place.meets_at,
-        ),
-        store,
+    name = options.name or new_name(options.command)
+    request = packaging.LaunchRequest(
+        name,
+        project,
+        options.command.line,
+        options.gpus,
+        options.gang.nodes or 1,
+        processes,
+        options.max_hours,
+        secrets,
+        options.environment,
+        (*options.results, *tried.results),
+        options.take,
+        tried.needs,
+        elsewhere=not place.is_here,
+        root=place.root if place.root.startswith("/") else f"~/{place.root}",
+        asks=options.asks,
+        python=place.python,
+        meets_at=place.meets_at,
     )
-    _expect_script(asked.behind, packed)
-    _tell_of_project(packed)
+    packed = packaging.pack(request, store)
+    _expect_script(options.command, packed)
+    _say_travelling(packed.bundle)
     plan = ask(place, lambda backend: backend.plan(packed.order))
-    _refuse_price(plan, asked.max_price)
-    if asked.dry_run:
-        _show_plan(plan, packed, asked)
+    _refuse_price(plan, options.max_price)
+    if options.dry_run:
+        _show_plan(plan, packed, options)
         return
     say(f"{name}: {'; '.join(plan.steps)}")
-    note = local_registry.Note(
-        name, place, project, None if asked.to is None else asked.to.expanduser().absolute()
-    )
+    results = None if options.to is None else options.to.expanduser().absolute()
+    note = local_registry.Note(name, place, project, results)
     handle = _submit(note, packed, store)
-    if asked.detach:
-        say(
-            f"`groupwise launch logs -f {name}` watches it, `groupwise launch fetch {name}` brings its results"
-        )
-        tell_of_rented(note, UNWATCHED)
-        if asked.as_json:
-            write_json({"name": name, "place": str(place), "attempt": handle.attempt})
-        else:
-            typer.echo(name)
+    if options.detach:
+        _leave(note, handle, as_json=options.as_json)
         return
     say("Ctrl-C stops it and fetches what there is")
 
     async def again(backend: Backend) -> Handle:
         return await backend.resume(name, secrets, store)
 
-    watch(note, asked.to, as_json=asked.as_json, stop=True, again=again if plan.paid else None)
+    watch(note, options.to, as_json=options.as_json, stop=True, again=again if plan.paid else None)
 
 
-def _processes(asked: CommonOptions) -> int:
-    """On each machine. Raises UsageError for a command that several cannot share, and for an option without effect."""
-    gang = asked.gang
-    if not gang.is_one:
+def _leave(note: Note, handle: Handle, *, as_json: bool) -> None:
+    """Say how to find a detached job again."""
+    name = note.name
+    say(
+        f"`groupwise launch logs -f {name}` watches it, `groupwise launch fetch {name}` brings its results"
+    )
+    tell_of_rented(note, UNWATCHED)
+    if as_json:
+        write_json({"name": name, "place": str(note.place), "attempt": handle.attempt})
+    else:
+        typer.echo(name)
+
+
+def _say_travelling(bundle: Bundle) -> None:
+    """Say how much of the project travels, and which files stay here."""
+    from groupwise.core.terminal.quantities import byte_size
+
+    say(f"{len(bundle.files)} files of {bundle.root} travel, {byte_size(bundle.size)}")
+    for path, why in [*bundle.left_out.items()][:MAX_FILES_LISTED]:
+        say(f"  {one_line(path)} stays here: {why}")
+    if len(bundle.left_out) > MAX_FILES_LISTED:
+        say(f"  and {len(bundle.left_out) - MAX_FILES_LISTED} more")
+
+
+def _processes(options: CommonOptions) -> int:
+    """The number of processes on each machine. Raises UsageError for a command that several machines cannot share, and for an option that
+    has no effect."""
+    gang = options.gang
+    if not gang.is_several:
         if gang.processes is not None:
             raise UsageError(
                 "--nproc-per-node is for several machines (--nodes). On one machine the command starts its own processes: "
                 "distributed.learners=N behind the verb."
             )
         return 1
-    verb = asked.behind.words[0] if asked.behind.script is None else None
+    verb = options.command.words[0] if options.command.script is None else None
     if verb is not None and verb not in SHARED:
         raise UsageError(
             f"--nodes {gang.nodes}: `groupwise {verb}` runs on one machine; {' and '.join(SHARED)} share their work among several."
         )
-    return gang.processes or max(1, asked.gpus)
+    return gang.processes or max(1, options.gpus)
 
 
-def _submit(note: Note, packed: Packed, store: BlobStore) -> Handle:
-    """Placed, or found to be there. It is noted first: interrupted in between, nobody would know of it."""
+def _submit(note: Note, packed: PackedJob, store: BlobStore) -> Handle:
+    """Place the job, or find it there. The note is written first, so that a job is known here even if this process is interrupted."""
     from groupwise.jobs.launch import local_registry, results
 
     name, before = note.name, ask(note.place, lambda backend: backend.find(note.name))
-    _expect_no_other(note)
+    # Notes and results of two jobs of one name would be mixed up.
+    other = next((each for each in local_registry.every() if each.name == note.name), None)
+    if other is not None and not other.place.is_same(note.place):
+        raise UsageError(
+            f"{note.name} is a job on {other.place} already: give this one another name, or `groupwise launch remove {note.name}`."
+        )
     aside = results.set_aside(folder_of(note, None)) if before is None else None
     if aside is not None:
         say(f"what an earlier job called {name} brought back is in {aside} now")
@@ -386,7 +174,7 @@ def _submit(note: Note, packed: Packed, store: BlobStore) -> Handle:
 
 
 def _is_nowhere(note: Note) -> bool:
-    """Whether its place surely has nothing of it, and nothing is paid for it."""
+    """True if its place certainly has nothing of it, and nothing is paid for it."""
     from groupwise.jobs.clouds.backend import CloudError, Renting
     from groupwise.jobs.launch.rentals import of_job
 
@@ -401,38 +189,29 @@ def _is_nowhere(note: Note) -> bool:
         return False
 
 
-def _expect_no_other(note: Note) -> None:
-    """Notes and results of two jobs of one name would be mixed up. Raises UsageError."""
-    from groupwise.jobs.launch import local_registry
-
-    other = next((each for each in local_registry.every() if each.name == note.name), None)
-    if other is not None and not other.place.is_same(note.place):
-        raise UsageError(
-            f"{note.name} is a job on {other.place} already: give this one another name, or `groupwise launch remove {note.name}`."
-        )
-
-
-def _tried(asked: CommonOptions, project: Path, secrets: Mapping[str, str]) -> Tried:
-    """What the command says of itself; UsageError where it would fail."""
+def _tried(options: CommonOptions, project: Path, secrets: Mapping[str, str]) -> DryRunReport:
+    """Try the command here. Raises UsageError if it would fail."""
     from groupwise.core.hub_errors import TOKEN_ELSEWHERE
     from groupwise.jobs.clouds.modal.port import NAMED
-    from groupwise.jobs.launch.preflight import Tried, first_of, results_of, try_verb
+    from groupwise.jobs.launch.preflight import DryRunReport, first_of, results_of, try_verb
 
-    if asked.behind.script is not None:
-        return Tried((), "")
-    if not asked.preflight:
-        return Tried(results_of(asked.behind.words), "")
-    first = first_of(asked.gang.nodes or 1, _processes(asked)) if asked.gang.is_one else {}
-    named: Mapping[str, Sequence[str]] = asked.asks.get(NAMED, {})
+    if options.command.script is not None:
+        return DryRunReport((), "")
+    if not options.preflight:
+        return DryRunReport(results_of(options.command.words), "")
+    first = (
+        first_of(options.gang.nodes or 1, _processes(options)) if options.gang.is_several else {}
+    )
+    named: Mapping[str, Sequence[str]] = options.asks.get(NAMED, {})
     there = {TOKEN_ELSEWHERE: "1"} if any("HF_TOKEN" in each for each in named.values()) else {}
-    tried = try_verb(asked.behind.words, project, {**secrets, **first, **there})
+    tried = try_verb(options.command.words, project, {**secrets, **first, **there})
     say(f"tried here: {tried.summary}")
     return tried
 
 
-def _expect_script(behind: Behind, packed: Packed) -> None:
-    """A script that does not travel would be missed only there."""
-    script = behind.script
+def _expect_script(command: JobCommand, packed: PackedJob) -> None:
+    """Raises UsageError if the script does not travel: otherwise it would be missed only there."""
+    script = command.script
     if script is None or Path(script).as_posix() in packed.bundle.files:
         return
     path = Path(script)
@@ -445,17 +224,6 @@ def _expect_script(behind: Behind, packed: Packed) -> None:
     else:
         why = packed.bundle.left_out.get(path.as_posix(), "git ignores it")
     raise UsageError(f"--script {script} does not travel with the project: {why}.")
-
-
-def _tell_of_project(packed: Packed) -> None:
-    from groupwise.core.terminal.quantities import byte_size
-
-    bundle = packed.bundle
-    say(f"{len(bundle.files)} files of {bundle.root} travel, {byte_size(bundle.size)}")
-    for path, why in [*bundle.left_out.items()][:MAX_FILES_LISTED]:
-        say(f"  {one_line(path)} stays here: {why}")
-    if len(bundle.left_out) > MAX_FILES_LISTED:
-        say(f"  and {len(bundle.left_out) - MAX_FILES_LISTED} more")
 
 
 def _refuse_price(plan: Plan, most: float | None) -> None:
@@ -472,22 +240,22 @@ def _refuse_price(plan: Plan, most: float | None) -> None:
         )
 
 
-def _show_plan(plan: Plan, packed: Packed, asked: CommonOptions) -> None:
-    """What would be done, for people or programs."""
+def _show_plan(plan: Plan, packed: PackedJob, options: CommonOptions) -> None:
+    """Show what would be done, for people or programs."""
     unknown = "nobody could say what" if plan.paid else "nothing"
     price = unknown if plan.price_per_hour is None else f"${plan.price_per_hour:.2f} an hour"
-    hours = asked.max_hours
+    hours = options.max_hours
     paid = hours if plan.paid_hours is None else plan.paid_hours
     most = "" if plan.price_per_hour is None else f", at most ${plan.price_per_hour * paid:.2f}"
-    if asked.as_json:
+    if options.as_json:
         write_json(
             {
                 "name": packed.order.name,
                 "where": plan.where,
                 "steps": list(plan.steps),
                 "command": list(plan.command),
-                "launcher": None if asked.behind.script is None else asked.behind.script,
-                "arguments": list(asked.behind.words),
+                "launcher": None if options.command.script is None else options.command.script,
+                "arguments": list(options.command.words),
                 "secrets": sorted(packed.order.secrets),
                 "results": list(packed.order.spec.artefacts),
                 "max_hours": hours,
@@ -501,8 +269,8 @@ def _show_plan(plan: Plan, packed: Packed, asked: CommonOptions) -> None:
         ("where", plan.where),
         *(("then" if n else "first", step) for n, step in enumerate(plan.steps)),
         ("command", shlex.join(plan.command)),
-        *([("script", str(asked.behind.script))] if asked.behind.script else []),
-        ("arguments", shlex.join(asked.behind.words) or "none"),
+        *([("script", str(options.command.script))] if options.command.script else []),
+        ("arguments", shlex.join(options.command.words) or "none"),
         ("secrets", ", ".join(sorted(packed.order.secrets)) or "none"),
         ("results", ", ".join(packed.order.spec.artefacts)),
         ("ends", f"after {hours:g} h at the latest"),

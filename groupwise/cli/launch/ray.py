@@ -9,19 +9,19 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.launch.options import place_command
-from groupwise.cli.launch.places import ray_cluster
-from groupwise.cli.launch.placing import (
+from groupwise.cli.launch.options import (
     CommonOptions,
     Environment,
     Gang,
     Login,
-    asked,
+    common,
     environment,
     gang,
-    launch,
     login,
+    place_command,
 )
+from groupwise.cli.launch.places import ray_cluster
+from groupwise.cli.launch.placing import launch
 from groupwise.core.errors import UsageError
 
 Address = Annotated[
@@ -47,7 +47,7 @@ UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 """Powers of two."""
 
 
-@place_command(by=login, packages=environment, machines=gang, job=asked)
+@place_command(by=login, packages=environment, machines=gang, job=common)
 def ray(
     address: Address = None,
     cpus: Cpus = None,
@@ -74,15 +74,12 @@ def ray(
         "resources": resources_of(resource or ()),
     }
     given = {name: value for name, value in asks.items() if value}
-    found = address or (_of_environment() if here else None)
-    place = ray_cluster(by.machine(packages), by.shared, found)
+    # Ray's own programs understand other kinds of address in this variable as well.
+    usual = os.environ.get("RAY_ADDRESS", "") if here else ""
+    if not address and usual.startswith(("http://", "https://")):
+        address = usual
+    place = ray_cluster(by.machine(packages), by.shared, address)
     launch(place, replace(job, environment=plan, asks=given, gang=machines))
-
-
-def _of_environment() -> str | None:
-    """Ray's own programs understand other kinds of address there as well."""
-    found = os.environ.get("RAY_ADDRESS", "")
-    return found if found.startswith(("http://", "https://")) else None
 
 
 def _bytes(word: str) -> int:

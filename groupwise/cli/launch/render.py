@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from groupwise.cli.launch.options import EnvFile, MaxHours, Name, Script
-from groupwise.cli.launch.words import behind, environment_of, new_name
+from groupwise.cli.launch.words import environment_of, job_command, new_name
 from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
 
@@ -64,19 +64,19 @@ def render(
     from groupwise.jobs.launch.packaging import refuse_shown_secrets
     from groupwise.jobs.launch.preflight import check_verb
 
-    found = behind(ctx, script)
+    found = job_command(ctx, script)
     if found.script is None:
         check_verb(found.words)
     called = name or re.sub("[^a-z0-9]+", "-", new_name(found).lower()).strip("-")
     values = environment_of(tuple(env_file or ()))
-    refuse_shown_secrets(found.command, values)
+    refuse_shown_secrets(found.line, values)
     if secret is not None and not values:
         raise UsageError(f"--secret {secret}: what is taken of it, --env-file says by its names.")
     named = secret or f"{called}-env"
     documents = manifests(
         ManifestOptions(
             called,
-            found.command,
+            found.line,
             image,
             max_hours,
             nodes,

@@ -7,19 +7,19 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.launch.options import place_command
-from groupwise.cli.launch.places import slurm_cluster
-from groupwise.cli.launch.placing import (
+from groupwise.cli.launch.options import (
     CommonOptions,
     Environment,
     Gang,
     Login,
-    asked,
+    common,
     environment,
     gang,
-    launch,
     login,
+    place_command,
 )
+from groupwise.cli.launch.places import slurm_cluster
+from groupwise.cli.launch.placing import launch
 from groupwise.core.errors import UsageError
 
 Partition = Annotated[str | None, typer.Option(metavar="P", help="Of Slurm.")]
@@ -38,7 +38,7 @@ Sbatch = Annotated[
 ]
 
 
-@place_command(by=login, packages=environment, machines=gang, job=asked)
+@place_command(by=login, packages=environment, machines=gang, job=common)
 def slurm(
     partition: Partition = None,
     account: Account = None,

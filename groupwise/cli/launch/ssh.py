@@ -7,17 +7,22 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.launch.options import Key, Port, TrustHost, TrustJump, User, place_command
-from groupwise.cli.launch.places import machine, machines_together, trust_of
-from groupwise.cli.launch.placing import (
+from groupwise.cli.launch.options import (
     CommonOptions,
     Environment,
     Gang,
-    asked,
+    Key,
+    Port,
+    TrustHost,
+    TrustJump,
+    User,
+    common,
     environment,
     gang,
-    launch,
+    place_command,
 )
+from groupwise.cli.launch.places import machine, machines_together, trust_of
+from groupwise.cli.launch.placing import launch
 from groupwise.core.errors import UsageError
 
 Hosts = Annotated[
@@ -38,7 +43,7 @@ MasterAddress = Annotated[
 ]
 
 
-@place_command(packages=environment, machines=gang, job=asked)
+@place_command(packages=environment, machines=gang, job=common)
 def ssh(
     host: Hosts,
     user: User = None,
@@ -59,7 +64,7 @@ def ssh(
     groupwise launch ssh --host gpu1 --gpus 1 -- rl --config C.yaml --task-module task.py
     """
     together = machines.of(len(host))
-    if master_addr is not None and not together.is_one:
+    if master_addr is not None and not together.is_several:
         raise UsageError("--master-addr is for several machines, each with its own --host.")
     plan = packages.plan()
     trusted = trust_of(trust, trust_jump)

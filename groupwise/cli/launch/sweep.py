@@ -1,10 +1,10 @@
-"""`groupwise launch sweep`: what is paid for and was ended by nobody."""
+"""`groupwise launch sweep`: end machines that are paid for beyond their deadlines."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,7 @@ from groupwise.core.errors import UsageError
 if TYPE_CHECKING:
     from groupwise.jobs.clouds.backend import Backend
     from groupwise.jobs.launch.places import JobBackend
-    from groupwise.jobs.launch.rentals import Swept
+    from groupwise.jobs.launch.rentals import SweepResult
 
 At = Annotated[
     list[str] | None,
@@ -46,11 +46,11 @@ def sweep(
     from groupwise.jobs.clouds.backend import CloudError, Renting
     from groupwise.jobs.launch import rentals
 
-    async def swept(backend: Backend) -> Swept:
+    async def swept(backend: Backend) -> SweepResult:
         assert isinstance(backend, Renting), "that is what RENTING says"
         return await rentals.sweep(backend, name, dry_run=dry_run)
 
-    found: list[tuple[str, Swept]] = []
+    found: list[tuple[str, SweepResult]] = []
     failed: list[str] = []
     for place in _places(at, profile):
         try:
@@ -61,14 +61,22 @@ def sweep(
     for why in failed:
         say(f"NOT swept: {why}")
     if as_json:
-        write_json({"swept": [_document(place, each) for place, each in found], "failed": failed})
+        documents = [
+            {
+                "place": place,
+                "overdue": [asdict(one) for one in each.overdue],
+                "left": [asdict(one) for one in each.left],
+            }
+            for place, each in found
+        ]
+        write_json({"swept": documents, "failed": failed})
     else:
-        _tell(found, dry_run=dry_run)
+        _say_swept(found, dry_run=dry_run)
     if failed:
         raise typer.Exit(1)
 
 
-def _tell(found: list[tuple[str, Swept]], *, dry_run: bool) -> None:
+def _say_swept(found: list[tuple[str, SweepResult]], *, dry_run: bool) -> None:
     from groupwise.jobs.launch import rentals
 
     verb = "would be ended" if dry_run else "is ended"
@@ -82,6 +90,7 @@ def _tell(found: list[tuple[str, Swept]], *, dry_run: bool) -> None:
 
 
 def _places(at: list[str] | None, profile: str | None) -> list[JobBackend]:
+    """The places that --at names, else all paid places of jobs launched from here. Raises UsageError."""
     from groupwise.jobs.launch import local_registry
     from groupwise.jobs.launch.places import AWS, MODAL, RENTING, JobBackend
 
@@ -93,7 +102,8 @@ def _places(at: list[str] | None, profile: str | None) -> list[JobBackend]:
             raise UsageError(
                 "no job was launched on a paid place from here; name one: --at aws:us-east-1"
             )
-        return [*{_account(each): each for each in known}.values()]
+        accounts = {(str(each), each.detail.get("profile")): each for each in known}
+        return [*accounts.values()]
     if find_spec("boto3") is None:
         raise UsageError("AWS is asked by boto3: pip install 'groupwise[launch,aws]'.")
     places: list[JobBackend] = []
@@ -108,15 +118,3 @@ def _places(at: list[str] | None, profile: str | None) -> list[JobBackend]:
             )
         places.append(JobBackend(AWS, {"region": region, "profile": profile}))
     return places
-
-
-def _account(place: JobBackend) -> tuple[str, Any]:
-    return str(place), place.detail.get("profile")
-
-
-def _document(place: str, swept: Swept) -> dict[str, Any]:
-    return {
-        "place": place,
-        "overdue": [asdict(each) for each in swept.overdue],
-        "left": [asdict(each) for each in swept.left],
-    }

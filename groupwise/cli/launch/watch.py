@@ -1,4 +1,4 @@
-"""Asking places of jobs, and watching a job until its results are here."""
+"""Calls to the places of jobs, and watching a job until its results are here."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ if TYPE_CHECKING:
     from groupwise.jobs.launch.watching import Watch
 
 CANCELLED_CODE = 130
-"""What shells say of a program that was interrupted."""
+"""The exit code of a program that was interrupted, as shells have it."""
 STOP_GRACE = 60.0
-Answer = TypeVar("Answer")
+"""Seconds between TERM and KILL for a job that is stopped."""
+Result = TypeVar("Result")
 
 
-def ask(place: JobBackend, question: Callable[[Backend], Awaitable[Answer]]) -> Answer:
-    """One question to a place."""
+def ask(place: JobBackend, question: Callable[[Backend], Awaitable[Result]]) -> Result:
+    """Run one call to a place, with a backend that is closed afterwards."""
     from groupwise.jobs.launch.places import reach
 
-    async def asked() -> Answer:
+    async def call() -> Result:
         backend = reach(place)
         try:
             return await question(backend)
         finally:
             await backend.close()
 
-    return asyncio.run(asked())
+    return asyncio.run(call())
 
 
 async def find(backend: Backend, name: str) -> Handle:
-    """Its newest attempt. Raises NotHere."""
+    """The job's newest attempt. Raises NotHere."""
     handle = await backend.find(name)
     if handle is None:
         from groupwise.jobs.clouds.backend import NotHere
@@ -56,24 +57,26 @@ async def find(backend: Backend, name: str) -> Handle:
 
 
 def tell_of_rented(note: Note, beside: str = "") -> None:
-    """What is there for this job and costs money: after a failure all the same, or with nobody watching. `beside`: said after each."""
+    """List the machines that exist for this job and cost money, after a failure or if the job is not watched. `beside`: text added to each
+    line."""
     from groupwise.jobs.clouds.backend import CloudError, Renting
     from groupwise.jobs.launch.rentals import of_job, stays
 
-    async def told(backend: Backend) -> None:
+    async def list_rented(backend: Backend) -> None:
         if isinstance(backend, Renting):
             for each in await of_job(backend, note.name):
                 say(f"{stays(each)}; `groupwise launch sweep --name {note.name}` ends it{beside}")
 
     try:
-        ask(note.place, told)
+        ask(note.place, list_rented)
     except CloudError as error:
         say(f"whether anything is paid for {note.name} could not be found out: {error.message}")
 
 
 @contextmanager
 def while_placing(note: Note) -> Generator[None]:
-    """Until a job is placed: SIGTERM and a terminal that is closed do what Ctrl-C does, and what is paid for all the same is told."""
+    """While a job is being placed, SIGTERM and a closed terminal act like Ctrl-C; if placing fails, machines that are paid for are
+    listed."""
     with interrupting(signal.SIGTERM, signal.SIGHUP):
         try:
             yield
@@ -90,9 +93,9 @@ def watch(
     stop: bool,
     again: Callable[[Backend], Awaitable[Handle]] | None = None,
 ) -> None:
-    """Until it has ended; then its exit code is that of this command. `stop`: Ctrl-C ends it.
+    """Watch a job until it has ended, say how, and leave with its exit code. `stop`: Ctrl-C ends the job.
 
-    `again` begins another attempt: where a machine was taken away from the job it is called, once.
+    `again` begins another attempt; it is called once if the job's machine was taken away.
     """
     from groupwise.jobs.hosts.failures import FailureClass
     from groupwise.jobs.launch.watching import Watch
@@ -115,28 +118,46 @@ def watch(
         document = _stopped(watching, note, folder)
     finally:
         log.end()
-    _end(note, folder, document, as_json=as_json)
+    _say_result(note, folder, document, as_json=as_json)
+    raise typer.Exit(_exit_code(document))
+
+
+def _say_result(note: Note, folder: Path, document: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        write_json(document)
+    seconds = document["seconds"]
+    after = "" if seconds is None else f" after {seconds:.0f} s"
+    say(f"{note.name} {document['state']}{after}: {document['reason']}")
+    say(f"{len(document['files'])} files came back to {folder}")
+    if document["cost"] is not None:
+        say(f"it has cost about ${document['cost']:.2f}: {document['cost_counts']}")
+    for run in document["runs"]:
+        say(f"  the run {run['run']}: {folder / run['folder']}")
+        if run.get("problem"):
+            say(f"    {run['problem']}")
+    for path, why in document["left_out"].items():
+        say(f"  {one_line(path)} did not: {why}")
 
 
 def _stopped(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
-    """Ended, however long its place does not answer, and what it left; Ctrl-C once more and nobody waits for that."""
+    """Stop the job, however long its place does not answer, and fetch its results. Another Ctrl-C leaves without waiting."""
     from groupwise.jobs.launch.watching import patiently
 
     say(f"stopping {note.name}; Ctrl-C once more, and nobody waits for its end")
-    told = False
+    asked = False
     try:
         ask(note.place, lambda backend: patiently(lambda: stop_job(backend, note.name), say))
-        told = True
+        asked = True
         return asyncio.run(_watched(watching, note, folder))
     except KeyboardInterrupt:
-        state = "was asked to end" if told else "STILL RUNS"
+        state = "was asked to end" if asked else "STILL RUNS"
         say(f"{note.name} {state}; `groupwise launch stop {note.name}` ends it")
         tell_of_rented(note)
         raise
 
 
 async def stop_job(backend: Backend, name: str) -> bool:
-    """Ask it to end, and end it after a while; whether it had ended already."""
+    """Ask the job to end, and end it after STOP_GRACE; True if it had ended already."""
     handle = await find(backend, name)
     ended = (await backend.status(handle)).ending is not None
     await backend.cancel(handle, STOP_GRACE)
@@ -144,7 +165,7 @@ async def stop_job(backend: Backend, name: str) -> bool:
 
 
 async def _watched(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
-    """Its result, written beside what it left."""
+    """Watch a job to its end; returns its result, which is written beside the fetched files."""
     from groupwise.jobs.launch import results
     from groupwise.jobs.launch.places import reach
 
@@ -161,7 +182,7 @@ async def _watched(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
 async def concluded(
     backend: Backend, note: Note, status: Status, fetched: Fetched, folder: Path, handle: Handle
 ) -> dict[str, Any]:
-    """The result, written beside what was fetched; then what is paid for is ended, or told."""
+    """Write the result beside the fetched files, then end the machine that is paid for, or say that it stays."""
     from groupwise.jobs.clouds.backend import CloudError
     from groupwise.jobs.launch import local_registry, rentals, results
 
@@ -184,7 +205,7 @@ async def concluded(
 
 
 def folder_of(note: Note, to: Path | None) -> Path:
-    """Where its results go: `to`, else where it was said before, else a folder of the project that it was launched from."""
+    """The folder of a job's results: `to`, else the one that was given at launch, else one in the project it was launched from."""
     from groupwise.jobs.launch.results import FOLDER
 
     if to is not None:
@@ -192,27 +213,8 @@ def folder_of(note: Note, to: Path | None) -> Path:
     return note.results or note.project / FOLDER / note.name
 
 
-def _end(note: Note, folder: Path, document: Mapping[str, Any], *, as_json: bool) -> None:
-    """Tell it, and leave with its exit code."""
-    if as_json:
-        write_json(document)
-    seconds = document["seconds"]
-    after = "" if seconds is None else f" after {seconds:.0f} s"
-    say(f"{note.name} {document['state']}{after}: {document['reason']}")
-    say(f"{len(document['files'])} files came back to {folder}")
-    if document["cost"] is not None:
-        say(f"it has cost about ${document['cost']:.2f}: {document['cost_counts']}")
-    for run in document["runs"]:
-        say(f"  the run {run['run']}: {folder / run['folder']}")
-        if run.get("problem"):
-            say(f"    {run['problem']}")
-    for path, why in document["left_out"].items():
-        say(f"  {one_line(path)} did not: {why}")
-    raise typer.Exit(_exit_code(document))
-
-
 def _exit_code(document: Mapping[str, Any]) -> int:
-    """That of the command, as a shell has it."""
+    """The exit code of the job's command, as a shell has it."""
     from groupwise.jobs.clouds.backend import Outcome
 
     if document["state"] == Outcome.SUCCEEDED:

@@ -1,4 +1,4 @@
-"""Words of `groupwise launch`: what stands before `--` is the launcher's, what stands behind it goes to the job untouched."""
+"""Words of `groupwise launch`: those before `--` are the launcher's, those behind it go to the job untouched."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from typer.core import TyperCommand
 from groupwise.core.errors import UsageError
 
 SCRIPT = "--script"
-BEHIND = "groupwise.behind"
-"""Where click keeps, for a command, what stood behind."""
+COMMAND = "groupwise.behind"
+"""The key under which click keeps the words behind `--` for a command."""
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """What is to be run."""
+class JobCommand:
+    """The command that the job runs."""
 
     script: str | None
     """A Python file of the project; None: a command of groupwise."""
     words: tuple[str, ...]
-    """The verb with its arguments, or those of the script."""
+    """The verb with its arguments, or the arguments of the script."""
 
     @property
-    def command(self) -> tuple[str, ...]:
-        """As the job runs it, in an environment with groupwise."""
+    def line(self) -> tuple[str, ...]:
+        """The command line of the job, in an environment with groupwise."""
         if self.script is None:
             return ("groupwise", *self.words)
         return ("python", self.script, *self.words)
@@ -43,21 +43,29 @@ class LaunchCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own, found = split(args)
         if found is None:
-            _expect_no_verb(ctx.command_path, own)
+            from groupwise.jobs.launch.preflight import VERBS
+
+            # The options of a verb without `--` before it would be taken for the launcher's.
+            verb = next((n for n, word in enumerate(own) if word in VERBS), None)
+            if verb is not None:
+                shown = f"{ctx.command_path} " + shlex.join([*own[:verb], "--", *own[verb:]])
+                raise UsageError(
+                    f"what is to be run stands behind `--`, and the launcher's own options before it: {shown}"
+                )
         elif found.script is not None:
             own = [*own, SCRIPT, found.script]
-        ctx.meta[BEHIND] = found
+        ctx.meta[COMMAND] = found
         return super().parse_args(ctx, own)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [*super().collect_usage_pieces(ctx), f"(-- VERB ... | {SCRIPT} PATH ...)"]
 
 
-def split(args: Sequence[str]) -> tuple[list[str], Behind | None]:
-    """The launcher's own words, and what is to be run; None where nothing is."""
+def split(args: Sequence[str]) -> tuple[list[str], JobCommand | None]:
+    """The launcher's own words, and the command to run; None if there is none."""
     for n, word in enumerate(args):
         if word == "--":
-            return [*args[:n]], Behind(None, tuple(args[n + 1 :]))
+            return [*args[:n]], JobCommand(None, tuple(args[n + 1 :]))
         if word == SCRIPT or word.startswith(f"{SCRIPT}="):
             _, equals, path = word.partition("=")
             rest = list(args[n + 1 :])
@@ -65,25 +73,13 @@ def split(args: Sequence[str]) -> tuple[list[str], Behind | None]:
                 path = rest.pop(0) if rest else ""
             if not path or path == "--":
                 raise UsageError(f"{SCRIPT} wants the path of a Python file of the project.")
-            return [*args[:n]], Behind(path, tuple(rest[1:] if rest[:1] == ["--"] else rest))
+            return [*args[:n]], JobCommand(path, tuple(rest[1:] if rest[:1] == ["--"] else rest))
     return [*args], None
 
 
-def _expect_no_verb(command: str, words: Sequence[str]) -> None:
-    """Its options would be taken for the launcher's. Raises UsageError."""
-    from groupwise.jobs.launch.preflight import VERBS
-
-    verb = next((n for n, word in enumerate(words) if word in VERBS), None)
-    if verb is not None:
-        shown = f"{command} " + shlex.join([*words[:verb], "--", *words[verb:]])
-        raise UsageError(
-            f"what is to be run stands behind `--`, and the launcher's own options before it: {shown}"
-        )
-
-
-def behind(ctx: typer.Context, script: str | None) -> Behind:
-    """What is to be run; `script` as its option has it. Raises UsageError where nothing is."""
-    found: Behind | None = ctx.meta.get(BEHIND)
+def job_command(ctx: typer.Context, script: str | None) -> JobCommand:
+    """The command to run; `script` is the value of its option. Raises UsageError if there is none."""
+    found: JobCommand | None = ctx.meta.get(COMMAND)
     assert found is None or found.script == script, "the line was split there"
     if found is None:
         raise UsageError(
@@ -93,9 +89,9 @@ def behind(ctx: typer.Context, script: str | None) -> Behind:
     return found
 
 
-def new_name(behind: Behind, now: float | None = None) -> str:
-    """For a job that was given none: what it is, and when it was asked for, to the millisecond."""
-    what = behind.words[0] if behind.script is None else Path(behind.script).stem
+def new_name(command: JobCommand, now: float | None = None) -> str:
+    """A name for a job without one: its verb or script, and the present time to the millisecond."""
+    what = command.words[0] if command.script is None else Path(command.script).stem
     letters = "".join(each if each.isascii() and each.isalnum() else "-" for each in what)[:40]
     moment = time.time() if now is None else now
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(moment))
@@ -103,7 +99,7 @@ def new_name(behind: Behind, now: float | None = None) -> str:
 
 
 def environment_of(files: Sequence[Path]) -> dict[str, str]:
-    """Variables of `.env` files, a later one over an earlier one. Nothing in them is looked up in this process's environment."""
+    """The variables of `.env` files; later files override earlier ones. No value refers to this process's environment."""
     if not files:
         return {}
     try:
@@ -114,19 +110,17 @@ def environment_of(files: Sequence[Path]) -> dict[str, str]:
         ) from None
     found: dict[str, str] = {}
     for path in files:
-        found |= _read(path, dotenv_values)
-    return found
-
-
-def _read(path: Path, parse: Any) -> dict[str, str]:
-    try:
-        text = path.expanduser().read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--env-file {path}: it cannot be read: {error}.") from None
-    values: Mapping[str, str | None] = parse(stream=io.StringIO(text), interpolate=False)
-    if any(value is None for value in values.values()):
-        # Not which: it may be a value that has lost its name.
-        raise UsageError(
-            f"--env-file {path}: a line there has no `=`; lines are written NAME=VALUE, and values of several lines in quotes."
+        try:
+            text = path.expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--env-file {path}: it cannot be read: {error}.") from None
+        values: Mapping[str, str | None] = dotenv_values(
+            stream=io.StringIO(text), interpolate=False
         )
-    return {name: value for name, value in values.items() if value is not None}
+        if any(value is None for value in values.values()):
+            # The line is not shown: it may be a value that has lost its name.
+            raise UsageError(
+                f"--env-file {path}: a line there has no `=`; lines are written NAME=VALUE, and values of several lines in quotes."
+            )
+        found |= {name: value for name, value in values.items() if value is not None}
+    return found

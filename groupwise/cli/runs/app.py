@@ -40,11 +40,11 @@ from groupwise.core.terminal.plot import Point, sparkline, svg_curve, terminal_c
 from groupwise.core.terminal.text import one_line, shorten
 from groupwise.runs import checkpoints
 from groupwise.runs.advice import advice_on
+from groupwise.runs.curves import warm_up_curve
 from groupwise.runs.find import RunInfo, final_step, list_runs, resolve, run_info
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
-from groupwise.runs.warm_up import warm_up_curve
 
 LIMITS = {"turns": "max_turns", "tokens": "max_rollout_length"}
 """The keys of the `rollout` section by what they ended."""
@@ -132,12 +132,7 @@ def rollouts(
     named = (part, task, text) != (None, None, None)
     searching = all_steps or failed or best or worst or named
     with Store.open(path / RECORD, readonly=True) as store:
-        if part is not None:
-            _expect_name(f"reward part '{part}'", part, store.part_names())
-        if task is not None:
-            _expect_task(task, store.tasks(MOST_NAMED))
-        if step is not None:
-            _expect_step(step, store.last_step())
+        _expect_present(store, part, task, step)
         wanted = RolloutFilter(
             step=step if step is not None or searching else store.last_step(),
             outcome=("failed", "timed_out") if failed else None,
@@ -264,8 +259,13 @@ def _facts(path: Path) -> dict[str, Any]:
 
 def _print_facts(facts: Mapping[str, Any]) -> None:
     total = f" of {facts['max_steps']}" if facts["max_steps"] is not None else ""
-    error = facts["error"]
-    name = facts["name"]
+    error, name = facts["error"], facts["name"]
+    # Where the result is on the hub, or why not; None if it was not to be uploaded, or the run has not ended.
+    summary: dict[str, Any] = facts["summary"] or {}
+    hub: Mapping[str, str] = summary.get("hub", {})
+    uploaded = f"{hub['url']} (commit {hub['commit']})" if "commit" in hub else hub.get("url")
+    if "error" in hub:
+        uploaded = f"not uploaded: {hub['error']}"
     print_pairs(
         [
             ("run", name),
@@ -282,7 +282,7 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
             ("final", None if facts["final_step"] is None else f"{name}@{facts['final_step']}"),
             ("damaged", "; ".join(facts["damaged_checkpoints"])),
             ("resumed", f"{len(facts['resumes'])} times" if facts["resumes"] else None),
-            ("hub", _uploaded(facts["summary"])),
+            ("hub", uploaded),
         ]
     )
     print_section(
@@ -302,14 +302,6 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
     print_section("configuration", list(flattened(facts["config"]).items()))
 
 
-def _uploaded(summary: Mapping[str, Any] | None) -> str | None:
-    """Where the result is on the hub, or why it is not there; None where it was not to be, or the run has not ended."""
-    hub: Mapping[str, str] = {} if summary is None else summary.get("hub", {})
-    if "error" in hub:
-        return f"not uploaded: {hub['error']}"
-    return f"{hub['url']} (commit {hub['commit']})" if "commit" in hub else hub.get("url")
-
-
 # Rollouts
 
 
@@ -320,21 +312,24 @@ def _expect_name(what: str, name: str, names: Sequence[str]) -> None:
         raise RunNotFoundError(f"this run has no {what}: it has recorded no step yet.")
 
 
-def _expect_task(task: str, tasks: Sequence[str]) -> None:
-    """What a run without tasks, or with very many, answers is told by the search."""
-    if not tasks:
-        raise RunNotFoundError(
-            f"this run has no task '{task}': its examples name none. Those of a mixture do, see docs/how-to/data.md."
-        )
-    if len(tasks) < MOST_NAMED:
-        _expect_name(f"task '{task}'", task, tasks)
-
-
-def _expect_step(step: int, last: int | None) -> None:
-    if last is None:
-        raise RunNotFoundError(f"this run has no step {step}: it has recorded none yet.")
-    if not 0 <= step <= last:
-        raise RunNotFoundError(f"this run has no step {step}; it has the steps 0 to {last}.")
+def _expect_present(store: Store, part: str | None, task: str | None, step: int | None) -> None:
+    """Raise RunNotFoundError if the run has no such part, task or step. None: not asked for."""
+    if part is not None:
+        _expect_name(f"reward part '{part}'", part, store.part_names())
+    if task is not None:
+        tasks = store.tasks(MOST_NAMED)
+        if not tasks:
+            raise RunNotFoundError(
+                f"this run has no task '{task}': its examples name none. Those of a mixture do, see docs/how-to/data.md."
+            )
+        if len(tasks) < MOST_NAMED:  # else the search shows whether there are any
+            _expect_name(f"task '{task}'", task, tasks)
+    if step is not None:
+        last = store.last_step()
+        if last is None:
+            raise RunNotFoundError(f"this run has no step {step}: it has recorded none yet.")
+        if not 0 <= step <= last:
+            raise RunNotFoundError(f"this run has no step {step}; it has the steps 0 to {last}.")
 
 
 def _print_rollouts(views: Sequence[RolloutView]) -> None:
@@ -347,34 +342,28 @@ def _print_rollouts(views: Sequence[RolloutView]) -> None:
         print_text(f"━━ {place} · draw {first.draw} · example {first.example} ━━")
         print_text(indented(first.prompt, "  │ "))
         for view in group:
-            _print_member(view)
-
-
-def _print_member(view: RolloutView) -> None:
-    facts = [f"#{view.member}", _verdict(view)]
-    if view.advantage is not None:
-        facts.append(f"advantage {view.advantage:+.3f}")
-    facts.append(f"{view.completion_tokens} tokens{_cut_off(view)}")
-    if view.attempt:
-        facts.append(f"attempt {view.attempt}")
-    print_text("\n  " + " · ".join(facts))
-    if view.parts:
-        parts = (
-            f"{one_line(part.name)}{'' if part.turn is None else f' (turn {part.turn})'} {rounded(part.value) or '–'}"
-            for part in view.parts
-        )
-        print_text("     " + "   ".join(parts))
-    print_text(indented(view.completion, "     "))
+            if view.outcome == "scored":
+                verdict = "given" if view.reward is None else f"reward {view.reward:.3f}"
+            else:
+                verdict = view.outcome.replace("_", " ").upper()
+                verdict += f": {one_line(view.reason)}" if view.reason else ""
+            facts = [f"#{view.member}", verdict]
+            if view.advantage is not None:
+                facts.append(f"advantage {view.advantage:+.3f}")
+            facts.append(f"{view.completion_tokens} tokens{_cut_off(view)}")
+            if view.attempt:
+                facts.append(f"attempt {view.attempt}")
+            print_text("\n  " + " · ".join(facts))
+            if view.parts:
+                parts = (
+                    f"{one_line(part.name)}{'' if part.turn is None else f' (turn {part.turn})'} {rounded(part.value) or '–'}"
+                    for part in view.parts
+                )
+                print_text("     " + "   ".join(parts))
+            print_text(indented(view.completion, "     "))
 
 
 def _cut_off(view: RolloutView) -> str:
-    """That a limit cut the rollout off, and which one where there are several."""
+    """Says if a limit cut the rollout off, and which one if there are several limits."""
     limit = LIMITS.get(view.ended_by or "")
     return f", cut off{f' by {limit}' if limit else ''}" if view.truncated else ""
-
-
-def _verdict(view: RolloutView) -> str:
-    if view.outcome == "scored":
-        return "given" if view.reward is None else f"reward {view.reward:.3f}"
-    outcome = view.outcome.replace("_", " ").upper()
-    return f"{outcome}: {one_line(view.reason)}" if view.reason else outcome

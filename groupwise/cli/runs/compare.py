@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         Comparison,
         CurveChange,
         MetricChange,
-        PromptChange,
     )
 
 What = Annotated[str, typer.Argument(metavar="RUN|RUN@STEP|RUN@STEP:NAME|FILE")]
@@ -58,31 +58,32 @@ def compare(
 
 def print_comparison(comparison: Comparison, rows: int = 0) -> None:
     """A comparison for people."""
+    from groupwise.runs.tables import prompt_text
+
     print_pairs([("A", comparison.a.label), ("B", comparison.b.label)])
     for note in comparison.notes:
         print_text(f"note: {one_line(note)}")
     if comparison.metrics:
-        print_text(f"\n{_pairs_found(comparison)}")
+        if comparison.a.supervised:
+            pairs = [f"held-out examples: the same {comparison.prompts} for both"]
+        else:
+            alone = (("A", comparison.only_a), ("B", comparison.only_b))
+            pairs = [f"held-out prompts: {comparison.prompts} answered by both"]
+            pairs += [f"{count} only in {name} left out" for name, count in alone if count]
+        print_text(f"\n{', '.join(pairs)}")
         head = ("metric", "A", "B", "B − A [95 %]", "better", "worse", "equal")
         print_table([head, *(_metric_row(change) for change in comparison.metrics)])
     if comparison.curve:
         _print_curve(comparison.curve)
-    print_section(
-        "configuration", [(key, _differs(pair)) for key, pair in comparison.config.items()]
-    )
+    as_json = partial(json.dumps, ensure_ascii=False)
+    differences = [(key, " → ".join(map(as_json, pair))) for key, pair in comparison.config.items()]
+    print_section("configuration", differences)
     for change in comparison.changed[:rows]:
-        _print_change(change)
-
-
-def _pairs_found(comparison: Comparison) -> str:
-    alone = [
-        f"{count} only in {name} left out"
-        for name, count in (("A", comparison.only_a), ("B", comparison.only_b))
-        if count
-    ]
-    if comparison.a.supervised:
-        return f"held-out examples: the same {comparison.prompts} for both"
-    return ", ".join([f"held-out prompts: {comparison.prompts} answered by both", *alone])
+        print_text(f"\n━━ reward {change.a:.3f} → {change.b:.3f} ━━")
+        print_text(indented(prompt_text(change.prompt), "  │ "))
+        for name, completion in (("A", change.completion_a), ("B", change.completion_b)):
+            print_text(f"\n  {name}")
+            print_text(indented(completion, "     "))
 
 
 def _metric_row(change: MetricChange) -> tuple[str, ...]:
@@ -101,18 +102,3 @@ def _print_curve(curve: CurveChange) -> None:
     change = _signed(curve.change) if curve.change else "no draws with the same prompt"
     rows = [head, ("A", *map(rounded, curve.a), ""), ("B", *map(rounded, curve.b), change)]
     print_table(rows if curve.metric == "reward" else [row[:3] for row in rows])
-
-
-def _differs(pair: tuple[Any, Any]) -> str:
-    before, after = (json.dumps(value, ensure_ascii=False) for value in pair)
-    return f"{before} → {after}"
-
-
-def _print_change(change: PromptChange) -> None:
-    from groupwise.runs.tables import prompt_text
-
-    print_text(f"\n━━ reward {change.a:.3f} → {change.b:.3f} ━━")
-    print_text(indented(prompt_text(change.prompt), "  │ "))
-    for name, completion in (("A", change.completion_a), ("B", change.completion_b)):
-        print_text(f"\n  {name}")
-        print_text(indented(completion, "     "))

@@ -38,18 +38,14 @@ def replay(
     if as_json:
         print_json(found.summary())
     else:
-        _print_replay(found)
+        head = ("step", "", "loss", "grad_norm", "version", "fingerprint", "")
+        rows = [row for step in found.steps for row in _rows(step)]
+        print_text(f"{found.run} from {found.start}\n")
+        print_table([head, *rows])
+        for reason in found.rounding:
+            print_text(f"\nother last bits are expected: {reason}")
+        print_text(f"\n{verdict(found)}")
     raise typer.Exit(found.exit_code)
-
-
-def _print_replay(found: Replay) -> None:
-    head = ("step", "", "loss", "grad_norm", "version", "fingerprint", "")
-    rows = [row for step in found.steps for row in _rows(step)]
-    print_text(f"{found.run} from {found.start}\n")
-    print_table([head, *rows])
-    for reason in found.rounding:
-        print_text(f"\nother last bits are expected: {reason}")
-    print_text(f"\n{verdict(found)}")
 
 
 def _rows(step: ReplayedStep) -> tuple[tuple[str, ...], tuple[str, ...]]:

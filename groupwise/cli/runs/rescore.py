@@ -22,7 +22,7 @@ from groupwise.cli.rl import Overrides
 from groupwise.core.terminal.text import one_line, shorten
 
 if TYPE_CHECKING:
-    from groupwise.training.review.rescore import Agreement, Rescored, Rescoring
+    from groupwise.training.review.rescore import Agreement, Rescored
 
 LONGEST_REASON = 600
 """Characters that are shown: a reason may quote a completion. The file with the rollouts has all of it."""
@@ -72,36 +72,29 @@ def rescore(
     if as_json:
         print_json(found.summary(rows))
     else:
-        _print_rescoring(found, rows)
+        weighted = [
+            name if weight == 1 else f"{weight:g} × {name}"
+            for name, weight in found.rewards.items()
+        ]
+        print_text(f"{found.run} by {', '.join(weighted)}\n")
+        head = ("step", "rollouts", "old", "new", "correlation", "same order", "moved", "failed")
+        steps = [_row(f"{step}", each) for step, each in found.steps.items()]
+        print_table([head, *steps, *([_row("all", found.overall)] if len(steps) > 1 else [])])
+        # What went wrong most often, and which functions never worked.
+        if found.overall.reasons:
+            print_text("\nwhat failed, and why")
+        for reason, count in found.overall.reasons.items():
+            print_text(indented(shorten(f"{count} × {reason}", LONGEST_REASON), "  "))
+        for broken in found.broken:
+            print_text(f"\n`{broken}` FAILED on every rollout.")
+        farthest = found.farthest(rows)
+        if farthest:
+            print_text(f"\nmoved farthest in their group, of {found.overall.moved}")
+            head = ("step", "draw", "member", "place", "reward", "completion")
+            print_table([head, *(_moved(row) for row in farthest)])
+        print_text("")
+        print_pairs([("results", found.path), ("rollouts", found.rows_path)])
     raise typer.Exit(found.exit_code)
-
-
-def _print_rescoring(found: Rescoring, rows: int) -> None:
-    weighted = [
-        name if weight == 1 else f"{weight:g} × {name}" for name, weight in found.rewards.items()
-    ]
-    print_text(f"{found.run} by {', '.join(weighted)}\n")
-    head = ("step", "rollouts", "old", "new", "correlation", "same order", "moved", "failed")
-    steps = [_row(f"{step}", each) for step, each in found.steps.items()]
-    print_table([head, *steps, *([_row("all", found.overall)] if len(steps) > 1 else [])])
-    _print_failures(found)
-    farthest = found.farthest(rows)
-    if farthest:
-        print_text(f"\nmoved farthest in their group, of {found.overall.moved}")
-        head = ("step", "draw", "member", "place", "reward", "completion")
-        print_table([head, *(_moved(row) for row in farthest)])
-    print_text("")
-    print_pairs([("results", found.path), ("rollouts", found.rows_path)])
-
-
-def _print_failures(found: Rescoring) -> None:
-    """What went wrong most often, and which functions never worked."""
-    if found.overall.reasons:
-        print_text("\nwhat failed, and why")
-    for reason, count in found.overall.reasons.items():
-        print_text(indented(shorten(f"{count} × {reason}", LONGEST_REASON), "  "))
-    for name in found.broken:
-        print_text(f"\n`{name}` FAILED on every rollout.")
 
 
 def _row(name: str, each: Agreement) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def end_family(leader: int, mark: str) -> None:
 def end_marked(mark: str) -> None:
     """Kill every process but this one that carries `mark`."""
     for _ in range(_ROUNDS):
-        marked = _marked(mark)
+        marked = _marked_processes(mark)
         for process in marked:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
@@ -86,33 +86,25 @@ def tie_to_parent(parent: int, mark: str) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    with suppress(
-        OSError
-    ):  # where memory runs out, this one ends before its parent, which tells of it
+    # If memory runs out, this process ends before its parent, which reports it.
+    with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")
     guarded = os.getpid()
     guard = os.fork()
     if guard == 0:
-        _guard(guarded, mark)
+        try:
+            # Blocked, so that sigwait cannot miss it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
+                with suppress(OSError):
+                    os.close(descriptor)
+            signal_when_parent_ends(signal.SIGTERM, guarded)
+            signal.sigwait({signal.SIGTERM})
+        finally:
+            end_marked(mark)
+            os._exit(0)
     os.setpgid(guard, guard)  # out of the group that is killed: it has to outlive it
     signal_when_parent_ends(signal.SIGKILL, parent)
-
-
-def _guard(guarded: int, mark: str) -> None:
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # so that sigwait cannot miss it
-        for descriptor in _open_descriptors():
-            with suppress(OSError):
-                os.close(descriptor)
-        signal_when_parent_ends(signal.SIGTERM, guarded)
-        signal.sigwait({signal.SIGTERM})
-    finally:
-        end_marked(mark)
-        os._exit(0)
-
-
-def _open_descriptors() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/fd")]
 
 
 def signal_when_parent_ends(number: int, parent: int) -> None:
@@ -122,7 +114,7 @@ def signal_when_parent_ends(number: int, parent: int) -> None:
         os.kill(os.getpid(), number)
 
 
-def _marked(mark: str) -> list[int]:
+def _marked_processes(mark: str) -> list[int]:
     wanted, own = f"{MARK}={mark}".encode(), str(os.getpid())
     found: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,6 +1,6 @@
 """A program with everything that it starts: begun, waited for, ended.
 
-It ends with whoever began it, kill -9 included (Linux), and with `end` at the latest. What it says goes into a log, from which a
+It ends with the process that began it, kill -9 included (Linux), and with `end` at the latest. Its output goes into a log, from which a
 secret is taken out when it has ended.
 """
 

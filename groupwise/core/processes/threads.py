@@ -72,6 +72,6 @@ class DaemonThreads(Generic[Job]):
                 continue
             try:
                 future.set_result(doer.do(job))
-            except BaseException as error:  # noqa: BLE001 — belongs to whoever awaits the future
+            except BaseException as error:  # noqa: BLE001 — the one that awaits the future receives it
                 future.set_exception(error)
         doer.end()

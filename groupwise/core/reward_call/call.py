@@ -47,7 +47,7 @@ OPTIONAL_ARGUMENTS = (
 """Given beside prompts, completions and columns."""
 
 LARGEST = 1e15
-"""Rewards beyond it are failures: their squares, of which deviations are made, would leave the range of the learner's numbers."""
+"""Rewards beyond it are failures: the squares in their standard deviation would leave the range of the learner's numbers."""
 
 RESERVED = ("prompts", "completions", *OPTIONAL_ARGUMENTS)
 """Names that no dataset column may have, because the arguments of reward functions have them."""
@@ -82,7 +82,7 @@ class TrainerState:
     def epoch(self) -> float:
         """Passes over the rows so far."""
         if self.steps_per_epoch is None:
-            raise AttributeError  # of which `__getattr__` says more
+            raise AttributeError  # `__getattr__` says more
         return self.global_step / self.steps_per_epoch
 
     @property
@@ -189,8 +189,9 @@ def check_columns(function: RewardCallable, columns: Collection[str], where: str
     ]
     missing = [name for name in needed if name not in columns and name not in RESERVED]
     if missing:
+        quoted = " and ".join(f"`{name}`" for name in missing)
         raise TaskError(
-            f"{where}: `{name_of(function)}` asks for {_quoted(missing)}, but the dataset has no such column. "
+            f"{where}: `{name_of(function)}` asks for {quoted}, but the dataset has no such column. "
             f"It has: {', '.join(sorted({*columns} - {ORIGIN})) or 'none but prompt'}. "
             f"Besides columns a reward may ask for {', '.join(RESERVED)}.{_of_one_completion(function, missing, columns, where)}"
         )
@@ -296,7 +297,7 @@ _of_thread = threading.local()
 
 @contextmanager
 def loop_of_thread() -> Generator[asyncio.AbstractEventLoop]:
-    """As in a thread without a running event loop."""
+    """Within, the thread has no running event loop, but one of its own that outlives the call."""
     running = asyncio.events._get_running_loop()  # pyright: ignore[reportPrivateUsage]
     owner: _Owner | None = getattr(_of_thread, "owner", None)
     if owner is None or owner.loop.is_closed():  # by a function that took it for one of its own
@@ -412,10 +413,6 @@ def _failed(count: int, reason: str) -> FunctionResult:
 def _kind(value: object) -> str:
     shown = repr(value)
     return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return " and ".join(f"`{name}`" for name in names)
 
 
 def counted(values: int) -> str:

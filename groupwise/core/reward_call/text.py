@@ -17,7 +17,14 @@ def completion_text(completion: CompletionText) -> str:
     if isinstance(completion, str):
         return completion
     assistants = [m for m in completion if m.get("role", "assistant") == "assistant"]
-    return "\n".join(_content_text(message.get("content")) for message in assistants)
+    texts: list[str] = []
+    for message in assistants:
+        content: Any = message.get("content")
+        if not isinstance(content, str):  # parts, some of them text; none if it only calls tools
+            parts = cast("Sequence[Mapping[str, Any]]", content or ())
+            content = "".join(part["text"] for part in parts if part.get("type") == "text")
+        texts.append(content)
+    return "\n".join(texts)
 
 
 def completion_texts(
@@ -35,14 +42,6 @@ def completion_texts(
         (opened_reasoning(prompt, *reasoning) or opened_reasoning(whole, *reasoning)) + text
         for prompt, whole, text in zip(prompts, seen, texts, strict=True)
     ]
-
-
-def _content_text(content: Any) -> str:
-    """Text, or the texts in a list of parts (`{"type": "text", "text": …}`); a message that only calls tools says nothing."""
-    if isinstance(content, str):
-        return content
-    parts = cast("Sequence[Mapping[str, Any]]", content or ())
-    return "".join(part["text"] for part in parts if part.get("type") == "text")
 
 
 def as_completion(prompt: Prompt, text: str) -> CompletionText:

@@ -30,7 +30,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], model: type[BaseMode
     result = Differences()
     by_class = {"free": result.free, "warn": result.warned, "fixed": result.fixed}
     for path, change in _changes(old, new, (), schema):
-        leaf = _leaf_above(path, schema)
+        found = (schema[path[:n]] for n in range(len(path), 0, -1) if path[:n] in schema)
+        leaf = next(found, None)
         by_class[leaf.on_resume if leaf else "fixed"][".".join(path)] = change
     return result
 
@@ -49,18 +50,8 @@ def _changes(
             yield from _changes(*sides, (*path, key), schema)
         return
     if old is _ABSENT:
-        old = _default_at(path, schema)
+        has_default = path in schema and not schema[path].key.is_required()
+        old = schema[path].key.get_default(call_default_factory=True) if has_default else None
     change = copied(old), None if new is _ABSENT else copied(new)
     if change[0] != change[1]:
         yield path, change
-
-
-def _default_at(path: KeyPath, schema: Mapping[KeyPath, Leaf]) -> Any:
-    if path not in schema or schema[path].key.is_required():
-        return None
-    return schema[path].key.get_default(call_default_factory=True)
-
-
-def _leaf_above(path: KeyPath, schema: Mapping[KeyPath, Leaf]) -> Leaf | None:
-    found = (schema[path[:n]] for n in range(len(path), 0, -1) if path[:n] in schema)
-    return next(found, None)

@@ -41,29 +41,23 @@ def is_secret(key: str) -> bool:
 
 def holds_secret(text: str) -> bool:
     """True if a text has the form of a credential, or contains one: a key of a service, a header, a password in a URL."""
-    return bool(
-        _IN_URL.search(text)
-        or _HEADER.search(text)
-        or any(_is_random(found) for found in _KEY.findall(text))
-        or any(_secret_parameter(word) for word in text.split() if "://" in word)
-    )
+    if _IN_URL.search(text) or _HEADER.search(text):
+        return True
+    for found in _KEY.findall(text):
+        # Unlike `sk-learn-intelex` and `hf_transformers`, a real key is random.
+        if any(letter.isdigit() or letter.isupper() for letter in found[3:]):
+            return True
+    for url in (word for word in text.split() if "://" in word):
+        query = url.partition("://")[2].partition("?")[2].partition("#")[0]
+        pairs = (part.partition("=") for part in query.split("&"))
+        if any(is_secret(name) and value and value[0] not in "${<" for name, _, value in pairs):
+            return True
+    return False
 
 
 def names_secret(text: str) -> bool:
     """True if a text, such as a list of callbacks, sets a credential's key or contains a credential: no message may show it."""
     return holds_secret(text) or any(is_secret(key) for key in _KEY_IN_TEXT.findall(text))
-
-
-def _is_random(key: str) -> bool:
-    """Unlike `sk-learn-intelex` and `hf_transformers`."""
-    body = key[3:]
-    return any(letter.isdigit() or letter.isupper() for letter in body)
-
-
-def _secret_parameter(url: str) -> bool:
-    query = url.partition("://")[2].partition("?")[2].partition("#")[0]
-    pairs = (part.partition("=") for part in query.split("&"))
-    return any(is_secret(name) and value and value[0] not in "${<" for name, _, value in pairs)
 
 
 def secrets_in(tree: Tree, *free: str) -> list[str]:
@@ -79,7 +73,11 @@ def _secrets(tree: Tree, value: Any, at: KeyPath, free: tuple[str, ...]) -> list
         items = cast("list[Any]", value)
         return [found for item in items for found in _secrets(tree, item, at, free)]
     if isinstance(value, str) and holds_secret(value):
-        return [f"{tree.origin(at)}: {_explain_value(at)}"]
+        return [
+            f"{tree.origin(at)}: {'.'.join(at)} holds what looks like a secret (a user name or password in a URL, a header with a token, "
+            "or a key that begins with sk- or hf_); secrets never stand in a config, which is stored with the run. Leave it out, set it "
+            "as an environment variable and read it from there."
+        ]
     if not isinstance(value, Mapping):
         return []
     problems: list[str] = []
@@ -97,12 +95,4 @@ def explain_secret(path: KeyPath) -> str:
     return (
         f"{'.'.join(path)} looks like a secret; secrets never stand in a config, which is stored with the run. "
         "Set it as an environment variable and read it from there."
-    )
-
-
-def _explain_value(path: KeyPath) -> str:
-    return (
-        f"{'.'.join(path)} holds what looks like a secret (a user name or password in a URL, a header with a token, or a key that begins "
-        "with sk- or hf_); secrets never stand in a config, which is stored with the run. Leave it out, set it as an environment variable "
-        "and read it from there."
     )

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from groupwise.core.settings.schema import KeyPath, Leaf, leaves, locate, sections_in
 from groupwise.core.settings.wording import choices, describe
@@ -25,7 +24,13 @@ def document(model: type[BaseModel]) -> str:
 def _row(model: type[BaseModel], path: KeyPath, same: Sequence[Leaf]) -> str:
     first = same[0]
     kinds = [leaf.kind for leaf in same]
-    accepts, default = describe(first.key) or "any value", _default(first.key)
+    accepts = describe(first.key) or "any value"
+    if first.key.is_required():
+        default = "required"
+    else:
+        value = first.key.get_default(call_default_factory=True)
+        section = isinstance(value, BaseModel)
+        default = "as below" if section else json.dumps(value, ensure_ascii=False)
     place = locate(model, path[:-1])
     all_kinds = list(sections_in(place.key.annotation)) if place.key else kinds
     meaning = first.key.description or ""
@@ -36,10 +41,3 @@ def _row(model: type[BaseModel], path: KeyPath, same: Sequence[Leaf]) -> str:
         meaning = f"{meaning} Only for {', '.join(kinds)}."
     cells = [f"`{'.'.join(path)}`", accepts, f"`{default}`", meaning, first.on_resume]
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
-
-
-def _default(key: FieldInfo) -> str:
-    if key.is_required():
-        return "required"
-    value = key.get_default(call_default_factory=True)
-    return "as below" if isinstance(value, BaseModel) else json.dumps(value, ensure_ascii=False)

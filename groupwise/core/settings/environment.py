@@ -18,7 +18,7 @@ def lay_environment_over(
     prefix: str,
     as_text: frozenset[str] = frozenset(),
 ) -> None:
-    """Every variable that begins with `prefix`, typed as in the file; those that are no key of `config` become problems of the tree.
+    """Lay every variable that begins with `prefix` over the tree, typed as in the file; those that are no key become problems of the tree.
 
     `as_text`: keys whose values are taken as they stand, but for `null`; a URL may hold what YAML reads otherwise.
     """
@@ -28,7 +28,15 @@ def lay_environment_over(
             continue
         key, text = variable.removeprefix(prefix).lower(), environment[variable]
         if key not in known or variable != variable.upper():
-            tree.problems.append(_unknown_variable(config, prefix, variable, key))
+            if key in config.refused:
+                tree.problems.append(f"{variable} is no setting; {config.refused[key]}.")
+                continue
+            names = {name: prefix + name.upper() for name in known}
+            near = difflib.get_close_matches(key, names, n=1)
+            likest = difflib.get_close_matches(key, names, n=3, cutoff=0.0)
+            nearest = f"the nearest are {', '.join(names[each] for each in likest)}."
+            hint = f"did you mean {names[near[0]]}?" if near else nearest
+            tree.problems.append(f"{variable} is no setting; {hint}")
             continue
         try:
             plain = key in as_text and text != "null"
@@ -39,13 +47,3 @@ def lay_environment_over(
             tree.unread.add((key,))
             continue
         tree.origins[(key,)] = variable
-
-
-def _unknown_variable(config: type[Strict], prefix: str, variable: str, key: str) -> str:
-    if key in config.refused:
-        return f"{variable} is no setting; {config.refused[key]}."
-    names = {name: prefix + name.upper() for name in keys_of(config)}
-    near = difflib.get_close_matches(key, names, n=1)
-    likest = [names[each] for each in difflib.get_close_matches(key, names, n=3, cutoff=0.0)]
-    hint = f"did you mean {names[near[0]]}?" if near else f"the nearest are {', '.join(likest)}."
-    return f"{variable} is no setting; {hint}"

@@ -40,7 +40,20 @@ def parse_override(word: str) -> tuple[KeyPath, Any]:
     for key in path:
         _check_override_key(key, name, word)
     origin = _override_origin(path, word)
-    value = _override_value(text, name, origin)
+    try:
+        read = parse_yaml(f"value: {text}")
+    except YAMLError as error:
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(
+            f"{origin}: the value cannot be read as YAML ({problem}); for plain text, quote it: {name}='\"text\"'."
+        ) from None
+    value = cast("Mapping[str, Any]", read)["value"]
+    if len(cast("Mapping[str, Any]", read)) > 1:
+        raise ConfigError(
+            f"{origin}: one override sets one key; give the others as words of their own."
+        )
+    if value is None and not re.match(r"(null|Null|NULL|~)(\s|$)", text.strip()):
+        raise ConfigError(f"{origin}: nothing is given after `=`; write {name}=null for no value.")
     holder = Tree(origin)
     plain = plain_value(value, path, holder)
     if holder.problems:
@@ -63,25 +76,6 @@ def _check_override_key(key: str, name: str, word: str) -> None:
             f"{origin}: a list is given whole, {whole}=[first, second]; single items cannot be set."
         )
     raise ConfigError(f"{origin}: `{name}` is not a key; keys are words joined by dots.")
-
-
-def _override_value(text: str, name: str, origin: str) -> Any:
-    stripped = text.strip()
-    try:
-        read = parse_yaml(f"value: {text}")
-    except YAMLError as error:
-        problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(
-            f"{origin}: the value cannot be read as YAML ({problem}); for plain text, quote it: {name}='\"text\"'."
-        ) from None
-    value = cast("Mapping[str, Any]", read)["value"]
-    if len(cast("Mapping[str, Any]", read)) > 1:
-        raise ConfigError(
-            f"{origin}: one override sets one key; give the others as words of their own."
-        )
-    if value is None and not re.match(r"(null|Null|NULL|~)(\s|$)", stripped):
-        raise ConfigError(f"{origin}: nothing is given after `=`; write {name}=null for no value.")
-    return value
 
 
 def _override_origin(path: KeyPath, word: str) -> str:

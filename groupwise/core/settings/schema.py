@@ -63,7 +63,7 @@ class Strict(BaseModel):
 
 
 class Problems(ValueError):
-    """Several things that are wrong with one value, or with a section; each is told in a line of its own."""
+    """Several things that are wrong with one value, or with a section; each has a line of its own."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))

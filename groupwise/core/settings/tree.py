@@ -84,7 +84,7 @@ def parse_yaml(text: str) -> Any:
         depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
         deepest = max(deepest, depth)
     try:
-        if deepest > MOST_OPEN:  # of which reading alone would take long
+        if deepest > MOST_OPEN:  # reading alone would take long
             raise RecursionError
         found = reader.load(text)
     except RecursionError:
@@ -119,7 +119,23 @@ def read_yaml(path: Path, expected: str | None = None) -> Tree:
     `expected` tells in messages what the file should hold, where that is no config of a run.
     """
     source = str(path)
-    content = _load_file(path)
+    try:
+        content: Any = parse_yaml(path.read_text(encoding="utf-8"))
+    except MarkedYAMLError as error:
+        marked: Any = error
+        where = f"{path}:{marked.problem_mark.line + 1}" if marked.problem_mark else str(path)
+        message = f"{where}: cannot be read as YAML: {marked.problem}."
+        if isinstance(error, DuplicateKeyError):
+            found = re.search(r'duplicate key "(.*?)"', str(marked.problem))
+            key = f"`{found[1]}`" if found else "a key"
+            message = f"{where}: {key} is written twice in the same section; keep one of the two."
+        raise ConfigError(message) from None
+    except YAMLError as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file in UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(_missing_file_message(path, error)) from None
     if content is None:
         least = expected or "a config needs at least `model:` with a `name:`"
         raise ConfigError(f"{source} is empty; {least}.")
@@ -129,28 +145,6 @@ def read_yaml(path: Path, expected: str | None = None) -> Tree:
     tree = Tree(source)
     tree.values.update(plain_value(cast("Any", content), (), tree))
     return tree
-
-
-def _load_file(path: Path) -> Any:
-    try:
-        return parse_yaml(path.read_text(encoding="utf-8"))
-    except MarkedYAMLError as error:
-        raise ConfigError(_yaml_message(path, error)) from None
-    except YAMLError as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not a text file in UTF-8.") from None
-    except OSError as error:
-        raise ConfigError(_missing_file_message(path, error)) from None
-
-
-def _yaml_message(path: Path, error: Any) -> str:
-    where = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else str(path)
-    if not isinstance(error, DuplicateKeyError):
-        return f"{where}: cannot be read as YAML: {error.problem}."
-    found = re.search(r'duplicate key "(.*?)"', str(cast("Any", error).problem))
-    key = f"`{found[1]}`" if found else "a key"
-    return f"{where}: {key} is written twice in the same section; keep one of the two."
 
 
 def _missing_file_message(path: Path, error: OSError) -> str:
@@ -178,7 +172,8 @@ def tree_of(values: Mapping[str, Any], source: str = "config") -> Tree:
 def plain_value(value: object, path: KeyPath, tree: Tree) -> Any:
     """The value as JSON knows it, noting lines and whatever JSON cannot hold on the way."""
     if isinstance(value, TaggedScalar):
-        return _problem(tree, path, f"carries the YAML tag {_tag_of(value)}; use plain values")
+        tag: Any = cast("Any", value).tag
+        return _problem(tree, path, f"carries the YAML tag {tag.value}; use plain values")
     if isinstance(value, Mapping):
         mapping = cast("Mapping[Any, Any]", value)
         return {
@@ -188,11 +183,21 @@ def plain_value(value: object, path: KeyPath, tree: Tree) -> Any:
         }
     if isinstance(value, list | tuple):
         return [plain_value(item, path, tree) for item in cast("Sequence[Any]", value)]
-    return _plain_scalar(value, path, tree)
-
-
-def _tag_of(scalar: Any) -> str:
-    return str(scalar.tag.value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, ScalarBoolean):
+        return bool(value)
+    if isinstance(value, str | Path):
+        return str(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return _problem(tree, path, f"is {float(value)}; it must be a finite number")
+    if isinstance(value, float):
+        return float(value)
+    return _problem(
+        tree, path, f"is {as_given(value)}, which a config cannot hold ({type(value).__name__})"
+    )
 
 
 def _is_key(mapping: Mapping[Any, Any], key: Any, path: KeyPath, tree: Tree) -> bool:
@@ -203,26 +208,6 @@ def _is_key(mapping: Mapping[Any, Any], key: Any, path: KeyPath, tree: Tree) -> 
         return True
     _problem(tree, (*path, str(key)), f'has a key that is not text; write "{key}": with quotes')
     return False
-
-
-def _plain_scalar(value: Any, path: KeyPath, tree: Tree) -> Any:
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, ScalarBoolean):
-        return bool(value)
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return float(value)
-        return _problem(tree, path, f"is {float(value)}; it must be a finite number")
-    if isinstance(value, Path):
-        return str(value)
-    return _problem(
-        tree, path, f"is {as_given(value)}, which a config cannot hold ({type(value).__name__})"
-    )
 
 
 def _problem(tree: Tree, path: KeyPath, what: str) -> None:

@@ -1,8 +1,8 @@
 """Checking a config once against its schema, and wording whatever is wrong with it.
 
-`validate` raises one `ConfigError` that lists every problem with its place, what was given and what is allowed. An unknown key
-is told the nearest known one; a key that other frameworks use is told its name here; a key of a part that does not exist yet is
-told so, and a key that a section leaves out on purpose is told why.
+`validate` raises one `ConfigError` that lists every problem with its place, what was given and what is allowed. For an unknown key it
+names the nearest known one, or the name here of a key that other frameworks use. It says so if a key belongs to a part that does not
+exist yet, and why a section leaves out a key on purpose.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -54,7 +54,8 @@ def validate(
     """
     problems = [*tree.problems, *(check(tree) if check else ())]
     section = tree.value(at) if at else tree.values
-    search = _Search(model, {} if section is None else section, _below(at, tree.unread))
+    unread = [path[len(at) :] for path in tree.unread if path[: len(at)] == at]
+    search = _Search(model, {} if section is None else section, unread)
     result = search.run()
     problems += [line for detail in search.told for line in _explain(model, detail, tree, at)]
     if search.more:
@@ -63,29 +64,28 @@ def validate(
         if not search.doubts((*within, *key.split(".")) for key in conflict.keys):
             problems.append(f"{_where(tree, at + within)}: {conflict.message}")
     if problems or result is None:
-        foreign = [
-            path for path in map(_unknown_key, search.told) if path and _foreign_name(model, path)
+        unknown = [
+            str(each["loc"][-1]) for each in search.told if each["type"] == "extra_forbidden"
         ]
+        foreign = [key for key in unknown if _foreign_name(model, key)]
         if len(foreign) >= MANY_FOREIGN and Path(tree.source).is_file():
             problems.append(
                 f"Of these keys {len(foreign)} are other frameworks'. For a config of TRL, open-r1 or Unsloth, `groupwise init --from "
                 f"{tree.source}` writes one of ours, with the origin of each value."
             )
-        raise ConfigError(_listed(problems, tree.source))
+
+        def line_of(problem: str) -> float:
+            """The problem's line in the file; those of overrides come last."""
+            found = re.match(rf"{re.escape(tree.source)}(:\d+)?: ", problem)
+            return int((found[1] or ":0")[1:]) if found else math.inf
+
+        raise ConfigError("\n".join(sorted(dict.fromkeys(problems), key=line_of)))
     return result
-
-
-def _unknown_key(detail: ErrorDetails) -> str | None:
-    return str(detail["loc"][-1]) if detail["type"] == "extra_forbidden" else None
 
 
 def _where(tree: Tree, path: KeyPath) -> str:
     """Origin and name of a section; the whole config has no name of its own."""
     return ": ".join([tree.origin(path), *([".".join(path)] if path else [])])
-
-
-def _below(at: KeyPath, paths: Iterable[KeyPath]) -> Iterator[KeyPath]:
-    return (path[len(at) :] for path in paths if path[: len(at)] == at)
 
 
 def _conflicts(section: BaseModel, within: KeyPath = ()) -> Iterator[tuple[KeyPath, Conflict]]:
@@ -105,8 +105,8 @@ class _Search:
     """Searches for everything that is wrong with single keys.
 
     Some of it shows only where the rest is right. So a wrong value is taken out, a key that is missing gets a value, and the
-    rest is looked at again, until there is nothing more. What the config says of such keys is unknown from then on: whatever
-    is wrong only in view of what now stands for them is not told.
+    rest is looked at again, until there is nothing more. What the config says of such keys is unknown from then on: a problem
+    that exists only because of the values now in their place is not reported.
     """
 
     def __init__(self, model: type[Model], section: Any, unread: Iterable[KeyPath]) -> None:
@@ -128,8 +128,11 @@ class _Search:
         while (text := json.dumps(self._left)) not in seen:
             seen.add(text)
             try:
+                # Unknown keys are refused also by a model that does not say what it does with them.
                 return self.model.model_validate_json(
-                    text, extra=_extra_keys(self.model), context=EACH_VALUE_ALONE
+                    text,
+                    extra=None if self.model.model_config.get("extra") else "forbid",
+                    context=EACH_VALUE_ALONE,
                 )
             except ValidationError as error:
                 details = error.errors(include_url=False, include_input=False)
@@ -181,7 +184,10 @@ class _Search:
             self._meant.update(_explain_unknown(self.model, place).meant)
         if kind.startswith("union_tag") and isinstance(given, dict):
             section = cast("dict[str, Any]", given)
-            section["type"] = _likeliest(inner, section)
+            # The type that has most of the keys.
+            section["type"] = max(
+                inner, key=lambda kind: len(keys_of(inner[kind]).keys() & section.keys())
+            )
             path = (*path, "type")
         elif kind == "missing" and isinstance(above, dict):
             above[path[-1]] = {} if inner else _SOME_TEXT
@@ -197,13 +203,10 @@ MOST_PROBLEMS = 50
 MOST_NAMES = 3
 """Keys that a message names where it is not sure which one is meant."""
 
+_UNQUOTED = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false|null")
+"""Texts that are another kind of value in YAML, without quotes."""
 _SOME_TEXT = "…"
 """Stands for a required value: those of our own sections, which others are compared with, are all texts."""
-
-
-def _likeliest(variants: Mapping[str, type[BaseModel]], given: Mapping[str, Any]) -> str:
-    """The type that has most of the keys."""
-    return max(variants, key=lambda kind: len(keys_of(variants[kind]).keys() & given.keys()))
 
 
 def _starts(path: KeyPath, other: KeyPath) -> bool:
@@ -222,21 +225,6 @@ def _inside(value: Any, path: KeyPath) -> Any:
     for key in path:
         value = cast("dict[str, Any]", value).get(key) if isinstance(value, dict) else None
     return value
-
-
-def _extra_keys(model: type[BaseModel]) -> Literal["forbid"] | None:
-    """Unknown keys are refused also by a model that does not say what it does with them."""
-    return None if model.model_config.get("extra") else "forbid"
-
-
-def _listed(problems: Sequence[str], source: str) -> str:
-    """One below the other: those of the file in its order, then those of overrides."""
-
-    def line(problem: str) -> float:
-        found = re.match(rf"{re.escape(source)}(:\d+)?: ", problem)
-        return int((found[1] or ":0")[1:]) if found else math.inf
-
-    return "\n".join(sorted(dict.fromkeys(problems), key=line))
 
 
 def _explain(
@@ -307,18 +295,14 @@ def _explain_value(
     if detail["type"] == "too_short":
         least = detail.get("ctx", {}).get("min_length", 1)
         return f"{dotted} is {shown}; it must have at least {least} item{'s' * (least > 1)}."
-    return f"{dotted} is {shown}; it must be {allowed}.{_hint(model, path, given, allowed)}"
-
-
-def _hint(model: type[BaseModel], path: KeyPath, given: Any, allowed: str) -> str:
-    key = (path[-1] if path else "", repr(given))
+    key, hint = (path[-1] if path else "", repr(given)), ""
     if issubclass(model, Strict) and (meant := model.foreign_values.get(key)):
-        return f" {meant}."
-    if given == -1 and "null" in allowed:
-        return " Write null for none."
-    if isinstance(given, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false|null", given):
-        return " Write it without quotes."
-    return ""
+        hint = f" {meant}."
+    elif given == -1 and "null" in allowed:
+        hint = " Write null for none."
+    elif isinstance(given, str) and _UNQUOTED.fullmatch(given):
+        hint = " Write it without quotes."
+    return f"{dotted} is {shown}; it must be {allowed}.{hint}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,17 +324,27 @@ def _explain_unknown(root: type[BaseModel], place: SchemaLocation, at: KeyPath =
     if any(key in later_keys(variant) for variant in place.variants.values()):
         return _Unknown(f"{dotted} is not in this version.")
     if advice := _foreign_name(root, key):
-        return _Unknown(f"{unknown}; {advice}.", _named_in(advice))
+        # It names keys in full, as `training.max_steps`.
+        meant = tuple(tuple(name.split(".")) for name in re.findall(r"\w+(?:\.\w+)+", advice))
+        return _Unknown(f"{unknown}; {advice}.", meant)
     if is_secret(key):
         return _Unknown(explain_secret((*above, key)))
     if elsewhere := _explain_variant(place, at):
         return elsewhere
-    if found := _paths_named(root, key):
+    if found := tuple(dict.fromkeys(leaf.path for leaf in leaves(root) if leaf.path[-1] == key)):
         names = " or ".join(".".join(path) for path in found[:MOST_NAMES])
-        why = _refused_elsewhere(root, key)
-        return _Unknown(f"{unknown}; did you mean {names}?{why}", found)
-    if late := _late_path(root, key):
-        return _Unknown(f"{unknown}; {late} would be, but it is not in this version.")
+        # Another section may say why it leaves out a key that this one does not have either.
+        reasons = (
+            f" {'.'.join((*leaf.path[:-1], key))} is none either: {reason}."
+            for leaf in leaves(root)
+            if (reason := refused_keys(leaf.section).get(key))
+        )
+        return _Unknown(f"{unknown}; did you mean {names}?{next(reasons, '')}", found)
+    late = next((leaf.path[:-1] for leaf in leaves(root) if key in later_keys(leaf.section)), None)
+    if late is not None:
+        return _Unknown(
+            f"{unknown}; {'.'.join((*late, key))} would be, but it is not in this version."
+        )
     if near := _nearest(root, place):
         return _Unknown(f"{unknown}; did you mean {'.'.join(at + near)}?", (near,))
     known = list(keys_of(place.section))
@@ -361,11 +355,6 @@ def _explain_unknown(root: type[BaseModel], place: SchemaLocation, at: KeyPath =
     return _Unknown(
         f"{unknown}; of the {len(known)} keys {section} the nearest are {', '.join(likest)}."
     )
-
-
-def _named_in(advice: str) -> tuple[KeyPath, ...]:
-    """The keys that an advice names in full, as `training.max_steps`."""
-    return tuple(tuple(name.split(".")) for name in re.findall(r"\w+(?:\.\w+)+", advice))
 
 
 def _foreign_name(root: type[BaseModel], key: str) -> str | None:
@@ -398,25 +387,6 @@ def _explain_variant(place: SchemaLocation, at: KeyPath) -> _Unknown | None:
         f"{'.'.join((*above, key))} is not a key of {'.'.join(above)} type {kind}; {question}",
         () if near[0] == key else ((*place.path[:-1], near[0]),),
     )
-
-
-def _paths_named(root: type[BaseModel], key: str) -> tuple[KeyPath, ...]:
-    return tuple(dict.fromkeys(leaf.path for leaf in leaves(root) if leaf.path[-1] == key))
-
-
-def _refused_elsewhere(root: type[BaseModel], key: str) -> str:
-    """Why another section leaves out a key that this one does not have either; empty where none does."""
-    for leaf in leaves(root):
-        if reason := refused_keys(leaf.section).get(key):
-            return f" {'.'.join((*leaf.path[:-1], key))} is none either: {reason}."
-    return ""
-
-
-def _late_path(root: type[BaseModel], key: str) -> str | None:
-    for leaf in leaves(root):
-        if key in later_keys(leaf.section):
-            return ".".join((*leaf.path[:-1], key))
-    return None
 
 
 def _nearest(root: type[BaseModel], place: SchemaLocation) -> KeyPath | None:

@@ -36,7 +36,13 @@ def describe(key: FieldInfo) -> str | None:
 def _describe(annotation: Any, constraints: Sequence[Any]) -> str | None:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in _WORDS:
-        return _WORDS[annotation][0] + _range(constraints)
+        words = [
+            f"{phrase} {value if isinstance(value, int) else f'{value:g}'}"
+            for limit in constraints
+            for name, phrase in _LIMITS.items()
+            if (value := getattr(limit, name, None)) is not None
+        ]
+        return _WORDS[annotation][0] + (f" ({', '.join(words)})" if words else "")
     if annotation in (None, NoneType):
         return "null"
     if origin is Annotated:
@@ -60,16 +66,6 @@ def choices(values: Sequence[Any]) -> str:
     """`one of a, b`."""
     names = ", ".join(str(value) for value in values)
     return names if len(values) == 1 else f"one of {names}"
-
-
-def _range(constraints: Sequence[Any]) -> str:
-    words = [
-        f"{phrase} {value if isinstance(value, int) else f'{value:g}'}"
-        for limit in constraints
-        for name, phrase in _LIMITS.items()
-        if (value := getattr(limit, name, None)) is not None
-    ]
-    return f" ({', '.join(words)})" if words else ""
 
 
 def as_given(value: Any) -> str:

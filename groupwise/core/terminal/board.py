@@ -61,9 +61,10 @@ class Board:
 
     def line(self) -> str:
         """The step as one plain line; what the step did not measure is left out."""
+        parts = self._part_means("{:z.2f}")
         facts = [
             ("reward", self._reward()),
-            *self._parts_of_several(),
+            *(parts[:LINE_PARTS] if len(parts) > 1 else []),  # a single one would repeat the reward
             ("loss", self._number("loss", "{:z.4f}")),
             ("tokens right", self._number("mean_token_accuracy", "{:.1%}")),
             ("kl", self._number("kl", "{:.4f}")),
@@ -96,13 +97,16 @@ class Board:
     def _head(self, width: int) -> list[RenderableType]:
         digits = len(str(self.total))
         count = f"{self.done:>{digits}}/{self.total}"
+        share = self.done / self.total if self.total else 1.0
         times = self.times()
         bar = Table.grid(expand=True, padding=(0, 1))
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
         bar.add_row(
-            f"step {count}", ProgressBar(self.total, self.done, width=None), f"{self._share():.0%}"
+            f"step {count}",
+            ProgressBar(self.total, self.done, width=None),
+            f"{share:.0%}",
         )
         title = Text(shorten(self.title, width), "bold")
         if len(self.title) + len(times) + 2 <= width:
@@ -113,31 +117,18 @@ class Board:
     def _numbers(self, width: int) -> list[RenderableType]:
         if not self._metrics:
             return []
-        lines: list[RenderableType] = [self._headline(width)]
-        if parts := self._parts(width):
-            lines.append(Text.assemble(("parts  ", "dim"), parts))
-        return [*lines, self._table(columns=1 if width < NARROW else 3)]
-
-    def headline(self) -> tuple[str, str]:
-        """The number that the run is about: its reward, or the loss where nothing is rewarded."""
-        if self._rewarded():
-            return "reward", self._reward() or "none scored"
-        return "loss", self._number("loss", "{:z.4f}") or ""
-
-    def _headline(self, width: int) -> Text:
         name, value = self.headline()
         curve = self._rewards if self._rewarded() else self._losses
         line = Text.assemble((f"{name} ", "dim"), (value, "bold green"))
         room = width - line.cell_len - 2
         if room >= 10:
             line.append("  " + sparkline(curve, min(room, 40)), "green")
-        return line
-
-    def _rewarded(self) -> bool:
-        return "reward" in self._metrics or "rollouts/scored" in self._metrics
-
-    def _table(self, columns: int) -> Table:
+        lines: list[RenderableType] = [line]
+        if parts := [f"{name} {value}" for name, value in self._part_means("{:.3f}")]:
+            shown = shorten("   ".join(parts), width - 7)
+            lines.append(Text.assemble(("parts  ", "dim"), shown))
         table = Table.grid(padding=(0, 1))
+        columns = 1 if width < NARROW else 3
         for _ in range(columns):
             table.add_column(style="dim", no_wrap=True)
             table.add_column(justify="left", no_wrap=True, min_width=10)
@@ -147,7 +138,16 @@ class Board:
             for name, value in facts[start : start + columns]:
                 cells += [name, Text(value, "red" if name == "failed" else "")]
             table.add_row(*cells)
-        return table
+        return [*lines, table]
+
+    def headline(self) -> tuple[str, str]:
+        """The number that the run is about: its reward, or the loss where nothing is rewarded."""
+        if self._rewarded():
+            return "reward", self._reward() or "none scored"
+        return "loss", self._number("loss", "{:z.4f}") or ""
+
+    def _rewarded(self) -> bool:
+        return "reward" in self._metrics or "rollouts/scored" in self._metrics
 
     def facts(self) -> list[tuple[str, str]]:
         """The last step's numbers beside the headline, in words."""
@@ -174,15 +174,6 @@ class Board:
         value = self._number("reward", "{:.3f}")
         spread = self._number("reward_std", " ±{:.3f}")
         return value and value + (spread or "")
-
-    def _parts(self, width: int) -> str:
-        parts = [f"{name} {value}" for name, value in self._part_means("{:.3f}")]
-        return shorten("   ".join(parts), width - 7)
-
-    def _parts_of_several(self) -> list[tuple[str, str]]:
-        """Those that a line has room for; a single one would repeat the reward."""
-        parts = self._part_means("{:z.2f}")
-        return parts[:LINE_PARTS] if len(parts) > 1 else []
 
     def _part_means(self, form: str) -> list[tuple[str, str]]:
         return [
@@ -211,9 +202,6 @@ class Board:
         if not self._seconds or self.done >= self.total:
             return None
         return _duration(sum(self._seconds) / len(self._seconds) * (self.total - self.done))
-
-    def _share(self) -> float:
-        return self.done / self.total if self.total else 1.0
 
     def phase_text(self) -> str:
         """The present phase, and how much of it is done."""

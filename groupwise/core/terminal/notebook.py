@@ -59,26 +59,21 @@ class Table:
         head = "".join(
             f'<th style="{CELL}; opacity: .6">{as_html(name)}</th>' for name in self.header
         )
-        body = "".join(
-            "<tr>"
-            + "".join(
-                f'<td style="{CELL}{self._of(i)}">{as_html(cell)}</td>'
-                for i, cell in enumerate(row)
-            )
-            + "</tr>"
-            for row in self.rows
-        )
+        lines: list[str] = []
+        for row in self.rows:
+            cells = ""
+            for column, cell in enumerate(row):
+                # The names of facts are faint if no header says what a column is.
+                style = f"{CELL}; opacity: .6" if column == 0 and not self.header else CELL
+                style += "; white-space: pre" if column in self.unbroken else ""
+                cells += f'<td style="{style}">{as_html(cell)}</td>'
+            lines.append(f"<tr>{cells}</tr>")
         title = (
             f'<caption style="text-align: left; font-weight: 600">{as_html(self.title)}</caption>'
             if self.title
             else ""
         )
-        return f'<table style="{STYLE}">{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-
-    def _of(self, column: int) -> str:
-        """The names of facts, where no header says what a column is, stand back."""
-        faint = "; opacity: .6" if column == 0 and not self.header else ""
-        return faint + ("; white-space: pre" if column in self.unbroken else "")
+        return f'<table style="{STYLE}">{title}<thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
     def _repr_html_(self) -> str:
         return self.as_html()
@@ -156,5 +151,5 @@ def kernel_display() -> Any | None:
 
 
 def as_html(text: str) -> str:
-    """Text of a stranger as harmless HTML."""
+    """Untrusted text as harmless HTML."""
     return escape(clean(text))

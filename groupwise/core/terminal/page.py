@@ -15,7 +15,7 @@ from groupwise.core.terminal.board import Board, Metrics, part_of
 from groupwise.core.terminal.notebook import FONT, Table, as_html, output
 from groupwise.core.terminal.plot import Point, Series, svg_curve, with_mean
 from groupwise.core.terminal.text import ending, shorten
-from groupwise.core.types import Group, Prompt, Rollout
+from groupwise.core.types import Group, Prompt
 
 REDRAW = 1.0
 """Seconds between two drawings. The last step is drawn at once, and the end in any case."""
@@ -77,7 +77,17 @@ class Page:
 
     def html(self) -> str:
         """The content that is shown now."""
-        parts = [self._head(), self._told(), self._numbers(), self._pictures(), self._completions()]
+        pictures = [
+            picture(svg_curve(series, title=title, width=WIDTH, height=HEIGHT), title)
+            for title, series in self._plots()
+        ]
+        parts = [
+            self._head(),
+            *(f'<div style="white-space: pre-wrap">{as_html(note)}</div>' for note in self._notes),
+            self._numbers(),
+            f'<div style="display: flex; flex-wrap: wrap; gap: 8px; margin: .5em 0">{"".join(pictures)}</div>',
+            self._completions(),
+        ]
         return f'<div style="font: {FONT}">{"".join(parts)}</div>'
 
     def _head(self) -> str:
@@ -92,24 +102,12 @@ class Page:
             + (f"<div>{name} <b>{as_html(value)}</b></div>" if value else "")
         )
 
-    def _told(self) -> str:
-        return "".join(
-            f'<div style="white-space: pre-wrap">{as_html(note)}</div>' for note in self._notes
-        )
-
     def _numbers(self) -> str:
         facts = " ".join(
             f'<span style="margin-right: 1.4em; white-space: nowrap"><span style="opacity: .6">{name}</span> {as_html(value)}</span>'
             for name, value in self._board.facts()
         )
         return f'<div style="max-width: 900px; line-height: 1.6">{facts}</div>'
-
-    def _pictures(self) -> str:
-        shown = [
-            picture(svg_curve(series, title=title, width=WIDTH, height=HEIGHT), title)
-            for title, series in self._plots()
-        ]
-        return f'<div style="display: flex; flex-wrap: wrap; gap: 8px; margin: .5em 0">{"".join(shown)}</div>'
 
     def _plots(self) -> list[tuple[str, list[Series]]]:
         found: list[tuple[str, list[Series]]] = []
@@ -124,19 +122,18 @@ class Page:
         return found
 
     def _completions(self) -> str:
-        groups = [group for group in self._groups if group.rollouts][:GROUPS]
-        rows = [
-            (asked(group.example.prompt, ASKED) if place == 0 else "", *_row(rollout))
-            for group in groups
-            for place, rollout in enumerate(group.rollouts[:OF_EACH])
-        ]
-        if not rows:
-            return ""
+        rows: list[tuple[str, str, str, str]] = []
+        for group in [group for group in self._groups if group.rollouts][:GROUPS]:
+            for place, rollout in enumerate(group.rollouts[:OF_EACH]):
+                prompt = prompt_end(group.example.prompt, ASKED) if place == 0 else ""
+                parts = "\n".join(f"{part.name} {number(part.value)}" for part in rollout.parts)
+                completion = shorten(rollout.completion, LONGEST)
+                rows.append((prompt, number(rollout.reward), parts, completion))
         header = ("asked", "reward", "parts", "completion")
-        return Table("", rows, header, unbroken=(2,)).as_html()
+        return Table("", rows, header, unbroken=(2,)).as_html() if rows else ""
 
 
-def asked(prompt: Prompt, longest: int) -> str:
+def prompt_end(prompt: Prompt, longest: int) -> str:
     """The end of a prompt, or of its last message, where the question stands."""
     if isinstance(prompt, str):
         return ending(prompt, longest)
@@ -153,8 +150,3 @@ def picture(svg: str, title: str) -> str:
 def number(value: float | None) -> str:
     """A reward, or none."""
     return "–" if value is None else f"{value:.2f}"
-
-
-def _row(rollout: Rollout) -> tuple[str, str, str]:
-    parts = "\n".join(f"{part.name} {number(part.value)}" for part in rollout.parts)
-    return number(rollout.reward), parts, shorten(rollout.completion, LONGEST)

@@ -110,9 +110,21 @@ def terminal_curve(
     canvas = _Canvas(max(8, width - margin - 2), max(3, height), frame)
     for index, each in enumerate(drawn):
         canvas.draw(each, index)
-    lines = _axis_of_y(canvas, dict(zip(frame.y_ticks, labels, strict=True)), margin, colour)
+    rows = {canvas.row_of(tick): label for tick, label in zip(frame.y_ticks, labels, strict=True)}
+    lines = [
+        f"{rows.get(row, ''):>{margin}} {'┤' if row in rows else '│'}{canvas.text(row, colour)}".rstrip()
+        for row in range(canvas.rows)
+    ]
     lines += _axis_of_x(canvas, margin, x_label)
-    return "\n".join([*_heading(title, drawn, width, colour), *lines])
+    if title:
+        signs = "   ".join(
+            f"{'⠒⠒' if each.style == 'line' else '·'} {one_line(each.name)}" for each in drawn
+        )
+        heading = shorten(one_line(title), width)
+        room = width - len(heading) - len(signs)
+        shown = f"{_BOLD}{heading}{_PLAIN}" if colour else heading
+        lines.insert(0, shown + " " * room + signs if room >= 3 else shown)
+    return "\n".join(lines)
 
 
 # Scales
@@ -219,7 +231,10 @@ class _Canvas:
             return
         dots = [self._dot(x, y) for x, y in series.points]
         for start, end in zip(dots, dots[1:] or dots, strict=False):
-            for column, row in _straight(start, end):
+            (x0, y0), (x1, y1) = start, end
+            length = max(abs(x1 - x0), abs(y1 - y0), 1)
+            for i in range(length + 1):  # the dots on the way from one to the other
+                column, row = round(x0 + (x1 - x0) * i / length), round(y0 + (y1 - y0) * i / length)
                 self._dots[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
                 self._owner[row // 4][column // 2] = index
 
@@ -230,17 +245,17 @@ class _Canvas:
         return self._cell(x, self.frame.bottom)[0]
 
     def text(self, row: int, colour: bool) -> str:
-        return "".join(self._character(row, column, colour) for column in range(self.columns))
-
-    def _character(self, row: int, column: int, colour: bool) -> str:
-        dots = self._dots[row][column]
-        if not dots and not self._points[row][column]:
-            return " "
-        paint = _COLOURS[self._owner[row][column] % len(_COLOURS)]
-        if dots:
-            shown = chr(0x2800 + dots)
-            return f"\x1b[{paint}m{shown}{_PLAIN}" if colour else shown
-        return f"{_DIM}·{_PLAIN}" if colour else "·"
+        shown: list[str] = []
+        for column in range(self.columns):
+            if dots := self._dots[row][column]:
+                paint = _COLOURS[self._owner[row][column] % len(_COLOURS)]
+                braille = chr(0x2800 + dots)
+                shown.append(f"\x1b[{paint}m{braille}{_PLAIN}" if colour else braille)
+            elif self._points[row][column]:
+                shown.append(f"{_DIM}·{_PLAIN}" if colour else "·")
+            else:
+                shown.append(" ")
+        return "".join(shown)
 
     def _cell(self, x: float, y: float) -> tuple[int, int]:
         column, row = self._dot(x, y)
@@ -249,36 +264,6 @@ class _Canvas:
     def _dot(self, x: float, y: float) -> tuple[int, int]:
         across, up = self.frame.place(x, y)
         return round(across * (2 * self.columns - 1)), round((1 - up) * (4 * self.rows - 1))
-
-
-def _straight(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots on the way from one dot to another."""
-    (x0, y0), (x1, y1) = start, end
-    length = max(abs(x1 - x0), abs(y1 - y0), 1)
-    return [
-        (round(x0 + (x1 - x0) * i / length), round(y0 + (y1 - y0) * i / length))
-        for i in range(length + 1)
-    ]
-
-
-def _heading(title: str, series: Sequence[Series], width: int, colour: bool) -> list[str]:
-    if not title:
-        return []
-    signs = "   ".join(
-        f"{'⠒⠒' if each.style == 'line' else '·'} {one_line(each.name)}" for each in series
-    )
-    line = shorten(one_line(title), width)
-    shown = f"{_BOLD}{line}{_PLAIN}" if colour else line
-    fits = len(line) + 3 + len(signs) <= width
-    return [shown + " " * (width - len(line) - len(signs)) + signs] if fits else [shown]
-
-
-def _axis_of_y(canvas: _Canvas, labels: dict[float, str], margin: int, colour: bool) -> list[str]:
-    rows = {canvas.row_of(tick): label for tick, label in labels.items()}
-    return [
-        f"{rows.get(row, ''):>{margin}} {'┤' if row in rows else '│'}{canvas.text(row, colour)}".rstrip()
-        for row in range(canvas.rows)
-    ]
 
 
 def _axis_of_x(canvas: _Canvas, margin: int, label: str) -> list[str]:
@@ -334,12 +319,23 @@ def svg_curve(
     height: int = 360,
 ) -> str:
     """A picture that stands alone: no scripts, no fonts to load, light and dark. Many points are thinned."""
-    drawn = [each for each in map(_drawn_as_svg, series) if each.points]
+    drawn: list[Series] = []
+    for each in series:
+        finite = _finite(each.points)
+        points = finite if each.style == "band" else thinned(finite)
+        if points:
+            drawn.append(Series(each.name, points, each.style))
     body: list[str] = []
     legend, below = _legend(drawn, width, title)
     if drawn:
         frame = _Frame.around(drawn, y_ticks=5, x_ticks=8)
-        body += _svg_axes(frame, width, height)
+        for tick in frame.y_ticks:
+            _, y = _pixel(frame, frame.left, tick, width, height)
+            body.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
+            body.append(_label(_LEFT - 8, y + 4, _number(tick, frame.y_step), "faint", "end"))
+        for tick in frame.x_ticks:
+            x, y = _pixel(frame, tick, frame.bottom, width, height)
+            body.append(_label(x, y + 20, _number(tick, frame.x_step), "faint", "middle"))
         body += [_svg_series(each, i, drawn, frame, width, height) for i, each in enumerate(drawn)]
     else:
         body.append(_label(width / 2, height / 2, "no values yet", "faint", "middle"))
@@ -360,24 +356,6 @@ def svg_curve(
     )
 
 
-def _drawn_as_svg(series: Series) -> Series:
-    finite = _finite(series.points)
-    points = finite if series.style == "band" else thinned(finite)
-    return Series(series.name, points, series.style)
-
-
-def _svg_axes(frame: _Frame, width: int, height: int) -> list[str]:
-    shapes: list[str] = []
-    for tick in frame.y_ticks:
-        _, y = _pixel(frame, frame.left, tick, width, height)
-        shapes.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
-        shapes.append(_label(_LEFT - 8, y + 4, _number(tick, frame.y_step), "faint", "end"))
-    for tick in frame.x_ticks:
-        x, y = _pixel(frame, tick, frame.bottom, width, height)
-        shapes.append(_label(x, y + 20, _number(tick, frame.x_step), "faint", "middle"))
-    return shapes
-
-
 def _svg_series(
     series: Series, index: int, drawn: Sequence[Series], frame: _Frame, width: int, height: int
 ) -> str:
@@ -387,22 +365,18 @@ def _svg_series(
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places)
         return f'<g class="dots {colour}">{dots}</g>'
     if series.style == "band":
-        return f'<path class="band {colour}" d="{_path(_outline(places))}Z"/>'
+        # Along the highest place of each x, and back along the lowest.
+        heights: dict[float, list[float]] = {}
+        for x, y in places:
+            heights.setdefault(x, []).append(y)
+        there = [(x, min(ys)) for x, ys in heights.items()]
+        back = [(x, max(ys)) for x, ys in heights.items()]
+        return f'<path class="band {colour}" d="{_path([*there, *reversed(back)])}Z"/>'
     return f'<path class="{_line(index, drawn)}" d="{_path(places)}"/>'
 
 
 def _path(places: Sequence[Point]) -> str:
     return "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-
-
-def _outline(places: Sequence[Point]) -> list[Point]:
-    """Along the highest place of each x, and back along the lowest."""
-    heights: dict[float, list[float]] = {}
-    for x, y in places:
-        heights.setdefault(x, []).append(y)
-    there = [(x, min(ys)) for x, ys in heights.items()]
-    back = [(x, max(ys)) for x, ys in heights.items()]
-    return [*there, *reversed(back)]
 
 
 def _colour(index: int, drawn: Sequence[Series]) -> int:
@@ -427,7 +401,10 @@ _SIGN, _TITLE_SIGN, _SWATCH, _LINE = 7.5, 9.5, 44, 18
 
 
 def _legend(drawn: Sequence[Series], width: int, title: str) -> tuple[list[str], int]:
-    """Beside the title, or below it where they would meet, in as many rows as it takes; and by how much the curves go down for these."""
+    """The names of the series, and by how many pixels the curves go down for them.
+
+    They stand beside the title, or below it if the two would meet, in as many rows as it takes.
+    """
     rows: list[list[tuple[int, str]]] = [[]]
     for index, each in enumerate(drawn):
         if each.style == "band":  # the line after it names both
@@ -438,34 +415,25 @@ def _legend(drawn: Sequence[Series], width: int, title: str) -> tuple[list[str],
         rows[-1].append(named)
     meets = width - _RIGHT - _across(rows[0]) < _LEFT + _TITLE_SIGN * len(title)
     first = 46 if meets or len(rows) > 1 else 28
-    shapes = [
-        shape
-        for number, row in enumerate(rows)
-        for shape in _legend_row(drawn, row, width, first + number * _LINE)
-    ]
+    shapes: list[str] = []
+    for number, row in enumerate(rows):
+        x, y = float(width - _RIGHT), first + number * _LINE
+        for index, name in reversed(row):
+            colour = f"c{_colour(index, drawn)}"
+            shapes.append(_label(x, y, name, "faint", "end"))
+            x -= _SIGN * len(name) + 8
+            if drawn[index].style == "points":
+                dot = f'<circle class="dots {colour}" cx="{x - 4:.1f}" cy="{y - 4}" r="3"/>'
+                shapes.append(dot)
+            else:
+                line = _line(index, drawn)
+                shapes.append(f'<path class="{line}" d="M{x - 20:.1f} {y - 4}H{x:.1f}"/>')
+            x -= _SWATCH - 8
     return shapes, (len(rows) - 1) * _LINE
 
 
 def _across(named: Sequence[tuple[int, str]]) -> float:
     return sum(_SIGN * len(name) + _SWATCH for _, name in named)
-
-
-def _legend_row(
-    drawn: Sequence[Series], named: Sequence[tuple[int, str]], width: int, y: int
-) -> list[str]:
-    shapes: list[str] = []
-    x = float(width - _RIGHT)
-    for index, name in reversed(named):
-        colour = f"c{_colour(index, drawn)}"
-        shapes.append(_label(x, y, name, "faint", "end"))
-        x -= _SIGN * len(name) + 8
-        if drawn[index].style == "points":
-            shapes.append(f'<circle class="dots {colour}" cx="{x - 4:.1f}" cy="{y - 4}" r="3"/>')
-        else:
-            line = _line(index, drawn)
-            shapes.append(f'<path class="{line}" d="M{x - 20:.1f} {y - 4}H{x:.1f}"/>')
-        x -= _SWATCH - 8
-    return shapes
 
 
 def _pixel(frame: _Frame, x: float, y: float, width: int, height: int) -> Point:

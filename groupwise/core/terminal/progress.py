@@ -1,7 +1,7 @@
 """The progress of long work: a live view in a terminal or a notebook, plain lines everywhere else.
 
 The loop tells it what happens (`phase`, `step`, `note`, `result`); it decides how that looks. In a terminal it redraws one
-block in place and lets go of the screen however the work ends; in a notebook it redraws an output below the cell. In a file, a
+block in place and releases the screen however the work ends; in a notebook it redraws an output below the cell. In a file, a
 pipe or a dumb terminal it writes one line for each `logging_steps` steps, without control characters. It writes to standard
 error, so that standard output belongs to results.
 """

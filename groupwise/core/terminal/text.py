@@ -1,4 +1,4 @@
-"""Showing text that a stranger wrote. What a model says may hold terminal commands, markup, or characters that reorder a line.
+"""Showing untrusted text. What a model says may hold terminal commands, markup, or characters that reorder a line.
 
 `clean` makes such text harmless and still shows what was there: a control character becomes its picture (`␛`), an
 invisible one its code. The result is plain text: give it to rich as `Text`, never as markup.
@@ -33,24 +33,22 @@ def ending(text: str, limit: int) -> str:
     return text if len(text) <= limit else "…" + text[len(text) - max(limit - 1, 0) :]
 
 
-def _visible(letter: str) -> str:
-    if letter == "\n" or letter.isprintable() or letter in _KEPT_INVISIBLE:
-        return letter
-    code = ord(letter)
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if code == 0x7F:
-        return "␡"
-    if unicodedata.category(letter) == "Zs":
-        return " "
-    return f"<U+{code:04X}>"
-
-
 class _Shown(dict[int, str]):
     """How each letter is shown, by its code; found when it first occurs, so that long texts are not gone through in Python."""
 
     def __missing__(self, code: int) -> str:
-        self[code] = shown = _visible(chr(code))
+        letter = chr(code)
+        if letter == "\n" or letter.isprintable() or letter in _KEPT_INVISIBLE:
+            shown = letter
+        elif code < 0x20:
+            shown = chr(0x2400 + code)
+        elif code == 0x7F:
+            shown = "␡"
+        elif unicodedata.category(letter) == "Zs":
+            shown = " "
+        else:
+            shown = f"<U+{code:04X}>"
+        self[code] = shown
         return shown
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from groupwise.api.schemas.fleet import MOST_SERIAL, LogPart
-from groupwise.core.errors import UsageError
-from groupwise.dashboard.fleet.attempts import axis, described, expect_one, names, timeline
-from groupwise.dashboard.fleet.machines import LIVE, Action, changes, of, words_of
-from groupwise.dashboard.pages import Page, Query, Visit, done, shown
+from groupwise.core.errors import RunNotFoundError, UsageError
+from groupwise.dashboard.fleet.machines import LIVE, Action, changes, fleet_of, words_of
+from groupwise.dashboard.pages import Page, Query, Visit, form_route, page_route
 from groupwise.dashboard.sources.fleet import Document, FleetLike
-from groupwise.dashboard.templates import text
+from groupwise.dashboard.templates import moment, text
 from groupwise.jobs.fleet.states import FINAL, JobStatus
 
 PER_PAGE = 50
@@ -26,6 +27,12 @@ TEXT_LIMIT = 200_000
 """Characters of them."""
 MOST_OF_REASON = 1000
 """Longest reason for cancelling a job, in characters, that an API takes."""
+WIDTH = 1000.0
+"""Width of the picture of all attempts, in units of its own."""
+DEEPEST = 5
+"""Names before a value; what lies deeper stands as JSON."""
+Fact = tuple[str, str]
+"""A name and its value, as users wrote them: not fit for a page before a filter."""
 
 
 def _cancel(fleet: FleetLike, job: str, form: Mapping[str, str]) -> Document:
@@ -45,7 +52,7 @@ ACTIONS: Mapping[str, Action] = {
 
 
 class JobsQuery(Query):
-    """Which jobs."""
+    """Parameters of the list of jobs."""
 
     status: str | None = None
     project: str | None = None
@@ -55,7 +62,7 @@ class JobsQuery(Query):
 
 
 class Log(Query):
-    """Which part of a log."""
+    """Parameters of a log: which part of it."""
 
     epoch: int | None = Field(None, ge=1, le=MOST_SERIAL)
     offset: int = Field(0, ge=0, le=MOST_SERIAL)
@@ -65,7 +72,7 @@ def jobs(visit: Visit) -> Page:
     """A page of the list, the newest first."""
     asked = visit.query(JobsQuery)
     wanted = {**asked.model_dump(), "status": None if asked.status is None else [asked.status]}
-    found = of(visit).ask(lambda fleet: fleet.jobs(**wanted, limit=PER_PAGE + 1))
+    found = fleet_of(visit).ask(lambda fleet: fleet.jobs(**wanted, limit=PER_PAGE + 1))
     data: dict[str, Any] = {
         "jobs": found[:PER_PAGE],
         "more": found[PER_PAGE - 1]["job_id"] if len(found) > PER_PAGE else None,
@@ -78,15 +85,15 @@ def jobs(visit: Visit) -> Page:
 def job(visit: Visit) -> Page:
     """All about one."""
     asked, name = visit.query(Log), visit.named("job")
-    found = described(of(visit).ask(lambda fleet: fleet.show(name)))
+    found = describe_job(fleet_of(visit).ask(lambda fleet: fleet.show(name)))
     attempts = found["attempts"]
     expect_one(name, asked.epoch, [each["epoch"] for each in attempts])
-    part = of(visit).ask(lambda fleet: fleet.log(name, epoch=asked.epoch, tail=TAIL))
+    part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=asked.epoch, tail=TAIL))
     if asked.epoch not in (None, part.epoch):  # it wrote nothing, and what follows is of another
         part = LogPart(b"", asked.epoch, 0, part.ended)
     over = found["status"] in FINAL
     follows = not over and asked.epoch is None
-    now = of(visit).status()["time"]
+    now = fleet_of(visit).status()["time"]
     beginning = whole_letters(part.data) if follows else part.data
     data = {
         "job": found,
@@ -108,37 +115,32 @@ def ran(job: Document, now: float) -> float | None:
     """Seconds from its start until its end, or now; None: it has not begun."""
     if job["start_time"] is None:
         return None
-    end = now if job["end_time"] is None else _seconds(job["end_time"])
-    return max(0.0, end - _seconds(job["start_time"]))
-
-
-def _seconds(iso: str) -> float:
-    return datetime.fromisoformat(iso).timestamp()
+    begun = datetime.fromisoformat(job["start_time"]).timestamp()
+    ended = job["end_time"] and datetime.fromisoformat(job["end_time"]).timestamp()
+    return max(0.0, (ended or now) - begun)
 
 
 def log(visit: Visit) -> Response:
     """What a log has from some place on, at most a piece of it; and where the next one begins. Without `epoch` of the newest attempt."""
     asked, name = visit.query(Log), visit.named("job")
-    epochs = of(visit).ask(lambda fleet: fleet.progress(name))["epochs"]
+    epochs = fleet_of(visit).ask(lambda fleet: fleet.progress(name))["epochs"]
     expect_one(name, asked.epoch, epochs)
     epoch = asked.epoch or max(epochs, default=None)
-    part = of(visit).ask(lambda fleet: fleet.log(name, epoch=epoch, offset=asked.offset))
+    part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=epoch, offset=asked.offset))
     data = part.data if part.ended else whole_letters(part.data)
+    attempt = None
+    if part.epoch != asked.epoch:  # the reader may not know yet what it is called
+        attempts = fleet_of(visit).ask(lambda fleet: fleet.show(name))["attempts"]
+        attempt = names(attempts).get(part.epoch or 0)
     return JSONResponse(
         {
             "text": text(data.decode("utf-8", "replace"), len(data)),
             "epoch": part.epoch,
-            "attempt": None if part.epoch == asked.epoch else _called(visit, name, part.epoch),
+            "attempt": attempt,
             "offset": part.offset - len(part.data) + len(data),
             "ended": part.ended,
         }
     )
-
-
-def _called(visit: Visit, name: str, epoch: int | None) -> str | None:
-    """Name of the log's attempt, which the reader may not know yet."""
-    found = of(visit).ask(lambda fleet: fleet.show(name))
-    return names(found["attempts"]).get(epoch or 0)
 
 
 def whole_letters(data: bytes) -> bytes:
@@ -153,9 +155,127 @@ def whole_letters(data: bytes) -> bytes:
     return data
 
 
+def names(attempts: Sequence[Document]) -> dict[int, str]:
+    """The name of each attempt, by its epoch, as `groupwise fleet show` has it: `0`, `1`, and `0 of generation 1` after a retry.
+
+    One that never ran is not counted, and the next has the same number: those have their epoch beside it, `0 (epoch 7)`.
+    """
+    called: dict[int, str] = {}
+    for each in attempts:
+        generation = f" of generation {each['generation']}" if each["generation"] else ""
+        called[each["epoch"]] = f"{each['number']}{generation}"
+    often = Counter(called.values())
+    return {epoch: n if often[n] == 1 else f"{n} (epoch {epoch})" for epoch, n in called.items()}
+
+
+def expect_one(job_id: str, epoch: int | None, epochs: Sequence[int]) -> None:
+    """Raise RunNotFoundError if an attempt is asked for that the job does not have. None: no certain one is."""
+    if epoch is not None and epoch not in epochs:
+        there = ", ".join(str(each) for each in epochs) or "none yet"
+        raise RunNotFoundError(
+            f"Job {job_id} has no attempt with epoch {epoch}. There are: {there}."
+        )
+
+
+def describe_job(job: Document) -> Document:
+    """A job whose attempts and checkpoints say which attempt that is (`name`), and attempts and events what is known of them (`facts`)."""
+    called = names(job["attempts"])
+    attempts = [
+        {
+            **each,
+            "name": called[each["epoch"]],
+            "times": moments(each["created_at"], each["ended_at"]),
+            "facts": facts(each["evidence"] or {}),
+        }
+        for each in job["attempts"]
+    ]
+    # an API of an earlier version has none
+    checkpoints = [
+        {**each, "name": called.get(each["epoch"], "")} for each in job.get("checkpoints") or ()
+    ]
+    events: list[Document] = []
+    for each in job["events"]:
+        # Changed facts, as `queued → held`, and the details beside them.
+        before = dict(facts(each["before"] or {}))
+        after = [*facts(each["after"] or {}), *facts(each["detail"] or {})]
+        changed = [(n, f"{before[n]} → {v}" if before.get(n, v) != v else v) for n, v in after]
+        events.append({**each, "facts": changed})
+    return {**job, "attempts": attempts, "checkpoints": checkpoints, "events": events}
+
+
+def facts(value: Any, *names: str) -> list[Fact]:
+    """Plain data as names and values; what lies in other data has their names before its own: `members exit code`. Nothing is no fact."""
+    if value in (None, "", [], {}):
+        return []
+    if len(names) < DEEPEST and isinstance(value, Mapping):
+        inside = cast("Mapping[str, Any]", value).items()
+        return [fact for name, each in inside for fact in facts(each, *names, name)]
+    records = cast("list[Any]", value) if isinstance(value, list) else []
+    if len(names) < DEEPEST and records and all(isinstance(each, Mapping) for each in records):
+        numbers = [] if len(records) == 1 else [str(n) for n in range(len(records))]
+        return [
+            fact
+            for n, each in enumerate(records)
+            for fact in facts(each, *names, *numbers[n : n + 1])
+        ]
+    if isinstance(value, bool):
+        text = "yes" if value else "no"
+    elif isinstance(value, str):
+        text = value
+    else:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    return [(" ".join(names).replace("_", " "), text)]
+
+
+def moments(*times: float | None) -> list[str]:
+    """Points in time for people, in seconds since 1970, the first with day and zone, the others too where theirs differ. None: left out."""
+    shown = [moment(each) for each in times if each is not None]
+    parts = [each.split(" ", 2) for each in shown]
+    one_day = len({(day, zone) for day, _, zone in parts}) == 1
+    return [*shown[:1], *([clock for _, clock, _ in parts[1:]] if one_day else shown[1:])]
+
+
+def span(attempts: list[Document], now: float) -> list[float]:
+    """Time from the beginning of the first attempt until the end of the last one, or now; empty if there is none."""
+    if not attempts:
+        return []
+    begin = min(each["created_at"] for each in attempts)
+    return [begin, max(begin, *(each["ended_at"] or now for each in attempts))]
+
+
+def axis(attempts: list[Document], now: float) -> list[str]:
+    """Labels below the bars: when the first began, the middle, and the end; empty if there is none."""
+    found = span(attempts, now)
+    return moments(found[0], sum(found) / 2, found[1]) if found else []
+
+
+def timeline(attempts: list[Document], now: float) -> list[Document]:
+    """Bars over their span: what of each attempt was waiting, and what ran."""
+    if not attempts:
+        return []
+    begin, end = span(attempts, now)
+    scale = WIDTH / max(end - begin, 1e-9)
+    called = names(attempts)
+
+    def bar(each: Document) -> Document:
+        ended = each["ended_at"] or now
+        runs = each["running_at"] or ended
+        return {
+            "name": called[each["epoch"]],
+            "outcome": each["outcome"] or each["state"],
+            "x": (each["created_at"] - begin) * scale,
+            "waits": max(1.0, (runs - each["created_at"]) * scale),
+            "runs_at": (runs - begin) * scale,
+            "runs": max(1.0, (ended - runs) * scale),
+            "seconds": ended - each["created_at"],
+        }
+
+    return [bar(each) for each in attempts]
+
+
 ROUTES = (
-    shown("/fleet/jobs", jobs),
-    shown("/fleet/jobs/{job}", job),
-    done("/fleet/jobs/{job}", changes("job", ACTIONS)),
-    shown("/fleet/jobs/{job}/log", log),
+    page_route("/fleet/jobs", jobs),
+    page_route("/fleet/jobs/{job}", job),
+    form_route("/fleet/jobs/{job}", changes("job", ACTIONS)),
+    page_route("/fleet/jobs/{job}/log", log),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from groupwise.api.schemas.keys import Role
 from groupwise.core.errors import RunNotFoundError
-from groupwise.dashboard.pages import Do, Page, Visit, done, shown
+from groupwise.dashboard.pages import Do, Page, Visit, form_route, page_route
 from groupwise.dashboard.sources.fleet import Document, FleetLike, WatchedFleet
 from groupwise.jobs.fleet.states import JobStatus, Observed
 
@@ -38,7 +38,7 @@ MOST_RUNNING, MOST_OTHERS = 50, 20
 """Jobs of a machine that its page shows."""
 
 
-def of(visit: Visit) -> WatchedFleet:
+def fleet_of(visit: Visit) -> WatchedFleet:
     """The fleet of this dashboard. Raises RunNotFoundError if there is none."""
     if visit.place.fleet is None:
         raise RunNotFoundError(
@@ -49,8 +49,8 @@ def of(visit: Visit) -> WatchedFleet:
 
 def fleet(visit: Visit) -> Page:
     """The first page of a fleet."""
-    found = of(visit)
-    machines = [described(each) for each in found.machines()]
+    found = fleet_of(visit)
+    machines = [describe_machine(each) for each in found.machines()]
     data: dict[str, Any] = {
         "status": found.status(),
         "machines": machines,
@@ -64,15 +64,15 @@ def fleet(visit: Visit) -> Page:
 def machine(visit: Visit) -> Page:
     """One machine."""
     name = visit.named("machine")
-    document = of(visit).ask(lambda fleet: fleet.machine(name))
-    running = of(visit).ask(
+    document = fleet_of(visit).ask(lambda fleet: fleet.machine(name))
+    running = fleet_of(visit).ask(
         lambda fleet: fleet.jobs(vm=name, status=[JobStatus.RUNNING.value], limit=MOST_RUNNING)
     )
-    others = of(visit).ask(
+    others = fleet_of(visit).ask(
         lambda fleet: fleet.jobs(vm=name, status=list(NOT_RUNNING), limit=MOST_OTHERS)
     )
     data = {
-        "machine": described(document),
+        "machine": describe_machine(document),
         "running": running,
         "others": others,
         "actions": words_of(ACTIONS, DRAINING if document["draining"] else TAKING),
@@ -89,7 +89,7 @@ def changes(kind: str, actions: Mapping[str, Action]) -> Do:
             raise RunNotFoundError(
                 f"{action[:40]!r} is nothing that can be done with a {kind} here. There are: {', '.join(actions)}."
             )
-        of(visit).change(
+        fleet_of(visit).change(
             visit.visitor.caller.id, lambda fleet: actions[action].verb(fleet, name, form)
         )
         return visit.request.url.path
@@ -102,34 +102,33 @@ def words_of(actions: Mapping[str, Action], status: str) -> dict[str, str]:
     return {name: action.word for name, action in actions.items() if status in action.statuses}
 
 
-def described(machine: Document) -> Document:
-    """A machine with, for each GPU, the word for what matters most of it; and its places for jobs without GPUs, free ones as a count."""
-    gpus = [{**gpu, "shown": _of_gpu(gpu)} for gpu in machine.get("gpus", [])]
+def describe_machine(machine: Document) -> Document:
+    """A machine with its slots, and for each GPU the word for its state: held, free, quarantined, or its use by others.
+
+    Slots are places for jobs without GPUs: those of its engine if it has one, else the configured number; by default one if the machine
+    has no GPUs, otherwise none.
+    """
+    gpus: list[Document] = []
+    for gpu in machine.get("gpus", []):
+        if gpu["quarantined"]:
+            shown = "quarantined"
+        elif gpu["held_by"]:
+            shown = "held"
+        else:
+            free = gpu["observed"] == Observed.OK
+            shown = "free" if free else gpu["observed"].replace("_", " ")
+        gpus.append({**gpu, "shown": shown})
+    slots = machine.get("total_slots")
+    if slots is None:
+        slots = machine.get("cpu_slots")
+    if slots is None:
+        slots = int(not machine.get("gpus"))
     held = machine.get("cpu_slots_held_by", [])
-    free = max(0, _slots(machine) - len(held))
-    return {**machine, "gpus": gpus, "slots_held": held, "slots_free": free}
-
-
-def _slots(machine: Document) -> int:
-    """Slots for placing jobs: all of them behind an engine; else the configured number, by default one if there are no GPUs, otherwise
-    none."""
-    if machine.get("total_slots") is not None:
-        return machine["total_slots"]
-    given = machine.get("cpu_slots")
-    return int(not machine.get("gpus")) if given is None else given
-
-
-def _of_gpu(gpu: Document) -> str:
-    """State of a GPU: held, free, quarantined, or its use by others."""
-    if gpu["quarantined"]:
-        return "quarantined"
-    if gpu["held_by"]:
-        return "held"
-    return "free" if gpu["observed"] == Observed.OK else gpu["observed"].replace("_", " ")
+    return {**machine, "gpus": gpus, "slots_held": held, "slots_free": max(0, slots - len(held))}
 
 
 ROUTES = (
-    shown("/fleet", fleet),
-    shown("/fleet/machines/{machine}", machine),
-    done("/fleet/machines/{machine}", changes("machine", ACTIONS), Role.ADMIN),
+    page_route("/fleet", fleet),
+    page_route("/fleet/machines/{machine}", machine),
+    form_route("/fleet/machines/{machine}", changes("machine", ACTIONS), Role.ADMIN),
 )

@@ -12,17 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from groupwise.core.errors import StoreError, UsageError
-from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, cut, shown
+from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, page_route, paginate
 from groupwise.dashboard.runs.comparing import differences
 from groupwise.dashboard.runs.reading import LISTED, MOST_TASKS
 from groupwise.runs.folder import RECORD, read_config
-from groupwise.runs.prompt_queries import AskedFilter
-from groupwise.runs.records import GroupAsked, GroupScore, RolloutFilter, RolloutView
+from groupwise.runs.records import GroupAsked, GroupScore, RolloutFilter
+from groupwise.runs.search import AskedFilter
 from groupwise.runs.store import Store
 
 PER_PAGE = 10
@@ -44,12 +45,12 @@ Key = tuple[int, str] | str
 
 
 class AnswersQuery(Query):
-    """Which two, and which prompts: a side is `RUN`, or `RUN@STEP` for its answers until that step."""
+    """Parameters of a comparison: two sides, and which prompts. A side is `RUN`, or `RUN@STEP` for its answers until that step."""
 
     a: str = ""
     b: str = ""
     example: int | None = Field(None, ge=0, le=LARGEST)
-    """Of A."""
+    """The number of an example in A."""
     task: str | None = None
     order: Literal["changed", "better", "worse"] = "changed"
     page: int = Field(1, ge=1)
@@ -85,18 +86,46 @@ class Pair:
 def compare(visit: Visit) -> Page:
     """A page of the prompts that both have answered."""
     asked = visit.query(AnswersQuery)
-    side_a, side_b = _sides(visit, asked)
+    if not asked.a or not asked.b:
+        raise UsageError(
+            "Say whose answers are to be compared: ?a=RUN&b=RUN, each with @STEP for those until a step."
+        )
+    (path_a, step_a), (path_b, step_b) = map(visit.place.run_and_step, (asked.a, asked.b))
+    itself = path_a.name == path_b.name and step_a is None and step_b is None
+    side_a = Side(path_a.name, step_a, oldest=itself)
+    side_b = Side(path_b.name, step_b)
     with (
-        Store.open(visit.place.run(side_a.run) / RECORD, readonly=True) as store_a,
-        Store.open(visit.place.run(side_b.run) / RECORD, readonly=True) as store_b,
+        Store.open(path_a / RECORD, readonly=True) as store_a,
+        Store.open(path_b / RECORD, readonly=True) as store_b,
     ):
-        groups_a = store_a.asked(_filter(side_a, asked))
-        groups_b, matched = _matched(groups_a, side_b, store_b, asked)
+        groups_a = store_a.groups_asked(_filter(side_a, asked))
+        wanted = _filter(side_b, asked)
+        groups_b = store_b.groups_asked(wanted)
+        matched = matches(groups_a, groups_b)
+        if not matched and asked.example is not None:
+            # The data differ: the example has another number in B.
+            groups_b = store_b.groups_asked(replace(wanted, example=None))
+            matched = matches(groups_a, groups_b)
         if side_a.run == side_b.run:
             matched = [(a, b) for a, b in matched if a.draw != b.draw]
-        pairs = _scored(matched[:MOST_PROMPTS], store_a, store_b)
-        here = cut(in_order(pairs, asked.order), asked.page, PER_PAGE)
-        shown_pairs = [_told(each, store_a, store_b) for each in here.rows]
+        compared = matched[:MOST_PROMPTS]
+        scores_a = store_a.scores(a.draw for a, _ in compared)
+        scores_b = store_b.scores(b.draw for _, b in compared)
+        none = GroupScore(None, None)
+        pairs = [
+            Pair(a.prompt, a, b, scores_a.get(a.draw, none), scores_b.get(b.draw, none))
+            for a, b in compared
+        ]
+        here = paginate(in_order(pairs, asked.order), asked.page, PER_PAGE)
+        shown_pairs = [
+            {
+                "prompt": each.prompt,
+                "difference": each.difference,
+                "a": _answers(each.a, each.score_a, store_a),
+                "b": _answers(each.b, each.score_b, store_b),
+            }
+            for each in here.rows
+        ]
         tasks = store_a.tasks(MOST_TASKS + 1)
     data: dict[str, Any] = {
         "asked": asked.model_dump(),
@@ -109,7 +138,7 @@ def compare(visit: Visit) -> Page:
         "orders": ORDERS,
         "tasks": tasks,
         "most_tasks": MOST_TASKS,
-        "scored_otherwise": _scored_otherwise(visit, side_a.run, side_b.run),
+        "scored_otherwise": _scored_otherwise(path_a, path_b),
         "limits": {
             "groups": MOST_GROUPS if MOST_GROUPS in (len(groups_a), len(groups_b)) else None,
             "prompts": MOST_PROMPTS if len(matched) > MOST_PROMPTS else None,
@@ -118,37 +147,8 @@ def compare(visit: Visit) -> Page:
     return Page("answers_compare.html", data)
 
 
-def _sides(visit: Visit, asked: AnswersQuery) -> tuple[Side, Side]:
-    if not asked.a or not asked.b:
-        raise UsageError(
-            "Say whose answers are to be compared: ?a=RUN&b=RUN, each with @STEP for those until a step."
-        )
-    a, b = _side(visit, asked.a), _side(visit, asked.b)
-    if a == b and a.until is None:
-        return Side(a.run, None, oldest=True), b
-    return a, b
-
-
-def _side(visit: Visit, reference: str) -> Side:
-    path, step = visit.place.run_and_step(reference)
-    return Side(path.name, step)
-
-
 def _filter(side: Side, asked: AnswersQuery) -> AskedFilter:
     return AskedFilter(side.until, asked.example, asked.task, side.oldest, MOST_GROUPS)
-
-
-def _matched(
-    groups_a: Sequence[GroupAsked], side_b: Side, store_b: Store, asked: AnswersQuery
-) -> tuple[list[GroupAsked], list[tuple[GroupAsked, GroupAsked]]]:
-    """The groups of B that were looked at, and those that match; an example has the same number in B, or another where the data differ."""
-    wanted = _filter(side_b, asked)
-    groups = store_b.asked(wanted)
-    found = matches(groups_a, groups)
-    if found or asked.example is None:
-        return groups, found
-    groups = store_b.asked(replace(wanted, example=None))
-    return groups, matches(groups_a, groups)
 
 
 def matches(
@@ -189,30 +189,15 @@ def _firsts(
     return found
 
 
-def _scored(
-    matched: Sequence[tuple[GroupAsked, GroupAsked]], store_a: Store, store_b: Store
-) -> list[Pair]:
-    scores_a = store_a.scores(a.draw for a, _ in matched)
-    scores_b = store_b.scores(b.draw for _, b in matched)
-    none = GroupScore(None, None)
-    return [
-        Pair(a.prompt, a, b, scores_a.get(a.draw, none), scores_b.get(b.draw, none))
-        for a, b in matched
-    ]
-
-
 def in_order(pairs: Sequence[Pair], order: str) -> list[Pair]:
     """Sort pairs; `better` and `worse` keep only such pairs. Pairs that cannot be compared come last."""
-    told = [(each, each.difference) for each in pairs]
+    known = [(each, by) for each in pairs if (by := each.difference) is not None]
     if order == "better":
-        return [each for each, by in sorted(told, key=_by(-1)) if by is not None and by > 0]
+        return [each for each, by in sorted(known, key=lambda pair: -pair[1]) if by > 0]
     if order == "worse":
-        return [each for each, by in sorted(told, key=_by(1)) if by is not None and by < 0]
-    return [each for each, _ in sorted(told, key=lambda pair: -1 if pair[1] is None else abs(pair[1]), reverse=True)]  # fmt: skip
-
-
-def _by(sign: int) -> Callable[[tuple[Pair, float | None]], float]:
-    return lambda pair: sign * (pair[1] or 0.0)
+        return [each for each, by in sorted(known, key=lambda pair: pair[1]) if by < 0]
+    changed = [each for each, _ in sorted(known, key=lambda pair: -abs(pair[1]))]
+    return changed + [each for each in pairs if each.difference is None]
 
 
 def summary_of(pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -233,39 +218,27 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _told(pair: Pair, store_a: Store, store_b: Store) -> dict[str, Any]:
-    return {
-        "prompt": pair.prompt,
-        "difference": pair.difference,
-        "a": _answers(pair.a, pair.score_a, store_a),
-        "b": _answers(pair.b, pair.score_b, store_b),
-    }
-
-
 def _answers(group: GroupAsked, score: GroupScore, store: Store) -> dict[str, Any]:
     members = store.rollouts(RolloutFilter(draw=group.draw, limit=MOST_MEMBERS), LISTED)
+    members = sorted(members, key=lambda each: (each.reward is None, -(each.reward or 0.0)))
     return {
         "draw": group.draw,
         "step": group.step,
         "example": group.example,
         **asdict(score),
-        "members": [asdict(each) for each in sorted(members, key=_best_first)],
+        "members": [asdict(each) for each in members],
     }
 
 
-def _best_first(view: RolloutView) -> tuple[bool, float]:
-    return view.reward is None, -(view.reward or 0.0)
-
-
-def _scored_otherwise(visit: Visit, a: str, b: str) -> list[str]:
-    """The settings by which the two may have given other rewards for the same answer."""
+def _scored_otherwise(a: Path, b: Path) -> list[str]:
+    """The settings by which the two runs may have given other rewards for the same answer."""
     if a == b:
         return []
     configs: dict[str, Mapping[str, Any]] = {}
-    for name in (a, b):
+    for path in (a, b):
         with suppress(StoreError):  # of a run that ended before it had one
-            configs[name] = read_config(visit.place.run(name))
+            configs[path.name] = read_config(path)
     return [key for key in differences(configs) if key.startswith(SCORING)]
 
 
-ROUTES = (shown("/rollouts/compare", compare),)
+ROUTES = (page_route("/rollouts/compare", compare),)

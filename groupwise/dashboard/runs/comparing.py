@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from pydantic import Field
 
 from groupwise.core.errors import StoreError, UsageError
-from groupwise.dashboard.pages import Page, Query, Visit, live_of, shown
+from groupwise.dashboard.pages import Page, Query, Visit, live_of, page_route
 from groupwise.dashboard.runs.curves import names_of
 from groupwise.runs.folder import RECORD, flattened, read_config
 from groupwise.runs.store import Store
@@ -33,7 +34,7 @@ USUAL = (
 
 
 class CompareQuery(Query):
-    """Which runs, and what of them."""
+    """Parameters of a comparison: runs and a metric."""
 
     run: list[str] = Field(default_factory=list)
     metric: str = ""
@@ -50,13 +51,20 @@ def compare(visit: Visit) -> Page:
             f"{len(names)} runs are chosen; {MOST} of them can be told apart in a plot."
         )
     there = {name: visit.place.runs.one(visit.place.run(name)) for name in names}
-    metrics = sorted({metric for name in names for metric in _metrics(visit, name)})
+    configs: dict[str, Mapping[str, Any]] = {name: {} for name in names}
+    metrics: list[str] = []
+    for name in names:
+        path = visit.place.run(name)
+        with Store.open(path / RECORD, readonly=True) as store:
+            metrics += names_of(store)
+        with suppress(StoreError):  # a run that ended before it had one
+            configs[name] = read_config(path)
+    metrics = sorted({*metrics})
     if asked.metric and asked.metric not in metrics:
         raise UsageError(
             f"None of these runs has a metric {asked.metric[:100]!r}. There are: {', '.join(metrics[:100]) or 'none'}."
         )
     usual = [each for each in USUAL if each in metrics] or metrics[:1]
-    configs = {name: _config(visit, name) for name in names}
     data: dict[str, Any] = {
         "names": names,
         "runs": {
@@ -87,16 +95,4 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
-def _metrics(visit: Visit, name: str) -> list[str]:
-    with Store.open(visit.place.run(name) / RECORD, readonly=True) as store:
-        return names_of(store)
-
-
-def _config(visit: Visit, name: str) -> dict[str, Any]:
-    try:
-        return read_config(visit.place.run(name))
-    except StoreError:  # of a run that ended before it had one
-        return {}
-
-
-ROUTES = (shown("/compare", compare),)
+ROUTES = (page_route("/compare", compare),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import Field
@@ -12,10 +12,10 @@ from starlette.responses import JSONResponse, Response
 
 from groupwise.core.atomic_files import without_nan
 from groupwise.core.errors import UsageError
-from groupwise.dashboard.pages import Query, Visit, shown
+from groupwise.dashboard.pages import Query, Visit, page_route
 from groupwise.dashboard.sources.evaluations import by_k
 from groupwise.dashboard.templates import line as harmless
-from groupwise.runs.evaluated_metrics import EVAL, Curve, curves_of
+from groupwise.runs.curves import EVAL, Curve, curves_of
 from groupwise.runs.folder import RECORD
 from groupwise.runs.records import CurvePoint
 from groupwise.runs.store import Store
@@ -122,9 +122,28 @@ _SECTION_OF = {"task": "Task", EVAL: "Held out"}
 def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
     """All plots of a run with these metrics, by section; each metric is in one of them."""
     there = set(names)
-    found = [made for plot in PLOTS if (made := _with(plot, there))]
-    found[1:1] = _parts(names)
-    found += _pass_at(names)
+    found: list[Plot] = []
+    for plot in PLOTS:
+        lines = tuple(_known(line, there) for line in plot.lines if line.metric in there)
+        if lines:
+            found.append(replace(plot, lines=lines))
+    parts = [
+        Plot(
+            f"Part: {name.removeprefix(PART).removesuffix(MEAN)}",
+            (_known(PlottedMetric(name, "mean", name.removesuffix(MEAN) + SPREAD), there),),
+            "Mean of the part's own value, and its spread over all rollouts.",
+            "Reward",
+        )
+        for name in names
+        if name.startswith(PART) and name.endswith(MEAN)
+    ]
+    found[1:1] = parts  # after the plot of the reward
+    named = list(by_k(names, f"{EVAL}/").items())
+    lines = tuple(
+        PlottedMetric(name, f"pass@{k}") for k, name in named[:: 1 + len(named) // MOST_PASS]
+    )
+    says = "Share of held-out prompts that at least one of k answers solves."
+    found += [Plot("Held-out pass@k", lines, says, "Held out")] if lines else []
     taken = {each for plot in found for line in plot.lines for each in (line.metric, line.spread)}
     for name in names:
         if name not in taken and name not in _LEFT_OUT:
@@ -138,49 +157,20 @@ def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
     return {section: plots for section, plots in sections.items() if plots}
 
 
-def _with(plot: Plot, names: set[str]) -> Plot | None:
-    """The plot with the curves that there are; None: none."""
-    lines = tuple(_known(line, names) for line in plot.lines if line.metric in names)
-    return Plot(plot.title, lines, plot.says, plot.section, plot.stacked) if lines else None
-
-
 def _known(line: PlottedMetric, names: set[str]) -> PlottedMetric:
+    """The curve, without its spread if the run has no such metric."""
     return line if line.spread in names else PlottedMetric(line.metric, line.label)
 
 
-def _parts(names: Sequence[str]) -> list[Plot]:
-    """A plot for each part of the reward."""
-    parts = [n for n in names if n.startswith(PART) and n.endswith(MEAN)]
-    return [
-        Plot(
-            f"Part: {part.removeprefix(PART).removesuffix(MEAN)}",
-            (_known(PlottedMetric(part, "mean", part.removesuffix(MEAN) + SPREAD), set(names)),),
-            "Mean of the part's own value, and its spread over all rollouts.",
-            "Reward",
-        )
-        for part in parts
-    ]
-
-
-def _pass_at(names: Sequence[str]) -> list[Plot]:
-    """A plot for all k."""
-    named = list(by_k(names, f"{EVAL}/").items())
-    lines = tuple(
-        PlottedMetric(name, f"pass@{k}") for k, name in named[:: 1 + len(named) // MOST_PASS]
-    )
-    says = "Share of held-out prompts that at least one of k answers solves."
-    return [Plot("Held-out pass@k", lines, says, "Held out")] if lines else []
-
-
 class CurvesQuery(Query):
-    """Which curves."""
+    """Parameters of a request for curves."""
 
     run: list[str] = Field(default_factory=list, max_length=20)
     name: list[str] = Field(default_factory=list, max_length=64)
     total: list[str] = Field(default_factory=list, max_length=64)
     """Metrics of a stack, whose sums are wanted as well."""
     times: bool = False
-    """Whether it is wanted when each column was done, too."""
+    """True if the times at which the steps of each column were done are wanted, too."""
     columns: int = Field(600, ge=2, le=MOST_COLUMNS)
     begin: int | None = Field(None, ge=0, le=MOST_STEPS, alias="from")
     end: int | None = Field(None, ge=0, le=MOST_STEPS, alias="to")
@@ -199,71 +189,65 @@ def curves(visit: Visit) -> Response:
         raise UsageError(
             "Say which curves: ?run=RUN&name=METRIC, each as often as wanted, with columns=, from= and to= as needed."
         )
-    found = {run: _of_run(visit, run, asked) for run in asked.run}
-    told = {
+    found = {run: _curves_of(visit, run, asked) for run in asked.run}
+    answer = {
         key: {run: each[key] for run, each in found.items() if key in each}
         for key in ("runs", "totals", "times")
     }
-    return JSONResponse(without_nan(told))
+    return JSONResponse(without_nan(answer))
 
 
 Within = tuple[int, int] | None
 """The first and the last step of all columns; None: there are none."""
 
 
-def _of_run(visit: Visit, run: str, asked: CurvesQuery) -> dict[str, Any]:
+def _curves_of(visit: Visit, run: str, asked: CurvesQuery) -> dict[str, Any]:
+    """Curves of one run: `runs` by their names, and if they were asked for `totals` and `times`."""
     with Store.open(visit.place.run(run) / RECORD, readonly=True) as store, store.snapshot():
         of_evaluations = [name for name in asked.name if name.startswith(f"{EVAL}/")]
         known = evaluated_curves(store) if of_evaluations else {}
         evaluated = {name: known[name] for name in asked.name if name in known}
         steps = {step for curve in evaluated.values() for step in curve}
         within = _within(store, asked, steps)
-        found: dict[str, Any] = {
-            "runs": {
-                name: _of_evaluations(store, evaluated[name], asked, within)
-                if name in evaluated
-                else _of_steps(store, name, asked, within)
-                for name in asked.name
-            }
-        }
+
+        def when_evaluated(steps: Iterable[int]) -> list[CurvePoint]:
+            seconds = store.seconds_after(steps)
+            points = {step: seconds.get(step, math.nan) for step in steps}
+            return store.thinned_points(points, asked.columns, within)
+
+        curves: dict[str, dict[str, list[Any]]] = {}
+        for name in asked.name:
+            points = evaluated.get(name)
+            if points is not None:
+                curves[name] = _columns(store.thinned_points(points, asked.columns, within))
+            else:
+                curves[name] = _columns(store.thinned_curve(name, asked.columns, within))
+            if asked.times and points is not None:
+                curves[name]["time"] = [each.mean for each in when_evaluated(points)]
+            elif asked.times:
+                times = store.thinned_times(asked.columns, within, name)
+                curves[name]["time"] = [each.mean for each in times]
+        found: dict[str, Any] = {"runs": curves}
         if asked.total:
             found["totals"] = _columns(store.thinned_sum(asked.total, asked.columns, within))
         if asked.times:
             alone = len(of_evaluations) == len(asked.name) and not asked.total
-            found["times"] = _columns(
-                _when_evaluated(store, steps, asked, within)
-                if alone
-                else store.thinned_times(asked.columns, within)
-            )
+            times = when_evaluated(steps) if alone else store.thinned_times(asked.columns, within)
+            found["times"] = _columns(times)
         return found
 
 
-def _of_steps(store: Store, name: str, asked: CurvesQuery, within: Within) -> dict[str, list[Any]]:
-    curve = _columns(store.thinned_curve(name, asked.columns, within))
-    if asked.times:
-        curve["time"] = _means(store.thinned_times(asked.columns, within, name))
-    return curve
-
-
-def _of_evaluations(
-    store: Store, points: Curve, asked: CurvesQuery, within: Within
-) -> dict[str, list[Any]]:
-    curve = _columns(store.thinned_points(points, asked.columns, within))
-    if asked.times:
-        curve["time"] = _means(_when_evaluated(store, points, asked, within))
-    return curve
-
-
-def _when_evaluated(
-    store: Store, steps: Iterable[int], asked: CurvesQuery, within: Within
-) -> list[CurvePoint]:
-    known = store.seconds_after(steps)
-    seconds = {step: known.get(step, math.nan) for step in steps}
-    return store.thinned_points(seconds, asked.columns, within)
-
-
-def _means(points: Sequence[CurvePoint]) -> list[float | None]:
-    return [each.mean for each in points]
+def _within(store: Store, asked: CurvesQuery, evaluated: Collection[int]) -> Within:
+    """The steps that all curves of a run span, so that their columns are the same. `evaluated`: the steps of its evaluations."""
+    ranges = [each for each in (store.range_of([*asked.name, *asked.total]),) if each]
+    ranges += [(min(evaluated), max(evaluated))] if evaluated else []
+    if not ranges:
+        return None
+    first, last = min(first for first, _ in ranges), max(last for _, last in ranges)
+    return (
+        first if asked.begin is None else max(asked.begin, first),
+        last if asked.end is None else min(asked.end, last),
+    )
 
 
 def names_of(store: Store) -> list[str]:
@@ -276,23 +260,9 @@ def evaluated_curves(store: Store) -> dict[str, Curve]:
     return curves_of(store.evaluations(rows=False))
 
 
-def _within(store: Store, asked: CurvesQuery, steps: Collection[int]) -> Within:
-    """The same for all curves of a run, so that their columns are, too. `steps` are those of its evaluations."""
-    there = [each for each in (store.range_of([*asked.name, *asked.total]),) if each]
-    there += [(min(steps), max(steps))] if steps else []
-    if not there:
-        return None
-    first, last = min(first for first, _ in there), max(last for _, last in there)
-    begin, end = asked.begin, asked.end
-    return (
-        first if begin is None else max(begin, first),
-        last if end is None else min(end, last),
-    )
-
-
 def _columns(points: Sequence[CurvePoint]) -> dict[str, list[Any]]:
     fields: Iterable[str] = ("at", "first", "last", "mean", "low", "high", "lost")
     return {field: [getattr(point, field) for point in points] for field in fields}
 
 
-ROUTES = (shown("/curves", curves),)
+ROUTES = (page_route("/curves", curves),)

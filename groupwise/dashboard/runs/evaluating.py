@@ -1,31 +1,34 @@
-"""Evaluations, of one run and of all: their metrics, pass@k as curves over k, and two of them compared prompt by prompt with intervals."""
+"""Evaluations, of one run and of all: their metrics, pass@k as curves over k, two of them compared prompt by prompt with intervals, and the
+answers of one, prompt by prompt.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from groupwise.core.atomic_files import without_nan
 from groupwise.core.errors import GroupwiseError, UsageError
-from groupwise.dashboard.pages import Page, Query, Visit, cut, live_of, shown
+from groupwise.dashboard.pages import Page, Query, Visit, live_of, page_route, paginate
 from groupwise.dashboard.runs.listing import are_in, has_words
 from groupwise.dashboard.runs.overview import head_of
 from groupwise.dashboard.sources.evaluations import (
     Evaluated,
-    beside,
     by_k,
+    evaluations_beside,
     evaluations_of,
     side_beside,
 )
 from groupwise.dashboard.templates import line
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
+from groupwise.training.evaluation.measures import Row, by_prompt
 from groupwise.training.review.compare import (
     NO_MERIT,
     Comparison,
@@ -40,7 +43,7 @@ PER_PAGE = 50
 MOST_CURVES = 12
 """Curves of pass@k in one picture, the newest."""
 WITH_INTERVALS, WITH_INTERVALS_IN_ALL = 20, 2
-"""Evaluations of a run, the newest, of which every answer is read for their intervals: on its own page, and in the list of all."""
+"""How many of the newest evaluations of a run have intervals, for which every answer is read: on its own page, and in the list of all."""
 LONGEST = 1000
 """Characters by which an evaluation is named."""
 RUNS = 50
@@ -51,6 +54,15 @@ MOST_METRICS = 8
 """Columns of that list, those that most have."""
 FIRST = ("reward", "pass@1")
 """Metrics that come first."""
+MOST_SAMPLES = 32
+"""Answers to one prompt that a page shows."""
+FILTERS = {
+    "all": "all",
+    "never": "no answer succeeds",
+    "sometimes": "some answers do",
+    "always": "all answers do",
+}
+"""Prompts by how many answers succeed, as pass@k counts it; where that is not known, by how many earn the highest reward of all."""
 
 
 def evaluations(visit: Visit) -> Page:
@@ -69,7 +81,7 @@ def evaluations(visit: Visit) -> Page:
 
 
 class Listing(Query):
-    """Of which runs."""
+    """Parameters of the list of all evaluations."""
 
     q: str = ""
     """Words that stand in their name, model or task; of results beside the runs in policy, task or file."""
@@ -82,10 +94,19 @@ def every_evaluation(visit: Visit) -> Page:
     runs = [
         each.info.path for each in known.runs if not each.info.broken and has_words(each, asked.q)
     ]
-    here = cut(runs, asked.page, RUNS)
-    found = [(path.name, each) for path in here.rows for each in _quietly(path)]
+    here = paginate(runs, asked.page, RUNS)
+    found: list[tuple[str, Evaluated]] = []
+    for path in here.rows:
+        # A run that cannot be read has none; the list of runs shows it.
+        with suppress(GroupwiseError), Store.open(path / RECORD, readonly=True) as store:
+            own = evaluations_of(path, store, intervals=WITH_INTERVALS_IN_ALL)
+            # the newest first, those without a step last
+            own.sort(
+                key=lambda each: (each.step is not None, each.step or 0, each.at), reverse=True
+            )
+            found += [(path.name, each) for each in own[:MOST_OF_EACH]]
     if here.page == 1:
-        there = beside(visit.place.runs.folder)
+        there = evaluations_beside(visit.place.runs.folder)
         found += [
             ("", each) for each in there if are_in(asked.q, (each.policy, each.name, each.file))
         ]
@@ -102,7 +123,7 @@ def every_evaluation(visit: Visit) -> Page:
 
 
 def _columns(names: Iterable[str]) -> list[str]:
-    """The metrics, what people look for first, then those that most have; what says nothing of success comes last."""
+    """The metrics in order: reward and pass@1, then those that most evaluations have; those that say nothing of success come last."""
     counts = Counter(names)
 
     def place(name: str) -> tuple[int, int, str]:
@@ -112,19 +133,6 @@ def _columns(names: Iterable[str]) -> list[str]:
     return sorted(counts, key=place)
 
 
-def _quietly(path: Path) -> list[Evaluated]:
-    """Evaluations of one run, the newest first; none if it cannot be read, which the list of runs shows."""
-    with suppress(GroupwiseError), Store.open(path / RECORD, readonly=True) as store:
-        found = evaluations_of(path, store, intervals=WITH_INTERVALS_IN_ALL)
-        return sorted(found, key=_newness, reverse=True)[:MOST_OF_EACH]
-    return []
-
-
-def _newness(each: Evaluated) -> tuple[bool, int, float]:
-    """Sort key that puts evaluations without a step last when the newest come first."""
-    return each.step is not None, each.step or 0, each.at
-
-
 def pass_curves(found: Sequence[Evaluated]) -> list[dict[str, Any]]:
     """pass@k over k of the newest evaluations that have measured it for several, with its interval where that is known."""
     curves: list[dict[str, Any]] = []
@@ -132,10 +140,13 @@ def pass_curves(found: Sequence[Evaluated]) -> list[dict[str, Any]]:
         named = by_k(each.metrics)
         if len(named) < 2:
             continue
+        label = each.name if each.file is None else f"{each.name} ({each.file})"
+        if each.step is not None:
+            label += f" after {each.step} steps"
         bounds = [each.intervals.get(name, (None, None)) for name in named.values()]
         curves.append(
             {
-                "label": line(_label(each)),
+                "label": line(label),
                 "k": list(named),
                 "y": [each.metrics[name] for name in named.values()],
                 "low": [low for low, _ in bounds],
@@ -145,14 +156,12 @@ def pass_curves(found: Sequence[Evaluated]) -> list[dict[str, Any]]:
     return without_nan(curves[-MOST_CURVES:])
 
 
-def _label(each: Evaluated) -> str:
-    name = each.name if each.file is None else f"{each.name} ({each.file})"
-    return name if each.step is None else f"{name} after {each.step} steps"
-
-
 class EvaluationQuery(Query):
-    """Which two: `RUN@STEP:NAME`, `RUN:FILE.json` of its results, `RUN@STEP`, or `RUN` for its newest evaluation; of no run are
-    `:FILE.json`, among the runs, and `:results/FILE.json`, beside them."""
+    """Parameters of a comparison.
+
+    Both are named `RUN@STEP:NAME`, `RUN:FILE.json` of its results, `RUN@STEP`, or `RUN` for its newest evaluation; of no run are
+    `:FILE.json`, among the runs, and `:results/FILE.json`, beside them.
+    """
 
     a: str = Field("", max_length=LONGEST)
     b: str = Field("", max_length=LONGEST)
@@ -165,7 +174,17 @@ def compare(visit: Visit) -> Page:
     if not asked.a or not asked.b:
         raise UsageError("Choose two evaluations to compare: ?a=RUN@STEP&b=RUN@STEP.")
     found: Comparison = compare_sides(side(visit, asked.a), side(visit, asked.b))
-    here = cut(found.changed, asked.page, PER_PAGE)
+    # pass@k over k of both, if several k were measured of both
+    metrics = {each.name: each for each in found.metrics}
+    named = by_k(metrics)
+    both = [metrics[name] for name in named.values()] if len(named) >= 2 else []
+    unknown = [None] * len(both)
+    pass_at = [
+        {"label": side, "k": list(named), "y": values, "low": unknown, "high": unknown}
+        for side, values in (("A", [each.a for each in both]), ("B", [each.b for each in both]))
+        if both
+    ]
+    here = paginate(found.changed, asked.page, PER_PAGE)
     data = {
         "asked": asked.model_dump(),
         "a": found.a.label,
@@ -174,7 +193,7 @@ def compare(visit: Visit) -> Page:
         "only_a": found.only_a,
         "only_b": found.only_b,
         "metrics": [asdict(each) for each in found.metrics],
-        "pass_at": _pass_of_both(found),
+        "pass_at": without_nan(pass_at),
         "notes": list(found.notes),
         "changed": [asdict(each) for each in here.rows],
         "all_changed": len(found.changed),
@@ -185,22 +204,6 @@ def compare(visit: Visit) -> Page:
     return Page("evaluations_compare.html", data)
 
 
-def _pass_of_both(found: Comparison) -> list[dict[str, Any]]:
-    """pass@k over k of both, where several k were measured of both."""
-    metrics = {each.name: each for each in found.metrics}
-    named = by_k(metrics)
-    if len(named) < 2:
-        return []
-    ks, unknown, both = list(named), [None] * len(named), [metrics[name] for name in named.values()]
-    sides = {"A": [each.a for each in both], "B": [each.b for each in both]}
-    return without_nan(
-        [
-            {"label": side, "k": ks, "y": values, "low": unknown, "high": unknown}
-            for side, values in sides.items()
-        ]
-    )
-
-
 def side(visit: Visit, reference: str) -> Side:
     """An evaluation of this dashboard; a path elsewhere is none."""
     if reference.startswith(":"):
@@ -208,8 +211,81 @@ def side(visit: Visit, reference: str) -> Side:
     return side_of(*what_is_meant(reference, visit.place.run_and_step))
 
 
+class Answers(Query):
+    """Parameters of the answers of an evaluation."""
+
+    of: str = Field("", max_length=LONGEST)
+    """The evaluation, named as in a comparison."""
+    show: Literal["all", "never", "sometimes", "always"] = "all"
+    page: int = Field(1, ge=1)
+
+
+def answers(visit: Visit) -> Page:
+    """Those with the lowest rewards come first."""
+    asked = visit.query(Answers)
+    if not asked.of:
+        raise UsageError("Say of which evaluation: ?of=RUN@STEP.")
+    found = side(visit, asked.of)
+    if found.supervised or not found.rows:
+        raise UsageError(
+            f"{found.label} has no answers: it was evaluated by the loss on given ones."
+        )
+    best = None
+    if all(row.get("success") is None for row in found.rows):
+        # It is not known which answers succeed: those that earn the highest reward of all.
+        best = max(_rewards(found.rows), default=math.inf)
+    prompts = [_answered(rows, best) for rows in by_prompt(found.rows).values()]
+    counts = Counter(each["solved"] for each in prompts)
+    chosen = [each for each in prompts if asked.show in ("all", each["solved"])]
+    chosen.sort(key=lambda each: (each["mean"] is not None, each["mean"] or 0.0))
+    here = paginate(chosen, asked.page, PER_PAGE)
+    data = {
+        "asked": asked.model_dump(),
+        "label": found.label,
+        "metrics": dict(found.metrics),
+        "all": len(prompts),
+        "counts": {name: counts[name] for name in FILTERS if name != "all"},
+        "shows": FILTERS,
+        "prompts": here.rows,
+        "page": here.page,
+        "pages": here.pages,
+    }
+    return Page("evaluation_answers.html", data)
+
+
+def _rewards(rows: Sequence[Row]) -> list[float]:
+    known = (row["reward"] for row in rows if row["reward"] is not None)
+    return [reward for reward in known if math.isfinite(reward)]
+
+
+def _answered(rows: Sequence[Row], best: float | None) -> dict[str, Any]:
+    """A prompt with its answers. `best`: the reward by which an answer succeeds; None if `success` says so itself."""
+    rewards = _rewards(rows)
+    judged = [row.get("success") if best is None else row["reward"] == best for row in rows]
+    known = [bool(each) for each in judged if each is not None]
+    solved = "never" if not any(known) else "always" if all(known) else "sometimes"
+    return {
+        "prompt": rows[0]["prompt"],
+        "mean": sum(rewards) / len(rewards) if rewards else None,
+        "solved": solved,
+        "answers": [
+            {
+                "reward": row["reward"],
+                "outcome": row["outcome"],
+                "completion": row["completion"],
+                "tokens": row.get("written", row["tokens"]),
+                "truncated": bool(row.get("truncated")),
+                "parts": row["parts"],
+            }
+            for row in rows[:MOST_SAMPLES]
+        ],
+        "more": max(0, len(rows) - MOST_SAMPLES),
+    }
+
+
 ROUTES = (
-    shown("/runs/{run}/evaluations", evaluations),
-    shown("/evaluations", every_evaluation),
-    shown("/evaluations/compare", compare),
+    page_route("/runs/{run}/evaluations", evaluations),
+    page_route("/evaluations", every_evaluation),
+    page_route("/evaluations/compare", compare),
+    page_route("/evaluations/answers", answers),
 )

@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from groupwise.core.errors import RunNotFoundError
-from groupwise.dashboard.pages import Page, Visit, shown
+from groupwise.dashboard.pages import Page, Visit, page_route
 from groupwise.dashboard.runs.archive import archive, files_of
 from groupwise.dashboard.runs.overview import head_of
 from groupwise.dashboard.runs.reading import RolloutsQuery
@@ -57,7 +57,7 @@ def whole(visit: Visit) -> Response:
     """All of them as one archive."""
     path = visit.place.run(visit.named("run"))
     folder = _folder(path, visit.named("where"))
-    name = f"{_plain(path.name)}-{folder.name}"
+    name = f"{_header_safe(path.name)}-{folder.name}"
     headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
     return Sent(archive(folder, name), media_type="application/zip", headers=headers)
 
@@ -77,7 +77,9 @@ def export(visit: Visit) -> Response:
     path = visit.place.run(visit.named("run"))
     asked = visit.query(RolloutsQuery)
     store = Store.open(path / RECORD, readonly=True)
-    headers = {"Content-Disposition": f'attachment; filename="{_plain(path.name)}-rollouts.jsonl"'}
+    headers = {
+        "Content-Disposition": f'attachment; filename="{_header_safe(path.name)}-rollouts.jsonl"'
+    }
     return Sent(_lines(store, asked.wanted), media_type="application/x-ndjson", headers=headers)
 
 
@@ -112,7 +114,7 @@ def _folder(run: Path, where: str) -> Path:
     raise RunNotFoundError(f"{run.name} has no weights called {where[:40]!r}.")
 
 
-def _plain(name: str) -> str:
+def _header_safe(name: str) -> str:
     """The name, made safe for a header."""
     return "".join(
         each if each.isascii() and (each.isalnum() or each in "-_.") else "_" for each in name
@@ -120,8 +122,8 @@ def _plain(name: str) -> str:
 
 
 ROUTES = (
-    shown("/runs/{run}/weights/{where}.zip", whole),
-    shown("/runs/{run}/weights/{where}", weights),
-    shown("/runs/{run}/weights/{where}/{file:path}", file),
-    shown("/runs/{run}/rollouts.jsonl", export),
+    page_route("/runs/{run}/weights/{where}.zip", whole),
+    page_route("/runs/{run}/weights/{where}", weights),
+    page_route("/runs/{run}/weights/{where}/{file:path}", file),
+    page_route("/runs/{run}/rollouts.jsonl", export),
 )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from groupwise.dashboard.pages import Page, Query, Visit, cut, shown
+from groupwise.dashboard.pages import Page, Query, Visit, page_route, paginate
 from groupwise.dashboard.sources.runs import Listed
 
 PER_PAGE = 50
@@ -22,7 +22,7 @@ Sort = Literal["newest", "changed", "reward", "name"]
 
 
 class RunsQuery(Query):
-    """Which runs."""
+    """Parameters of the list of runs."""
 
     q: str = ""
     """Words that stand in name, model or task."""
@@ -34,12 +34,40 @@ class RunsQuery(Query):
 def runs(visit: Visit) -> Page:
     """The list."""
     asked, known = visit.query(RunsQuery), visit.place.runs.known()
-    matching = [each for each in known.runs if _matches(each, asked)]
-    matching = _in_order(matching, asked.sort)
-    here = cut(matching, asked.page, PER_PAGE)
+    matching = [
+        each
+        for each in known.runs
+        if asked.state in ("", each.info.state or "broken") and has_words(each, asked.q)
+    ]
+    if asked.sort == "changed":
+        matching.sort(key=lambda each: -each.written)
+    elif asked.sort == "name":
+        matching.sort(key=lambda each: each.info.name.casefold())
+    elif asked.sort == "reward":
+        matching.sort(
+            key=lambda each: (each.info.reward_last is None, -(each.info.reward_last or 0.0))
+        )
+    here = paginate(matching, asked.page, PER_PAGE)
     data: dict[str, Any] = {
         "folder": str(visit.place.runs.folder),
-        "runs": [_document(each) for each in here.rows],
+        "runs": [
+            {
+                "name": each.info.name,
+                "state": each.info.state or "broken",
+                "broken": each.info.broken,
+                "steps": each.info.steps,
+                "max_steps": each.info.max_steps,
+                "metric": each.metric,
+                "first": each.ends[0],
+                "last": each.ends[1],
+                "curve": each.curve,
+                "started": each.info.started,
+                "written": each.written,
+                "model": each.info.model,
+                "task": each.info.task,
+            }
+            for each in here.rows
+        ],
         "all": len(known.runs),
         "matching": len(matching),
         "unread": known.unread,
@@ -50,10 +78,6 @@ def runs(visit: Visit) -> Page:
         "sorts": SORTS,
     }
     return Page("runs.html", data, live="/live")
-
-
-def _matches(listed: Listed, asked: RunsQuery) -> bool:
-    return asked.state in ("", listed.info.state or "broken") and has_words(listed, asked.q)
 
 
 def has_words(listed: Listed, words: str) -> bool:
@@ -67,39 +91,4 @@ def are_in(words: str, texts: Iterable[str | None]) -> bool:
     return all(word in there for word in words.casefold().split())
 
 
-def _in_order(runs: Iterable[Listed], sort: Sort) -> list[Listed]:
-    found = list(runs)  # the newest first
-    if sort == "changed":
-        return sorted(found, key=lambda each: -each.written)
-    if sort == "name":
-        return sorted(found, key=lambda each: each.info.name.casefold())
-    if sort == "reward":
-        return sorted(found, key=_by_reward)
-    return found
-
-
-def _by_reward(listed: Listed) -> tuple[bool, float]:
-    reward = listed.info.reward_last
-    return reward is None, -(reward or 0.0)
-
-
-def _document(listed: Listed) -> dict[str, Any]:
-    info = listed.info
-    return {
-        "name": info.name,
-        "state": info.state or "broken",
-        "broken": info.broken,
-        "steps": info.steps,
-        "max_steps": info.max_steps,
-        "metric": listed.metric,
-        "first": listed.ends[0],
-        "last": listed.ends[1],
-        "curve": listed.curve,
-        "started": info.started,
-        "written": listed.written,
-        "model": info.model,
-        "task": info.task,
-    }
-
-
-ROUTES = (shown("/runs", runs),)
+ROUTES = (page_route("/runs", runs),)

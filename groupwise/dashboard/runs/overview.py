@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import GroupwiseError, StoreError
-from groupwise.dashboard.pages import Page, Visit, live_of, shown
+from groupwise.dashboard.pages import Page, Visit, live_of, page_route
 from groupwise.dashboard.runs.archive import files_of
 from groupwise.dashboard.runs.curves import names_of, plots_of
 from groupwise.dashboard.sources.evaluations import evaluations_of
 from groupwise.dashboard.sources.runs import Listed
 from groupwise.runs import checkpoints
 from groupwise.runs.advice import advice_on
+from groupwise.runs.curves import WARM_UP
 from groupwise.runs.find import ENDS, RunInfo, final_step, mean_of
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
 from groupwise.runs.lock import holder
 from groupwise.runs.store import Store
-from groupwise.runs.warm_up import WARM_UP
 
 MOST_WARNINGS = 20
 """The newest, that are listed."""
@@ -59,11 +58,14 @@ def run(visit: Visit) -> Page:
             "curve": listed.curve,
             "metric": listed.metric,
         }
+    summary = None
+    with suppress(StoreError):  # a page shows what else there is
+        summary = read_summary(path)
     data |= {
         "checkpoints": _checkpoints(path),
         "final_step": final_step(path) if (path / FINAL).is_dir() else None,
         "final_bytes": _bytes_of(path / FINAL),
-        "summary": _quietly(read_summary, path),
+        "summary": summary,
         "log": _end_of(path / LOG),
     }
     return Page("run.html", data, live=live_of(path.name))
@@ -107,7 +109,7 @@ def _head(path: Path, listed: Listed) -> dict[str, Any]:
 
 
 def _left(store: Store, info: RunInfo) -> float | None:
-    """Seconds until the end of a run that goes on, if steps go on to take what the last ones took."""
+    """Estimated seconds until the end of a running run, by the time that its last steps took."""
     if info.state != "running" or not info.steps or info.max_steps is None:
         return None
     _, times = store.curve_ends("time/step", ENDS)
@@ -133,7 +135,7 @@ def _checkpoints(path: Path) -> list[dict[str, Any]]:
 
 
 def _bytes_of(folder: Path) -> int | None:
-    """None: it was removed a moment ago, as checkpoints are of which there are enough."""
+    """Size of all files in a folder; None if it was removed a moment ago, as old checkpoints are."""
     try:
         folder.stat()
         return sum(file.stat().st_size for file in files_of(folder))
@@ -141,22 +143,15 @@ def _bytes_of(folder: Path) -> int | None:
         return None
 
 
-def _quietly(read: Any, path: Path) -> Mapping[str, Any] | None:
-    try:
-        return read(path)
-    except StoreError:  # a page shows what else there is
-        return None
-
-
 def _end_of(file: Path) -> str:
-    """The last lines of a log, or of its last one the end."""
+    """The last whole lines of a log; the end of the last one, if that is very long. Empty if there is no log."""
     with suppress(OSError), file.open("rb") as log:
         begin = max(0, file.stat().st_size - LOG_BYTES)
         log.seek(begin)
-        told = log.read()
-        rest = told.partition(b"\n")[2] if begin else told
-        return (rest or told).decode("utf-8", "replace")
+        piece = log.read()
+        rest = piece.partition(b"\n")[2] if begin else piece
+        return (rest or piece).decode("utf-8", "replace")
     return ""
 
 
-ROUTES = (shown("/runs/{run}", run), shown("/runs/{run}/config", config))
+ROUTES = (page_route("/runs/{run}", run), page_route("/runs/{run}/config", config))

@@ -5,19 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from groupwise.core.errors import RunNotFoundError
-from groupwise.core.types import Group, Rollout
-from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, live_of, shown
+from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, live_of, page_route
 from groupwise.dashboard.runs.overview import head_of
 from groupwise.dashboard.runs.tokens import segments_of, tokenizer_of, without_ratios
 from groupwise.runs.folder import RECORD
-from groupwise.runs.records import GroupScore, RolloutFilter, RolloutView
+from groupwise.runs.records import RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 from groupwise.runs.tables import prompt_text
 
@@ -53,7 +51,7 @@ UNSCORED = ("failed", "timed_out")
 
 
 class RolloutsQuery(Query):
-    """Which rollouts."""
+    """Parameters of a search for rollouts."""
 
     step: int | None = Field(None, ge=0, le=LARGEST)
     example: int | None = Field(None, ge=0, le=LARGEST)
@@ -149,7 +147,7 @@ def group(visit: Visit) -> Page:
 
 
 class Paged(Query):
-    """Which page of it."""
+    """The parameter of pages that are long: which part of it."""
 
     page: int = Field(1, ge=1, le=MOST_PAGES)
 
@@ -162,45 +160,45 @@ def example(visit: Visit) -> Page:
         steps, groups = store.steps_of(index)
         draws = store.draws_of(index, GROUPS_OF_EXAMPLE, (page - 1) * GROUPS_OF_EXAMPLE)
         scores = store.scores(draws)
-        found = {draw: _members(store, draw) for draw in draws}
+        found = {
+            draw: store.rollouts(RolloutFilter(draw=draw, limit=MOST_MEMBERS + 1), BESIDE)
+            for draw in draws
+        }
     if not any(found.values()):
-        raise RunNotFoundError(_nothing_of(path.name, index, page, groups))
+        if groups and page > 1:
+            raise RunNotFoundError(
+                f"{path.name} has asked example {index} {groups} times: there is no page {page} of that."
+            )
+        raise RunNotFoundError(f"{path.name} has asked nothing of example {index} yet.")
+    shown_groups = [
+        {
+            "draw": draw,
+            "step": members[0].step,
+            "mean": scores[draw].mean if draw in scores else None,
+            "best": scores[draw].best if draw in scores else None,
+            "members": [asdict(each) for each in members[:MOST_MEMBERS]],
+            "more": len(members) > MOST_MEMBERS,
+        }
+        for draw, members in found.items()
+        if members
+    ]
+    if len(steps) > MOST_STEPS:  # an even selection, with the first and the last
+        last = len(steps) - 1
+        steps = [steps[round(each * last / (MOST_STEPS - 1))] for each in range(MOST_STEPS)]
+    known = (each.info for each in visit.place.runs.known().runs)
+    others = [info.name for info in known if not info.broken and info.name != path.name]
     data = {
         **head_of(visit, path),
         "example": index,
         "prompt": next(members[0].prompt for members in found.values() if members),
-        "groups": [_told(members, scores.get(draw)) for draw, members in found.items() if members],
+        "groups": shown_groups,
         "all": groups,
         "page": page,
         "pages": -(-groups // GROUPS_OF_EXAMPLE),
-        "steps": _evenly(steps),
-        "others": _others(visit, path.name),
+        "steps": steps,
+        "others": others[:MOST_OTHERS],  # the newest
     }
     return Page("example.html", data)
-
-
-def _members(store: Store, draw: int) -> list[RolloutView]:
-    return store.rollouts(RolloutFilter(draw=draw, limit=MOST_MEMBERS + 1), BESIDE)
-
-
-def _nothing_of(run: str, example: int, page: int, groups: int) -> str:
-    if groups and page > 1:
-        return f"{run} has asked example {example} {groups} times: there is no page {page} of that."
-    return f"{run} has asked nothing of example {example} yet."
-
-
-def _evenly(steps: list[int]) -> list[int]:
-    """An even selection of very many steps, with the first and the last."""
-    if len(steps) <= MOST_STEPS:
-        return steps
-    last = len(steps) - 1
-    return [steps[round(each * last / (MOST_STEPS - 1))] for each in range(MOST_STEPS)]
-
-
-def _others(visit: Visit, name: str) -> list[str]:
-    """The newest runs beside this one."""
-    known = (each.info for each in visit.place.runs.known().runs)
-    return [info.name for info in known if not info.broken and info.name != name][:MOST_OTHERS]
 
 
 def rollout(visit: Visit) -> Page:
@@ -209,19 +207,26 @@ def rollout(visit: Visit) -> Page:
     name = visit.named("rollout")
     page = visit.query(Paged).page
     with Store.open(path / RECORD, readonly=True) as store:
-        draw, is_it = _meant(store, name)
-        views = (
-            []
-            if draw is None
-            else store.rollouts(RolloutFilter(draw=draw, limit=MOST_OF_GROUP), BESIDE)
-        )
+        draw, is_it = _find_rollout(store, name)
+        views: list[RolloutView] = []
+        if draw is not None:
+            views = store.rollouts(RolloutFilter(draw=draw, limit=MOST_OF_GROUP), BESIDE)
         whole = None if draw is None else store.group(draw)
     place = next((at for at, each in enumerate(views) if is_it(each)), None)
     if place is None or whole is None:
         raise RunNotFoundError(f"{path.name} has no rollout {name[:40]}.")
     view = views[place]
-    found = _member(whole, view)
+    members = {(each.member, each.attempt): each for each in whole.rollouts}
+    found = members.get((view.member, view.attempt))
+    if found is None:
+        raise RunNotFoundError("The run was taken back a moment ago, and this rollout with it.")
     prompt = whole.prompt_seen or prompt_text(whole.example.prompt)
+    # One page of the tokens that were drawn; none if they were not kept.
+    count = sum(len(each.token_ids) for each in found.segments)
+    pages = max(1, -(-count // TOKENS))
+    if page > pages:
+        raise RunNotFoundError(f"The rollout has {count} tokens: there is no page {page} of them.")
+    first = (page - 1) * TOKENS
     data = {
         **head_of(visit, path),
         "rollout": {**asdict(view), "prompt": prompt, "completion": found.completion},
@@ -229,7 +234,13 @@ def rollout(visit: Visit) -> Page:
         "columns": whole.example.columns,
         "notes": found.notes,
         "messages": found.messages,
-        **_tokens(path, found, page),
+        "segments": segments_of(found, tokenizer_of(path), first, TOKENS) if count else [],
+        "tokens": {"first": first + 1, "last": min(count, first + TOKENS), "all": count},
+        "page": page,
+        "pages": pages,
+        "version": found.segments[0].policy_version if found.segments else None,
+        "finish": found.segments[-1].finish_reason if found.segments else None,
+        "seeds": [each.seed for each in found.segments if each.seed is not None],
         "without_ratios": without_ratios(found, whole),
         "before": asdict(views[place - 1]) if place else None,
         "after": asdict(views[place + 1]) if place + 1 < len(views) else None,
@@ -237,7 +248,7 @@ def rollout(visit: Visit) -> Page:
     return Page("rollout.html", data)
 
 
-def _meant(store: Store, name: str) -> tuple[int | None, Callable[[RolloutView], bool]]:
+def _find_rollout(store: Store, name: str) -> tuple[int | None, Callable[[RolloutView], bool]]:
     """The draw of a rollout, and which of its group it is: `DRAW.MEMBER`, `DRAW.MEMBER.ATTEMPT`, or the id that it has in the record now.
 
     A run that is resumed draws the same again; ids are those of rows, and may become others then.
@@ -247,42 +258,6 @@ def _meant(store: Store, name: str) -> tuple[int | None, Callable[[RolloutView],
         return draw, lambda view: (view.member, view.attempt) == (member, attempt)
     number = _numbered(name, "rollout")
     return store.draw_of(number), lambda view: view.id == number
-
-
-def _tokens(path: Path, rollout: Rollout, page: int) -> dict[str, Any]:
-    """The tokens that were drawn, one page of them; empty if they were not kept."""
-    count = sum(len(each.token_ids) for each in rollout.segments)
-    pages = max(1, -(-count // TOKENS))
-    if page > pages:
-        raise RunNotFoundError(f"The rollout has {count} tokens: there is no page {page} of them.")
-    first = (page - 1) * TOKENS
-    return {
-        "segments": segments_of(rollout, tokenizer_of(path), first, TOKENS) if count else [],
-        "tokens": {"first": first + 1, "last": min(count, first + TOKENS), "all": count},
-        "page": page,
-        "pages": pages,
-        "version": rollout.segments[0].policy_version if rollout.segments else None,
-        "finish": rollout.segments[-1].finish_reason if rollout.segments else None,
-        "seeds": [each.seed for each in rollout.segments if each.seed is not None],
-    }
-
-
-def _member(group: Group, view: RolloutView) -> Rollout:
-    for each in group.rollouts:
-        if (each.member, each.attempt) == (view.member, view.attempt):
-            return each
-    raise RunNotFoundError("The run was taken back a moment ago, and this rollout with it.")
-
-
-def _told(members: list[RolloutView], score: GroupScore | None) -> dict[str, Any]:
-    return {
-        "draw": members[0].draw,
-        "step": members[0].step,
-        "mean": score.mean if score else None,
-        "best": score.best if score else None,
-        "members": [asdict(each) for each in members[:MOST_MEMBERS]],
-        "more": len(members) > MOST_MEMBERS,
-    }
 
 
 def _number(visit: Visit, name: str) -> int:
@@ -296,8 +271,8 @@ def _numbered(word: str, name: str) -> int:
 
 
 ROUTES = (
-    shown("/runs/{run}/rollouts", rollouts),
-    shown("/runs/{run}/rollouts/{rollout}", rollout),
-    shown("/runs/{run}/groups/{draw}", group),
-    shown("/runs/{run}/examples/{example}", example),
+    page_route("/runs/{run}/rollouts", rollouts),
+    page_route("/runs/{run}/rollouts/{rollout}", rollout),
+    page_route("/runs/{run}/groups/{draw}", group),
+    page_route("/runs/{run}/examples/{example}", example),
 )

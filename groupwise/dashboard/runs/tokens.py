@@ -82,13 +82,15 @@ def tokenizer_of(run: Path) -> Reads:
         run / FINAL / FILE,
         *sorted(run.glob(f"hub/*/*/files/{FILE}")),
     ):
-        if file.is_file() and (found := _read(str(file), file.stat().st_mtime_ns)) is not None:
+        if file.is_file() and (found := _reader_of(str(file), file.stat().st_mtime_ns)) is not None:
             return found
-    return _of_model(run) or Ids()
+    with suppress(GroupwiseError, KeyError, TypeError):
+        return _reader_of_model(str(read_config(run)["model"]["name"])) or Ids()
+    return Ids()
 
 
 @lru_cache(maxsize=8)
-def _read(file: str, _: int) -> Reads | None:
+def _reader_of(file: str, _: int) -> Reads | None:
     try:
         library = import_module("tokenizers")
         stream = import_module("tokenizers.decoders").DecodeStream
@@ -121,21 +123,11 @@ def _shortens(decoder: dict[str, Any] | None) -> bool:
     return decoder["type"] == "Sequence" and all(map(_shortens, decoder["decoders"]))
 
 
-def _of_model(run: Path) -> Reads | None:
-    with suppress(GroupwiseError, KeyError, TypeError):
-        return _named(_model_of(run))
-    return None
-
-
-def _model_of(run: Path) -> str:
-    return str(read_config(run)["model"]["name"])
-
-
 @lru_cache(maxsize=8)
-def _named(model: str) -> Reads | None:
+def _reader_of_model(model: str) -> Reads | None:
     """Reader from a model folder's tokenizer; other models are not loaded for a page."""
     file = Path(model).expanduser() / FILE
-    return _read(str(file), file.stat().st_mtime_ns) if file.is_file() else None
+    return _reader_of(str(file), file.stat().st_mtime_ns) if file.is_file() else None
 
 
 def segments_of(

@@ -1,6 +1,6 @@
 """Caches values that many pages ask for again and again: whatever is slow is asked once.
 
-`Ticking` finds one in the background, so that no page waits long; with `Lately` all who ask wait for the one of them that asks.
+`BackgroundValue` finds one in the background, so that no page waits long; callers of a `CachedCall` wait for the one of them that asks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ending(watched: E) -> Generator[E]:
         watched.end()
 
 
-class Ticking(Generic[T]):
+class BackgroundValue(Generic[T]):
     """A value that is found in the background."""
 
     def __init__(self, find: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,7 +92,7 @@ class Ticking(Generic[T]):
                 self._found = (self._clock(), found)
 
 
-class Lately(Generic[T]):
+class CachedCall(Generic[T]):
     """Caches a recent answer, or the failure to get one."""
 
     def __init__(

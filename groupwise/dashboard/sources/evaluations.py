@@ -63,37 +63,48 @@ def evaluations_of(run: Path, store: Store, *, intervals: int = 0) -> list[Evalu
     """Evaluations by steps, those of files after those of the record; so many of the record's newest get `intervals`, which take time."""
     recorded, whole = store.evaluations(rows=False), store.evaluations_with_rows()
     begin = len(recorded) - intervals
-    found = [
-        _of_record(
-            each,
-            (each.step, each.name, each.policy) in whole,
-            _intervals(store, each) if place >= begin else {},
+    found: list[Evaluated] = []
+    for place, each in enumerate(recorded):
+        with_rows = (each.step, each.name, each.policy) in whole
+        losses = LOSS in each.metrics or EVAL_LOSS in each.metrics
+        found.append(
+            Evaluated(
+                each.step,
+                each.name,
+                each.policy,
+                dict(each.metrics),
+                _intervals(store, each) if place >= begin else {},
+                reference=f"@{each.step}:{each.name}" if with_rows else "",
+                answers=with_rows and not losses,
+                file=None,
+                at=0.0,
+            )
         )
-        for place, each in enumerate(recorded)
-    ]
-    files = _in_files(run / RESULTS)
-    found += [replace(each, step=_step_of(each.policy, run.name)) for each in files]
+    for each in _in_files(run / RESULTS):
+        name, _, step = each.policy.rpartition("@")  # `RUN@STEP`, if it is of this run
+        of_run = name == run.name and step.isdecimal() and len(step) < 16
+        found.append(replace(each, step=int(step) if of_run else None))
     return sorted(found, key=lambda each: (each.step is None, each.step or 0))
 
 
-def beside(runs: Path) -> list[Evaluated]:
+def evaluations_beside(runs: Path) -> list[Evaluated]:
     """Evaluations beside the runs of a folder, and among them; those written last come first."""
     found = [
         replace(each, reference=f":{prefix}{each.file}" if each.reference else "")
-        for prefix, folder in places(runs).items()
+        for prefix, folder in results_folders(runs).items()
         for each in _in_files(folder)
     ]
     return sorted(found, key=lambda each: -each.at)
 
 
-def places(runs: Path) -> dict[str, Path]:
+def results_folders(runs: Path) -> dict[str, Path]:
     """Folders of results that belong to no run, by the prefix of the file's name in a reference."""
     return {"": runs, f"{RESULTS}/": runs.absolute().parent / RESULTS}
 
 
 def side_beside(runs: Path, reference: str) -> Side:
     """An evaluation beside the runs to compare, by its reference. Raises RunNotFoundError."""
-    for prefix, folder in places(runs).items():
+    for prefix, folder in results_folders(runs).items():
         name = reference.removeprefix(f":{prefix}")
         named = reference == f":{prefix}{name}" and Path(name).name == name
         if named and name.endswith(".json") and is_file(folder / name):
@@ -101,58 +112,35 @@ def side_beside(runs: Path, reference: str) -> Side:
     raise RunNotFoundError(f"There is no file of results {reference[1:101]!r} beside the runs.")
 
 
-def _of_record(
-    record: EvaluationRecord, whole: bool, intervals: Mapping[str, tuple[float, float]]
-) -> Evaluated:
-    reference = f"@{record.step}:{record.name}" if whole else ""
-    losses = LOSS in record.metrics or EVAL_LOSS in record.metrics
-    return Evaluated(
-        record.step,
-        record.name,
-        record.policy,
-        dict(record.metrics),
-        intervals,
-        reference,
-        whole and not losses,
-        None,
-        0.0,
-    )
-
-
 def _intervals(store: Store, record: EvaluationRecord) -> Mapping[str, tuple[float, float]]:
+    """95 % intervals of the reward and of metrics that are shares, computed from all answers once and then kept."""
     names = tuple(name for name in record.metrics if name == REWARD or is_share(name))
     values = repr([record.metrics[name] for name in names])  # a NaN is never equal to itself
     key = (str(store.path), record.step, record.name, record.policy, names, values)
     if not names:
         return {}
     with _KEPT_LOCK:
-        kept = _KEPT.get(key)
-    if kept is None:
-        kept = _of_rows(store.evaluation_rows(*key[1:4]), names)
-        with _KEPT_LOCK:
-            while len(_KEPT) >= 1000:
-                del _KEPT[next(iter(_KEPT))]
-            _KEPT[key] = kept
-    return kept
+        if key in _KEPT:
+            return _KEPT[key]
+    rows = store.evaluation_rows(*key[1:4])
+    found: dict[str, tuple[float, float]] = {}
+    for name in names:
+        measured = measure(name, rows)
+        finite = (
+            [each for each in measured.values.values() if math.isfinite(each)] if measured else []
+        )
+        if finite:
+            interval = interval_at_once(finite, share=is_share(name))
+            found[name] = (interval.low, interval.high)
+    with _KEPT_LOCK:
+        while len(_KEPT) >= 1000:
+            del _KEPT[next(iter(_KEPT))]
+        _KEPT[key] = found
+    return found
 
 
 _KEPT: dict[tuple[Any, ...], Mapping[str, tuple[float, float]]] = {}
 _KEPT_LOCK = threading.Lock()
-
-
-def _of_rows(
-    rows: tuple[dict[str, Any], ...], names: tuple[str, ...]
-) -> Mapping[str, tuple[float, float]]:
-    found: dict[str, tuple[float, float]] = {}
-    for name in names:
-        measured = measure(name, rows)
-        values = (
-            [each for each in measured.values.values() if math.isfinite(each)] if measured else []
-        )
-        if values:
-            interval = interval_at_once(values, share=is_share(name))
-            found[name] = (interval.low, interval.high)
-    return found
 
 
 def _in_files(folder: Path) -> list[Evaluated]:
@@ -175,41 +163,27 @@ def _summary(file: str, stamp: int, _size: int) -> Evaluated | None:
     try:
         content, whole = read_result(path), True
     except UsageError:  # of a suite, say, which has no answers
-        content, whole = _plain(path), False
+        content, whole = dict[str, Any](), False
+        with suppress(OSError, ValueError, RecursionError):
+            loaded = json.loads(path.read_bytes())
+            content = cast("dict[str, Any]", loaded) if isinstance(loaded, dict) else content
     policy, metrics = content.get("policy"), content.get("metrics")
     if not isinstance(policy, str) or not isinstance(metrics, dict):
         return None
+    intervals: dict[str, tuple[float, float]] = {}
+    bounds = content.get("intervals_95")
+    for name, pair in (cast("dict[str, Any]", bounds) if isinstance(bounds, dict) else {}).items():
+        with suppress(TypeError, ValueError, OverflowError):
+            low, high = map(float, pair)
+            intervals[name] = (low, high)
     return Evaluated(
         None,
         str(content.get("task") or path.stem),
         policy,
         numbers_of(cast("dict[str, Any]", metrics)),
-        _pairs(content.get("intervals_95")),
+        intervals,
         f":{path.name}" if whole else "",
         whole,
         path.name,
         stamp / 1e9,
     )
-
-
-def _plain(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(path.read_bytes())
-        if isinstance(content, dict):
-            return cast("dict[str, Any]", content)
-    return {}
-
-
-def _pairs(values: Any) -> dict[str, tuple[float, float]]:
-    pairs: dict[str, tuple[float, float]] = {}
-    for name, pair in (cast("dict[str, Any]", values) if isinstance(values, dict) else {}).items():
-        with suppress(TypeError, ValueError, OverflowError):
-            low, high = map(float, pair)
-            pairs[name] = (low, high)
-    return pairs
-
-
-def _step_of(policy: str, run: str) -> int | None:
-    """`RUN@STEP`, of this run."""
-    name, _, step = policy.rpartition("@")
-    return int(step) if name == run and step.isdecimal() and len(step) < 16 else None

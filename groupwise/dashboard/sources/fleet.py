@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from groupwise.api.schemas.fleet import LogPart
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError
-from groupwise.dashboard.sources.cached_values import MOMENT, Lately, Ticking
+from groupwise.dashboard.sources.cached_values import MOMENT, BackgroundValue, CachedCall
 
 T = TypeVar("T")
 Document = dict[str, Any]
@@ -52,7 +52,7 @@ class WatchedFleet:
         self._status = self._lately(lambda fleet: fleet.status())
         self._machines = self._lately(lambda fleet: fleet.machines())
         self._newest = self._lately(lambda fleet: fleet.jobs(limit=50))
-        self._stamp = Ticking(self._look, clock)
+        self._stamp = BackgroundValue(self._look, clock)
 
     def ask(self, question: Callable[[FleetLike], T]) -> T:
         """Ask the fleet. Raises Refusal, and `FleetAway` if it does not answer."""
@@ -103,8 +103,8 @@ class WatchedFleet:
             return error.code
         return json.dumps(lasting(found), sort_keys=True, default=str)
 
-    def _lately(self, question: Callable[[FleetLike], T]) -> Lately[T]:
-        return Lately(lambda: self.ask(question), "The fleet", self._clock)
+    def _lately(self, question: Callable[[FleetLike], T]) -> CachedCall[T]:
+        return CachedCall(lambda: self.ask(question), "The fleet", self._clock)
 
     def forget(self) -> None:
         """Something was changed here: the next page shows it."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from groupwise.dashboard.sources.cached_values import MOMENT, Ticking
-from groupwise.dashboard.sources.evaluations import places
+from groupwise.dashboard.sources.cached_values import MOMENT, BackgroundValue
+from groupwise.dashboard.sources.evaluations import results_folders
 from groupwise.runs.find import RunInfo, run_folders, run_info_and
 from groupwise.runs.folder import RECORD, RESULTS, shown_state
 from groupwise.runs.store import Store
@@ -67,7 +67,7 @@ class RunsIndex:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self._clock = folder, clock
-        self._stamp = Ticking(self._states, clock)
+        self._stamp = BackgroundValue(self._states, clock)
         self._known: dict[str, tuple[Stamp, Listed]] = {}
         self._lock = threading.Lock()
         self._reader: threading.Thread | None = None
@@ -87,7 +87,12 @@ class RunsIndex:
             for gone in self._known.keys() - {path.name for path in stamps}:
                 del self._known[gone]
             found = [each for _, each in self._known.values()]
-        return Known(tuple(_sorted(map(_as_now, found))), len(stamps) - len(found))
+
+        def newest_first(listed: Listed) -> tuple[bool, float, str]:
+            return listed.info.broken is not None, -(listed.info.started or 0.0), listed.info.name
+
+        runs = tuple(sorted(map(_as_now, found), key=newest_first))
+        return Known(runs, len(stamps) - len(found))
 
     def stamp(self, moment: float = MOMENT) -> Any:
         """A value that differs once the list has changed, or a new result exists in a run or beside them. Found once a second for all."""
@@ -97,7 +102,11 @@ class RunsIndex:
         known = self.known()
         runs = [(each.info.name, each.info.state, each.written) for each in known.runs]
         results = [path / RESULTS for path in run_folders(self.folder)]
-        return known.unread, runs, [*map(changed, (*results, *places(self.folder).values()))]
+        return (
+            known.unread,
+            runs,
+            [*map(changed, (*results, *results_folders(self.folder).values()))],
+        )
 
     def one(self, path: Path) -> Listed:
         """The current list entry of this run."""
@@ -176,10 +185,3 @@ def _as_now(listed: Listed) -> Listed:
         return listed
     state = shown_state(listed.info.path, "running")
     return replace(listed, info=replace(listed.info, state=state))
-
-
-def _sorted(runs: Iterable[Listed]) -> list[Listed]:
-    def place(listed: Listed) -> tuple[bool, float, str]:
-        return listed.info.broken is not None, -(listed.info.started or 0.0), listed.info.name
-
-    return sorted(runs, key=place)

@@ -9,7 +9,7 @@ from typing import Protocol
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.training import StatusAnswer
 from groupwise.core.errors import GroupwiseError
-from groupwise.dashboard.sources.cached_values import MOMENT, Lately, Ticking
+from groupwise.dashboard.sources.cached_values import MOMENT, BackgroundValue, CachedCall
 
 CLOCKS_RUN = 10.0
 """Seconds after which a page is brought up to date although nothing has happened: leases and silences grow shorter and longer."""
@@ -38,8 +38,8 @@ class WatchedServer:
 
     def __init__(self, server: ServerLike, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._said = Lately(lambda: (server.status(), server.activity()), "The server", clock)
-        self._stamp = Ticking(self._look, clock)
+        self._said = CachedCall(lambda: (server.status(), server.activity()), "The server", clock)
+        self._stamp = BackgroundValue(self._look, clock)
 
     def ask(self) -> tuple[StatusAnswer, ActivityAnswer]:
         """Status and activity. Raises ClientError if the server does not answer, and `too_busy` while others wait for that."""

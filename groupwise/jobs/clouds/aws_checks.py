@@ -1,7 +1,7 @@
-"""What can go wrong with a machine of AWS, looked at before one is paid for: credentials, key, security group, type, quota; and its price.
+"""Checks before a machine of AWS is paid for: credentials, key, security group, type, quota; and its price.
 
-What AWS would refuse later is refused here, all of it at once. What cannot be looked at, because there are no credentials or these may not
-ask, is told as such: a plan needs none.
+Everything that AWS would refuse later is refused here, all at once. Checks that cannot be made, because there are no credentials or these
+may not ask, are listed as such: a plan needs no credentials.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ OPTIONS = {
     "security_group": "--security-group: one that lets SSH in",
 }
 USER = "ubuntu"
-"""Of the deep-learning image."""
+"""The user of the deep-learning image."""
 DISK = "its disk costs about $0.03 an hour more"
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How machines are started, and who one is on them."""
+    """How machines are started, and the user that logs in to them."""
 
     key_name: str | None = None
     key_path: str | None = None
@@ -42,16 +42,16 @@ class Access:
     port: int = 22
     python: str = "python3"
 
-    def named(self, what: str) -> str:
-        """Raises UsageError where it was not said: whoever only looks for a job need not say everything."""
+    def required(self, what: str) -> str:
+        """The option of this name. Raises UsageError if it was not given: a caller that only looks for a job need not give all."""
         found = getattr(self, what)
         if found is None:
             raise UsageError(f"this needs {OPTIONS[what]}.")
         return str(found)
 
     def group(self, ec2: Ec2) -> Group:
-        """The security group. Raises CloudError where there is none."""
-        wanted = self.named("security_group")
+        """The security group. Raises CloudError if it does not exist."""
+        wanted = self.required("security_group")
         found = ec2.group(wanted, self.subnet)
         if found is None:
             raise CloudError(f"there is no security group {wanted} in {ec2.region}.")
@@ -60,7 +60,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Of an hour, and who says so; `str` of it is for people."""
+    """The price of an hour, and its source; `str` of it is for people."""
 
     dollars: float | None
     source: str
@@ -72,25 +72,25 @@ class Price:
 
 
 @dataclass(slots=True)
-class Checked:
-    """What was found."""
+class CheckResults:
+    """The results of the checks."""
 
     price: Price
     lines: list[str] = field(default_factory=list[str])
-    """For people: what is right, and what could not be looked at."""
+    """Lines for people: what is right, and what could not be checked."""
     failed: list[str] = field(default_factory=list[str])
 
 
-def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str, gpus: int) -> Checked:
-    """All of it. Raises UsageError where this machine lacks something: boto3 or, with credentials, the private key."""
+def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str, gpus: int) -> CheckResults:
+    """Make all checks. Raises UsageError if this machine lacks something: boto3 or, with credentials, the private key."""
     spot = bool(asks.get("spot"))
-    found = Checked(price_of(ec2, kind, spot=spot))
+    found = CheckResults(price_of(ec2, kind, spot=spot))
     named = {
-        "key pair": lambda: _key_pair(ec2, access, private_key(access.named("key_path"))),
+        "key pair": lambda: _key_pair(ec2, access, private_key(access.required("key_path"))),
         "security group": lambda: _group(ec2, access),
         "instance type": lambda: _type(ec2, kind, gpus),
         "quota": lambda: _quota(ec2, kind, spot=spot),
-        "image": lambda: _image(ec2, asks.get("ami")),
+        "image": lambda: ec2.image(asks.get("ami"))[0],
     }
     try:
         account = ec2.account()
@@ -103,12 +103,10 @@ def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str, gpus: in
     return found
 
 
-def _look(found: Checked, name: str, look: Callable[[], str]) -> None:
+def _look(found: CheckResults, name: str, look: Callable[[], str]) -> None:
     try:
         found.lines.append(f"{name}: {look()}")
-    except NoCredentials as error:
-        found.lines.append(f"{name}: not looked at, {error.message}")
-    except Unreachable as error:
+    except (NoCredentials, Unreachable) as error:
         found.lines.append(f"{name}: not looked at, {error.message}")
     except Refused as error:
         if error.aws in NOT_ALLOWED:
@@ -120,7 +118,7 @@ def _look(found: Checked, name: str, look: Callable[[], str]) -> None:
 
 
 def private_key(path: str) -> str:
-    """Its public half, as `type base64`. Raises UsageError for one that ssh would not use either."""
+    """The public half of a private key, as `type base64`. Raises UsageError for a key that ssh would not use either."""
     place = Path(path).expanduser()
     try:
         mode = place.stat().st_mode
@@ -137,7 +135,7 @@ def private_key(path: str) -> str:
 
 
 def _key_pair(ec2: Ec2, access: Access, own: str) -> str:
-    name = access.named("key_name")
+    name = access.required("key_name")
     public = ec2.public_key(name)
     if public is None:
         raise CloudError(
@@ -188,12 +186,8 @@ def _quota(ec2: Ec2, kind: str, *, spot: bool) -> str:
     return f"{quota:g} virtual cores at once ({code}); what runs already is not counted"
 
 
-def _image(ec2: Ec2, wanted: str | None) -> str:
-    return ec2.image(wanted)[0]
-
-
 def price_of(ec2: Ec2, kind: str, *, spot: bool) -> Price:
-    """As AWS says it, else as it was when this release was made."""
+    """The price that AWS gives, else the list price when this release was made."""
     try:
         said = ec2.price(kind, spot=spot)
     except CloudError as error:

@@ -1,7 +1,7 @@
-"""What this machine keeps of jobs at a place that goes away with its machines: what was asked for, the ending, the log, where results are.
+"""The records that this machine keeps of jobs whose own machines go away: the order, the ending, the log, the folder of the results.
 
-While a job's machine is there, that machine is asked. Afterwards this is all that is left, beside what the place itself remembers: enough
-to tell how a job ended, and to begin its next attempt elsewhere. Values of secrets are not among it.
+While a job's machine exists, that machine is asked. Afterwards these records are all that is left, beside what AWS itself remembers: enough
+to say how a job ended, and to begin its next attempt elsewhere. They hold no values of secrets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from groupwise.jobs.clouds.aws_costs import InstanceUsage, together
+from groupwise.jobs.clouds.aws_costs import InstanceUsage, merge_usage
 from groupwise.jobs.clouds.backend import Ending, Order, Outcome
 from groupwise.jobs.clouds.folder import EARLIER, INCOMING
 from groupwise.jobs.hosts.driver import Resume
@@ -25,40 +25,48 @@ from groupwise.jobs.hosts.spec import FileEntry, path_problems
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Of one job."""
+    """The record of one job."""
 
     name: str
     order: Mapping[str, Any] | None = None
-    """Its document; None: it was launched from elsewhere."""
+    """The order's document; None: it was launched from elsewhere."""
     attempt: int = 1
-    """The newest that is known of."""
+    """The newest attempt that is known."""
     results: str | None = None
-    """The folder that they were fetched to last."""
+    """The folder to which its results were fetched last."""
     endings: Mapping[int, Ending] = field(default_factory=dict[int, Ending])
-    """Of attempts, as their machine told them."""
+    """Endings by attempt, as its machine reported them."""
     stays: Mapping[str, InstanceUsage] = field(default_factory=dict[str, InstanceUsage])
-    """Of its machines, as far as they were seen from here."""
+    """Usage of its machines by id, as far as they were seen from here."""
 
 
-class Kept:
+class JobRecords:
     """The records of one place, in a folder. A record is written whole; the last writer wins."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def names(self) -> list[str]:
-        """Of the jobs that something is known of."""
+        """Names of the jobs that have a record."""
         return sorted(path.stem for path in self.folder.glob("*.json"))
 
     def find(self, name: str) -> Record | None:
-        """What is known of this job; a file that cannot be read is none."""
+        """The record of this job; None if there is none that can be read."""
         try:
-            return _record(json.loads(self._file(name).read_bytes()))
+            said = json.loads(self._file(name).read_bytes())
+            return Record(
+                said["name"],
+                said["order"],
+                said["attempt"],
+                said["results"],
+                {int(n): _ending(each) for n, each in said["endings"].items()},
+                {name: InstanceUsage(**each) for name, each in said.get("machines", {}).items()},
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def write(self, record: Record) -> None:
-        """Durable."""
+        """Write a record durably."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         endings = {str(n): _document(each) for n, each in record.endings.items()}
         document = {
@@ -79,8 +87,9 @@ class Kept:
         new.replace(path)
         sync_folder(self.folder)
 
-    def begun(self, order: Order, attempt: int, store: BlobStore) -> None:
-        """An attempt begins; its files are kept too, for the next one. Where not all are here, another one cannot be begun from here."""
+    def note_begun(self, order: Order, attempt: int, store: BlobStore) -> None:
+        """Record that an attempt begins, and keep its files for the next one. If not all are here, no other attempt can be begun from
+        here."""
         blobs, known = self._blobs(), self.find(order.name) or Record(order.name)
         lacking = [e.sha256 for e in order.spec.files.values() if e.sha256 not in blobs]
         for sha256 in filter(store.__contains__, lacking):
@@ -89,24 +98,27 @@ class Kept:
         document = order.document() if whole else known.order
         self.write(replace(known, order=document, attempt=attempt))
 
-    def fetched(self, name: str, attempt: int, folder: Path, ending: Ending | None) -> None:
-        """What there was of an attempt is in that folder."""
+    def note_fetched(self, name: str, attempt: int, folder: Path, ending: Ending | None) -> None:
+        """Record that an attempt's results are in that folder, and how it ended if it has."""
         known = self.find(name) or Record(name)
         endings = {**known.endings, **({} if ending is None else {attempt: ending})}
         newest = max(known.attempt, attempt)
         self.write(replace(known, attempt=newest, results=str(folder.absolute()), endings=endings))
 
-    def seen(self, name: str, stays: Mapping[str, InstanceUsage]) -> Mapping[str, InstanceUsage]:
-        """Machines of a job, as they are seen now; with those that were seen before. Nothing is kept of a job that is not known."""
+    def note_usage(
+        self, name: str, stays: Mapping[str, InstanceUsage]
+    ) -> Mapping[str, InstanceUsage]:
+        """Record the usage of a job's machines as it is seen now; returns it with that seen before. Nothing is kept of a job without a
+        record."""
         known = self.find(name)
         if known is None:
             return stays
-        found = together(known.stays, stays)
+        found = merge_usage(known.stays, stays)
         self.write(replace(known, stays=found))
         return found
 
     def remove(self, name: str) -> None:
-        """Nothing of it is known afterwards, and its files go with the next collection."""
+        """Remove a job's record and logs, and collect the files that no other job needs."""
         self._file(name).unlink(missing_ok=True)
         for path in self.folder.glob(f"{name}.log-*"):
             path.unlink(missing_ok=True)
@@ -117,7 +129,7 @@ class Kept:
             self._blobs().collect(needed)
 
     def give_files(self, order: Order, store: BlobStore) -> None:
-        """Its files to a store, from what was kept; those that are in neither are missed there."""
+        """Copy the order's files that `store` lacks from those that were kept, as far as they were."""
         blobs = self._blobs()
         lacking = [each.sha256 for each in order.spec.files.values() if each.sha256 not in store]
         for sha256 in lacking:
@@ -125,7 +137,7 @@ class Kept:
                 store.put_file(blobs.path(sha256))
 
     def log(self, name: str, attempt: int) -> Path:
-        """Where the log of an attempt is kept."""
+        """The path at which an attempt's log is kept."""
         return self.folder / f"{name}.log-{attempt}"
 
     def _file(self, name: str) -> Path:
@@ -136,7 +148,7 @@ class Kept:
 
 
 def newest_checkpoint(results: Path, store: BlobStore) -> Resume | None:
-    """Of those that were fetched to that folder the newest that is whole; its files are in the store then."""
+    """The newest whole checkpoint among the results in that folder; its files are put into the store."""
     found: list[tuple[int, PurePosixPath, dict[str, Path]]] = []
     for manifest in results.rglob(MANIFEST):
         path = PurePosixPath(manifest.parent.relative_to(results).as_posix())
@@ -152,7 +164,7 @@ def newest_checkpoint(results: Path, store: BlobStore) -> Resume | None:
 
 
 def _of_checkpoint(manifest: Path) -> tuple[int | None, dict[str, Path]]:
-    """Step and files by their paths in it, as its list of files has them; no step: it is none of a checkpoint."""
+    """The step and the files that a manifest lists, by their paths; no step: it is not the manifest of a checkpoint."""
     try:
         said = json.loads(manifest.read_bytes())
         step, names = said["step"], [*said["files"]]
@@ -166,7 +178,7 @@ def _of_checkpoint(manifest: Path) -> tuple[int | None, dict[str, Path]]:
 def _whole(
     path: PurePosixPath, files: Mapping[str, Path], store: BlobStore
 ) -> dict[str, FileEntry] | None:
-    """Its files by their paths in the working folder; None: something is lacking, or is another than its list says."""
+    """The checkpoint's files by their paths in the working folder; None if one is missing, or differs from the manifest."""
     try:
         said = json.loads(files[MANIFEST].read_bytes())["files"]
         kept = store.put_files(files)
@@ -187,17 +199,6 @@ def _document(ending: Ending) -> dict[str, Any]:
         "code": ending.code,
         "seconds": ending.seconds,
     }
-
-
-def _record(said: Mapping[str, Any]) -> Record:
-    return Record(
-        said["name"],
-        said["order"],
-        said["attempt"],
-        said["results"],
-        {int(n): _ending(each) for n, each in said["endings"].items()},
-        {name: InstanceUsage(**each) for name, each in said.get("machines", {}).items()},
-    )
 
 
 def _ending(said: Mapping[str, Any]) -> Ending:

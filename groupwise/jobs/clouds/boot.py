@@ -1,9 +1,9 @@
-"""What a rented machine does as it starts, before anybody can reach it: arm its own end, then say which host key it has.
+"""The start-up script of a rented machine: before the machine can be reached, it arms its own end, then prints its host key.
 
-The script is the machine's user data. Its first act is a shutdown that is already on its way, and until its last line any failure of the
-script ends the machine at once; every later start arms the same moment again. Root may move that moment (`ARM`): another attempt on the
-machine has its own time. A moment that cannot be read is now. Nothing secret is in it: whoever may look at the machine in
-AWS may read it, and so may every program on it.
+The script is the machine's user data. First it schedules a shutdown, and until its last line any failure of the script ends the machine at
+once; every later start arms the same time again. Root may move that time (`ARM`), since another attempt on the machine has a deadline of
+its own. A time that cannot be read counts as now. The script holds no secret: every user of AWS who may see the machine, and every program
+on it, may read it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ HOST_KEY = re.compile(
 MOST_USER_DATA = 16384
 """Bytes that EC2 takes."""
 ARM = "/var/lib/groupwise/arm"
-"""The program that arms the end: at its first argument (seconds since the epoch), or so many minutes from now as its second says, if that
-is sooner. Without arguments: as it was told last."""
+"""The program that arms the end: at its first argument (seconds since the epoch), or after its second argument in minutes if that is
+sooner. Without arguments it arms the last time again."""
 NOTICE = Path(__file__).with_name("spot_notice.py")
 
 
@@ -66,15 +66,14 @@ def user_data(deadline: float, minutes: int, user: str, *, spot: bool) -> str:
         printf '\\ngroupwise-host-key: %s\\n' "$(cut -d' ' -f1,2 /etc/ssh/ssh_host_ed25519_key.pub)" > /dev/console
         trap - EXIT
         """
-    notice = _file("/var/lib/groupwise/spot_notice.py", NOTICE.read_text("utf-8")) if spot else ""
+    notice = ""
+    if spot:
+        program = NOTICE.read_text("utf-8")
+        notice = f"cat > /var/lib/groupwise/spot_notice.py <<'END_OF_FILE'\n{program}END_OF_FILE"
     return textwrap.dedent(script).format(notice=notice)
 
 
 def host_key_in(console: str) -> str | None:
-    """The key that the machine has said that it has; None: it has not said so yet, or AWS is late."""
+    """The host key that the machine has printed; None if it has not yet, or AWS is late."""
     found = HOST_KEY.findall(console)
     return found[-1] if found else None
-
-
-def _file(path: str, text: str) -> str:
-    return f"cat > {path} <<'END_OF_FILE'\n{text}END_OF_FILE"

@@ -1,8 +1,8 @@
-"""What is asked of EC2 and its neighbours, and no more: machines of ours by their tags, one to be started, its console, what it costs.
+"""The calls to EC2 and its neighbours that are needed here, and no others: our machines by their tags, starting one, its console, prices.
 
-`Ec2` is the port; `BotoEc2` is AWS by boto3, whose own retries are off: each call is tried here a few times while AWS says that it is
-busy or does not answer, which all of them bear, because a machine is started with the token of its attempt. Calls block: the backend
-makes them in threads.
+`Ec2` is the port; `BotoEc2` is AWS by boto3, whose own retries are off: each call is tried here a few times while AWS is busy or does not
+answer. All calls may be repeated, because a machine is started with the token of its attempt. Calls block: the backend makes them in
+threads.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from groupwise.jobs.clouds.backend import CloudError, Unreachable
 IMAGE_PARAMETER = (
     "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
 )
-"""Where AWS names its newest deep-learning image in Systems Manager: drivers, Ubuntu 24.04, and so a Python that is new enough."""
+"""The parameter of Systems Manager with the id of the newest deep-learning image: drivers, Ubuntu 24.04, and so a new enough Python."""
 DISK_GB = 250
 TAG = "groupwise:"
-"""What our tags begin with."""
+"""The prefix of our tags."""
 JOB = f"{TAG}job"
 TRIES = 5
 PAUSE = 1.0
 """Seconds before the second try; twice as many before each further one."""
 WAITS_FOR_AWS = (5.0, 30.0)
-"""Seconds, for a connection and for an answer."""
+"""Time limits in seconds, for a connection and for an answer."""
 TRY_AGAIN = frozenset(
     {
         *("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"),
@@ -45,19 +45,19 @@ NO_ACCOUNT = frozenset(
     {"AuthFailure", "InvalidClientTokenId", "ExpiredToken", "UnrecognizedClientException"}
 )
 PRICES_ARE_TOLD_IN = "us-east-1"
-"""The region whose Price List Service knows the prices of all."""
+"""The region whose Price List Service knows the prices of all regions."""
 
 T = TypeVar("T")
 
 
 class NoCredentials(CloudError):
-    """There are none here, or AWS does not take them."""
+    """There are no credentials here, or AWS does not take them."""
 
     code = "no_credentials"
 
 
 class Refused(CloudError):
-    """AWS will not. `aws` is its own word for why."""
+    """AWS refuses. `aws` is its error code."""
 
     code = "refused"
 
@@ -77,15 +77,15 @@ class Machine:
     state: str
     """pending, running, shutting-down, terminated, stopping, stopped."""
     tags: Mapping[str, str]
-    """Without what ours begin with."""
+    """Our tags, without their prefix."""
     type: str = ""
     address: str | None = None
-    """Public where it has one."""
+    """The public address if it has one, else the private one."""
     spot: bool = False
     why: str = ""
-    """What AWS says of how it came into this state: `Server.SpotInstanceTermination: …`."""
+    """AWS's reason for its state: `Server.SpotInstanceTermination: …`."""
     ended_at: float | None = None
-    """Seconds since the epoch, of one that has ended, where AWS says when."""
+    """When it ended, in seconds since the epoch, if AWS says so."""
 
     @property
     def lives(self) -> bool:
@@ -97,11 +97,11 @@ class Request:
     """A machine that is to be started."""
 
     token: str
-    """Of its attempt: asked for again with the same, it is the same machine."""
+    """The token of its attempt: a repeated request with the same token finds the same machine."""
     type: str
     image: str
     root_device: str
-    """The image's name of its disk."""
+    """The image's name for its disk."""
     key_name: str
     groups: tuple[str, ...]
     """Ids of security groups."""
@@ -110,13 +110,20 @@ class Request:
     subnet: str | None = None
     spot: bool = False
     spot_price: float | None = None
-    """The most that is paid an hour; None: as much as on demand."""
+    """Most dollars that are paid for an hour; None: as much as on demand."""
 
     def parameters(self) -> dict[str, Any]:
-        """Of RunInstances."""
+        """The parameters of RunInstances."""
         tags = [{"Key": f"{TAG}{key}", "Value": value} for key, value in self.tags.items()]
         tags.append({"Key": "Name", "Value": f"groupwise {self.tags['job']}"})
         disk = {"VolumeSize": DISK_GB, "VolumeType": "gp3", "DeleteOnTermination": True}
+        spot: dict[str, str] = {
+            "SpotInstanceType": "one-time",
+            "InstanceInterruptionBehavior": "terminate",
+        }
+        if self.spot_price is not None:
+            spot["MaxPrice"] = f"{self.spot_price:.4f}"
+        market = {"InstanceMarketOptions": {"MarketType": "spot", "SpotOptions": spot}}
         return {
             "ClientToken": self.token,
             "MinCount": 1,
@@ -133,13 +140,8 @@ class Request:
                 {"ResourceType": kind, "Tags": tags} for kind in ("instance", "volume")
             ],
             **({"SubnetId": self.subnet} if self.subnet else {}),
-            **({"InstanceMarketOptions": self._market()} if self.spot else {}),
+            **(market if self.spot else {}),
         }
-
-    def _market(self) -> dict[str, Any]:
-        most = {} if self.spot_price is None else {"MaxPrice": f"{self.spot_price:.4f}"}
-        once = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
-        return {"MarketType": "spot", "SpotOptions": {**once, **most}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class Group:
 
     id: str
     opens: tuple[tuple[int, int], ...]
-    """Ranges of TCP ports that somebody may reach."""
+    """Ranges of TCP ports that can be reached from somewhere."""
 
     def lets_in(self, port: int) -> bool:
         return any(first <= port <= last for first, last in self.opens)
@@ -156,47 +158,47 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a type of instance has."""
+    """The size of an instance type."""
 
     vcpus: int
     gpus: int = 0
 
 
 class Ec2(Protocol):
-    """AWS in one region, as far as it is needed. Every call raises CloudError: NoCredentials, Refused, Unreachable."""
+    """The part of AWS that is needed, in one region. Every call raises CloudError: NoCredentials, Refused, Unreachable."""
 
     region: str
 
     def account(self) -> str:
-        """Whose credentials are used."""
+        """The account whose credentials are used."""
         ...
 
     def start(self, request: Request) -> Machine:
-        """Start it, or find what this token has started."""
+        """Start a machine, or find the one that this token has started."""
         ...
 
     def machines(self, job: str | None = None) -> list[Machine]:
-        """Of this job, or all of ours, as long as AWS remembers them: about an hour beyond their end."""
+        """The machines of this job, or all of ours, as long as AWS remembers them: about an hour beyond their end."""
         ...
 
     def console(self, machine: str) -> str:
-        """What it has written to its console; AWS may be minutes late."""
+        """The output on a machine's console; AWS may be minutes late."""
         ...
 
     def tag(self, machine: str, tags: Mapping[str, str]) -> None:
-        """Set tags of ours."""
+        """Set our tags on a machine."""
         ...
 
     def terminate(self, machine: str) -> bool:
-        """End it for good; nothing happens to one that has ended. False: AWS does not know it any more, or not yet."""
+        """End a machine for good; one that has ended stays as it is. False: AWS does not know it any more, or not yet."""
         ...
 
     def image(self, wanted: str | None) -> tuple[str, str]:
-        """Id and name of the root device, of this image or the newest for deep learning."""
+        """The id and root device of this image, or of the newest one for deep learning."""
         ...
 
     def public_key(self, name: str) -> str | None:
-        """Of the key pair of this name, as `type base64`. None: there is none."""
+        """The public key of the key pair of this name, as `type base64`. None: there is none."""
         ...
 
     def group(self, wanted: str, subnet: str | None) -> Group | None:
@@ -204,15 +206,15 @@ class Ec2(Protocol):
         ...
 
     def size(self, kind: str) -> Size | None:
-        """None: the region does not have this type."""
+        """The size of an instance type; None: the region does not have it."""
         ...
 
     def quota(self, code: str) -> float:
-        """Virtual cores that may run at once, of what the code stands for."""
+        """How many virtual cores may run at once under the quota of this code."""
         ...
 
     def price(self, kind: str, *, spot: bool) -> float | None:
-        """Dollars an hour, for Linux."""
+        """The price of an instance type in dollars an hour, for Linux."""
         ...
 
 
@@ -251,7 +253,7 @@ class BotoEc2:
         ]
 
     def console(self, machine: str) -> str:
-        """See `Ec2.console`. Only newer types (Nitro) show the latest of it."""
+        """See `Ec2.console`. Only newer types (Nitro) show the latest output."""
         try:
             said = self._ask("ec2", "get_console_output", InstanceId=machine, Latest=True)
         except Refused as refused:
@@ -277,20 +279,20 @@ class BotoEc2:
 
     def image(self, wanted: str | None) -> tuple[str, str]:
         """See `Ec2.image`."""
-        found = wanted or self._newest_image()
+        found = wanted
+        if found is None:
+            try:
+                said = self._ask("ssm", "get_parameter", Name=IMAGE_PARAMETER)
+            except Refused as refused:
+                raise Refused(
+                    f"the newest deep-learning image of {self.region} cannot be found out ({refused.message}): name one, --ami ami-…",
+                    refused.aws,
+                ) from None
+            found = str(said["Parameter"]["Value"])
         images = self._ask("ec2", "describe_images", ImageIds=[found])["Images"]
         if not images:
             raise CloudError(f"there is no image {found} in {self.region}: --ami wants another.")
         return found, images[0]["RootDeviceName"]
-
-    def _newest_image(self) -> str:
-        try:
-            return self._ask("ssm", "get_parameter", Name=IMAGE_PARAMETER)["Parameter"]["Value"]
-        except Refused as refused:
-            raise Refused(
-                f"the newest deep-learning image of {self.region} cannot be found out ({refused.message}): name one, --ami ami-…",
-                refused.aws,
-            ) from None
 
     def public_key(self, name: str) -> str | None:
         """See `Ec2.public_key`."""
@@ -300,14 +302,25 @@ class BotoEc2:
         return " ".join(keys[0].get("PublicKey", "").split()[:2]) if keys else None
 
     def group(self, wanted: str, subnet: str | None) -> Group | None:
-        """See `Ec2.group`. Of several with one name that of the subnet's network is meant."""
+        """See `Ec2.group`. Of several with one name, the one in the subnet's network is meant."""
         by = "group-id" if wanted.startswith("sg-") else "group-name"
         filters = [{"Name": by, "Values": [wanted]}]
         if by == "group-name" and subnet:
             found = self._ask("ec2", "describe_subnets", SubnetIds=[subnet])["Subnets"]
             filters.append({"Name": "vpc-id", "Values": [found[0]["VpcId"]]})
         groups = self._ask("ec2", "describe_security_groups", Filters=filters)["SecurityGroups"]
-        return _group(groups[0]) if groups else None
+        if not groups:
+            return None
+        opens: list[tuple[int, int]] = []
+        for each in groups[0]["IpPermissions"]:
+            sources = ("IpRanges", "Ipv6Ranges", "UserIdGroupPairs", "PrefixListIds")
+            if not any(each.get(source) for source in sources):
+                continue
+            if each["IpProtocol"] == "-1":
+                opens.append((0, 65535))
+            elif each["IpProtocol"] == "tcp":
+                opens.append((each["FromPort"], each["ToPort"]))
+        return Group(groups[0]["GroupId"], tuple(opens))
 
     def size(self, kind: str) -> Size | None:
         """See `Ec2.size`."""
@@ -326,21 +339,17 @@ class BotoEc2:
 
     def price(self, kind: str, *, spot: bool) -> float | None:
         """See `Ec2.price`."""
-        return self._spot_price(kind) if spot else self._list_price(kind)
-
-    def _spot_price(self, kind: str) -> float | None:
-        """The newest, where it is highest: nobody knows in which zone the machine will be."""
-        said = self._ask(
-            "ec2",
-            "describe_spot_price_history",
-            InstanceTypes=[kind],
-            ProductDescriptions=["Linux/UNIX"],
-            StartTime=time.time(),
-        )
-        prices = [float(each["SpotPrice"]) for each in said["SpotPriceHistory"]]
-        return max(prices, default=None)
-
-    def _list_price(self, kind: str) -> float | None:
+        if spot:
+            said = self._ask(
+                "ec2",
+                "describe_spot_price_history",
+                InstanceTypes=[kind],
+                ProductDescriptions=["Linux/UNIX"],
+                StartTime=time.time(),
+            )
+            # The newest price in the most expensive zone: the machine's zone is not known before.
+            prices = [float(each["SpotPrice"]) for each in said["SpotPriceHistory"]]
+            return max(prices, default=None)
         wanted = {
             "instanceType": kind,
             "regionCode": self.region,
@@ -374,20 +383,20 @@ class BotoEc2:
     def _patiently(self, ask: Callable[[], T]) -> T:
         for n in range(TRIES - 1):
             try:
-                with told(self.region):
+                with cloud_errors(self.region):
                     return ask()
             except Unreachable:
                 time.sleep(self.pause * 2**n)
-        with told(self.region):
+        with cloud_errors(self.region):
             return ask()
 
     def _client(self, service: str, region: str) -> Any:
         if (service, region) not in self._clients:
-            with told(self.region):
-                self._clients[service, region] = self._made(service, region)
+            with cloud_errors(self.region):
+                self._clients[service, region] = self._new_client(service, region)
         return self._clients[service, region]
 
-    def _made(self, service: str, region: str) -> Any:
+    def _new_client(self, service: str, region: str) -> Any:
         boto3, config_of = _boto("boto3"), _boto("botocore.config").Config
         if self._session is None:
             self._session = boto3.Session(profile_name=self.profile)
@@ -401,7 +410,7 @@ class BotoEc2:
 
 
 def _boto(module: str) -> Any:
-    """A part of it, which is not loaded before AWS is asked. Raises UsageError where it is not there."""
+    """A module of boto3, which is not loaded before the first call to AWS. Raises UsageError if it is not installed."""
     try:
         return import_module(module)
     except ImportError:
@@ -409,8 +418,8 @@ def _boto(module: str) -> Any:
 
 
 @contextmanager
-def told(region: str) -> Generator[None]:
-    """What boto3 raises, as CloudError."""
+def cloud_errors(region: str) -> Generator[None]:
+    """Turn errors of boto3 into CloudError."""
     boto = _boto("botocore.exceptions")
 
     try:
@@ -445,6 +454,9 @@ def _refusal(said: Mapping[str, str], region: str) -> CloudError:
 def _machine(said: Mapping[str, Any]) -> Machine:
     tags = {each["Key"]: each["Value"] for each in said.get("Tags", [])}
     reason: Mapping[str, str] = said.get("StateReason") or {}
+    # Such as `User initiated (2026-05-01 10:00:00 GMT)`; some ends have no time.
+    transition = said.get("StateTransitionReason") or ""
+    ended = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", transition)
     return Machine(
         said["InstanceId"],
         said["State"]["Name"],
@@ -453,30 +465,12 @@ def _machine(said: Mapping[str, Any]) -> Machine:
         said.get("PublicIpAddress") or said.get("PrivateIpAddress"),
         said.get("InstanceLifecycle") == "spot",
         f"{reason['Code']}: {reason.get('Message', '')}" if reason.get("Code") else "",
-        _moment(said.get("StateTransitionReason") or ""),
+        None if ended is None else datetime.fromisoformat(f"{ended[1]}+00:00").timestamp(),
     )
 
 
-def _moment(reason: str) -> float | None:
-    """That stands in words as `User initiated (2026-05-01 10:00:00 GMT)`; of some ends there is none."""
-    found = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", reason)
-    return None if found is None else datetime.fromisoformat(f"{found[1]}+00:00").timestamp()
-
-
-def _group(said: Mapping[str, Any]) -> Group:
-    opens: list[tuple[int, int]] = []
-    for each in said["IpPermissions"]:
-        sources = ("IpRanges", "Ipv6Ranges", "UserIdGroupPairs", "PrefixListIds")
-        if any(each.get(source) for source in sources):
-            if each["IpProtocol"] == "-1":
-                opens.append((0, 65535))
-            elif each["IpProtocol"] == "tcp":
-                opens.append((each["FromPort"], each["ToPort"]))
-    return Group(said["GroupId"], tuple(opens))
-
-
 def _dollars(product: str) -> float | None:
-    """Of an hour, as the Price List Service writes it."""
+    """Dollars an hour of a product of the Price List Service; None if it has no hourly price."""
     terms: Sequence[Any] = [*json.loads(product)["terms"].get("OnDemand", {}).values()]
     prices = [
         float(dimension["pricePerUnit"]["USD"])

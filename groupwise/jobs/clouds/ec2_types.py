@@ -1,6 +1,6 @@
-"""What is known of types of instances without asking AWS: how many GPUs they have, what they cost, which quota counts them.
+"""Facts about instance types that need no call to AWS: how many GPUs they have, what they cost, which quota counts them.
 
-For plans without credentials, and where the Price List Service may not be asked. Prices are of `PRICES_OF`: on demand, Linux, us-east-1.
+They serve plans without credentials, or if the Price List Service may not be asked. Prices are of `PRICES_OF`: on demand, Linux, us-east-1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GPUS = {
     "p5e": {"48xlarge": 8},
     "p5en": {"48xlarge": 8},
 }
-"""Of the sizes of a family that have more than one."""
+"""GPUs by family and size; sizes that are not listed have one."""
 PRICES = {
     "g4dn": {
         "xlarge": 0.526,
@@ -73,24 +73,24 @@ QUOTAS = {
     "p": ("L-417A185B", "L-7212CCBC"),
     **dict.fromkeys("acdhimrtz", ("L-1216C47A", "L-34B43A08")),
 }
-"""By the letters that families begin with: codes of Service Quotas, which count virtual cores, on demand and spot."""
+"""Codes of Service Quotas, on demand and spot, by the letters that a family begins with. Quotas count virtual cores."""
 SPOT_QUOTA_OF_P5 = "L-C4BD4855"
 
 
 def gpus_of(kind: str) -> int:
-    """Of a type; 0 also where it is not known here."""
+    """GPUs of an instance type; 0 if it is not known here."""
     family, _, size = kind.partition(".")
     return GPUS[family].get(size, 1) if family in GPUS else 0
 
 
 def list_price(kind: str, region: str) -> float | None:
-    """None: not known here."""
+    """Dollars an hour; None: not known here."""
     family, _, size = kind.partition(".")
     return PRICES.get(family, {}).get(size) if region == HOME else None
 
 
 def quota_code(kind: str, *, spot: bool) -> str | None:
-    """Of the quota that counts this type; None: not known here."""
+    """The code of the quota that counts this type; None: not known here."""
     family = kind.partition(".")[0]
     if spot and family.startswith("p5"):
         return SPOT_QUOTA_OF_P5

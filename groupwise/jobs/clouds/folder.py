@@ -34,7 +34,7 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class FetchedFile:
     """A file, as it came."""
 
     attempt: int
@@ -48,7 +48,7 @@ class ResultsFolder:
     folder: Path
     of: str
     """The job, and its place: results of two jobs do not belong in one folder."""
-    brought: dict[str, Brought] = field(default_factory=dict[str, "Brought"])
+    brought: dict[str, FetchedFile] = field(default_factory=dict[str, "FetchedFile"])
     """Files that were brought here, by path."""
 
     @property
@@ -58,22 +58,27 @@ class ResultsFolder:
 
     def lacking(self, files: Manifest) -> Manifest:
         """The files that are missing here, or differ here."""
-        return {path: entry for path, entry in files.items() if not self._is_here(path, entry)}
+        found: dict[str, FileEntry] = {}
+        for path, entry in files.items():
+            place = self.folder / path
+            same_size = place.is_file() and place.stat().st_size == entry.size
+            if not same_size or hash_of(place) != entry.sha256:
+                found[path] = entry
+        return found
 
     def check_room(self, wanted: Manifest) -> None:
         """Raises CloudError if the files do not fit: a machine that lies, or has made too much, must not fill the disk."""
-        left = sum(self._left(path, entry) for path, entry in wanted.items())
+        left = 0
+        for path, entry in wanted.items():
+            partial = self.incoming / path
+            here = partial.stat().st_size if partial.is_file() else 0
+            left += max(0, entry.size - here)
         disk = shutil.disk_usage(self.folder)
         if left and left > disk.free - min(SPARED, disk.total // 20):
             raise CloudError(
                 f"{self.of} offers {byte_size(left)} that are not here yet, and {byte_size(disk.free)} are free where they would go, in "
                 f"{self.folder}. They are at their place; make room here, or fetch to another disk: --to DIR."
             )
-
-    def _left(self, path: str, entry: FileEntry) -> int:
-        """Bytes of a file that have not come."""
-        place = self.incoming / path
-        return max(0, entry.size - place.stat().st_size) if place.is_file() else entry.size
 
     def take(self, came: Manifest, there: Manifest, attempt: int, *, ended: bool) -> None:
         """Put in place what came of an attempt. `there`: all files that it offers, and all that it has if it has `ended`."""
@@ -82,7 +87,7 @@ class ResultsFolder:
         self._put_in_place(came)
         for path, entry in there.items():
             if self._has(path):
-                self.brought[path] = Brought(attempt, entry.sha256)
+                self.brought[path] = FetchedFile(attempt, entry.sha256)
         self._remove_old_checkpoints(offered)
         self._write_note()
 
@@ -97,21 +102,20 @@ class ResultsFolder:
         self._set_aside(entries, set(entries), attempt, ended=False)
         self._put_in_place(entries)
         for path, entry in entries.items():
-            self.brought[path] = Brought(attempt, entry.sha256)
+            self.brought[path] = FetchedFile(attempt, entry.sha256)
         self._write_note()
-
-    def _is_here(self, path: str, entry: FileEntry) -> bool:
-        place = self.folder / path
-        if not place.is_file() or place.stat().st_size != entry.size:
-            return False
-        return hash_of(place) == entry.sha256
 
     def _has(self, path: str) -> bool:
         return (self.folder / path).is_file()
 
     def _set_aside(self, came: Manifest, offered: set[str], attempt: int, *, ended: bool) -> None:
         """Set aside what others than this attempt have left, if it has something else there."""
-        replaced = [path for path in came if self._has(path) and not self._came(path, attempt)]
+        replaced: list[str] = []
+        for path in filter(self._has, came):
+            known = self.brought.get(path)
+            is_ours = known is not None and known.attempt == attempt
+            if not is_ours or not self._is_as_it_came(path):
+                replaced.append(path)
         checkpoints = self._checkpoints()
         gone = [
             path
@@ -127,11 +131,6 @@ class ResultsFolder:
             target.parent.mkdir(parents=True, exist_ok=True)
             (self.folder / path).replace(target)
 
-    def _came(self, path: str, attempt: int) -> bool:
-        """True if the file came from this attempt and is unchanged."""
-        found = self.brought.get(path)
-        return found is not None and found.attempt == attempt and self._is_as_it_came(path)
-
     def _is_as_it_came(self, path: str) -> bool:
         found = self.brought.get(path)
         return found is not None and hash_of(self.folder / path) == found.sha256
@@ -142,20 +141,17 @@ class ResultsFolder:
         return {str(path.parent) for path in found if path.name == MANIFEST}
 
     def _remove_old_checkpoints(self, offered: set[str]) -> None:
+        """Remove checkpoints that the place no longer offers, once a later one beside them is both there and here."""
         there = {str(path.parent) for path in map(PurePosixPath, offered) if path.name == MANIFEST}
         for path in sorted(self._checkpoints() - there):
-            if self._is_half_removed(path) or self._has_successor(path, there):
+            step, beside = _step(self.folder / path), PurePosixPath(path).parent
+            others = [each for each in there if PurePosixPath(each).parent == beside]
+            steps = [_step(self.folder / each) for each in others]
+            later = [
+                each for each in steps if each is not None and step is not None and each > step
+            ]
+            if later or not self._has(f"{path}/{MANIFEST}"):
                 self._remove(path)
-
-    def _is_half_removed(self, checkpoint: str) -> bool:
-        return not self._has(f"{checkpoint}/{MANIFEST}")
-
-    def _has_successor(self, checkpoint: str, there: Iterable[str]) -> bool:
-        """True if a later checkpoint beside it is both at the place and here."""
-        step, beside = _step(self.folder / checkpoint), PurePosixPath(checkpoint).parent
-        others = [each for each in there if PurePosixPath(each).parent == beside]
-        steps = [_step(self.folder / each) for each in others]
-        return step is not None and any(each is not None and each > step for each in steps)
 
     def _remove(self, checkpoint: str) -> None:
         """Remove a checkpoint, its manifest first; files that were not brought stay."""
@@ -216,18 +212,14 @@ def set_aside(folder: Path) -> Path | None:
             place = target / path
             place.parent.mkdir(parents=True, exist_ok=True)
             (folder / path).replace(place)
-            _remove_empty(folder, (folder / path).parent)
+            above = (folder / path).parent
+            with suppress(OSError):  # only empty folders can be removed
+                while above != folder:
+                    above.rmdir()
+                    above = above.parent
         note.unlink()
-        shutil.rmtree(note.parent)  # what of them is not whole
+        shutil.rmtree(note.parent)  # with files that have not come whole
     return target
-
-
-def _remove_empty(folder: Path, inside: Path) -> None:
-    """Remove folders that are empty, from `inside` upwards."""
-    with suppress(OSError):
-        while inside != folder:
-            inside.rmdir()
-            inside = inside.parent
 
 
 @contextmanager
@@ -240,7 +232,10 @@ def _alone(folder: Path) -> Generator[None]:
     except OSError as error:
         raise CloudError(f"nothing can be brought to {folder}: {error.strerror}.") from None
     try:
-        _take(lock, folder)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Busy(f"another process is fetching into {folder} at the moment.") from None
         yield
     except OSError as error:
         raise CloudError(
@@ -250,17 +245,10 @@ def _alone(folder: Path) -> Generator[None]:
         os.close(lock)
 
 
-def _take(lock: int, folder: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise Busy(f"another process is fetching into {folder} at the moment.") from None
-
-
-def _read_note(note: Path) -> tuple[str | None, dict[str, Brought]]:
+def _read_note(note: Path) -> tuple[str | None, dict[str, FetchedFile]]:
     try:
         said = json.loads(note.read_bytes())
-        found = {path: Brought(int(n), str(sha)) for path, (n, sha) in said["files"].items()}
+        found = {path: FetchedFile(int(n), str(sha)) for path, (n, sha) in said["files"].items()}
         return str(said["of"]), {path: each for path, each in found.items() if may_come(path)}
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return None, {}

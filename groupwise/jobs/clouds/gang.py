@@ -192,12 +192,12 @@ class GangBackend(_Machine):
         ended = (await self.status(handle)).ending is not None
         if ended and not self._own:
             return handle
-        with self._told():
+        with self._cloud_errors():
             await self._begun_with_its_files(handle)
-            secret = await self._read(handle, KEY)
+            secret = await self._read_file(handle, KEY)
         if ended and secret not in self._own:
             return handle
-        attempt = len(await self._begun(order.name))
+        attempt = len(await self._begun_attempts(order.name))
         try:
             await _all(
                 each.join(order, store, handle.attempt, attempt, secret) for each in self._others
@@ -244,13 +244,13 @@ class GangBackend(_Machine):
         for rank, other in enumerate(self._others, 1):
             name = f"{NODES}/{rank}.log"
             try:
-                said[name] = await self._said(other, handle)
+                said[name] = await self._whole_log(other, handle)
             except Unreachable as error:  # it may be why the job ended
                 away[name] = error.message
         await to_its_end(asyncio.to_thread(results.take_written, said, handle.attempt))
         return replace(fetched, left_out={**fetched.left_out, **away})
 
-    async def _said(self, other: MachineBackend, handle: Handle) -> bytes:
+    async def _whole_log(self, other: MachineBackend, handle: Handle) -> bytes:
         found = b""
         with suppress(NotHere):
             while part := (await other.log(handle, len(found), PIECE)).data:

@@ -35,14 +35,12 @@ from groupwise.jobs.clouds.backend import (
 from groupwise.jobs.clouds.folder import ResultsFolder, may_come, results_folder
 from groupwise.jobs.hosts.answers import (
     ExitReason,
-    ExitRecord,
     Hello,
     LogPart,
     MemberState,
     Ran,
     Refusal,
     RunnerState,
-    WorkTree,
 )
 from groupwise.jobs.hosts.driver import USUAL, Known, Launch, Resume, Runner
 from groupwise.jobs.hosts.failures import FailureClass, classify, succeeded
@@ -55,7 +53,7 @@ from groupwise.jobs.hosts.port import (
     OutcomeUnknown,
     RunnerRefused,
 )
-from groupwise.jobs.hosts.spec import FileEntry, JobSpec, Manifest
+from groupwise.jobs.hosts.spec import FileEntry, JobSpec
 
 ROOT = "groupwise-launch"
 """The runner's folder for its files, below the home folder there."""
@@ -111,7 +109,7 @@ class MachineBackend:
     async def _sending(self, order: Order) -> tuple[Hello, str]:
         """A description of the machine, and the step of sending it the files that it lacks."""
         sizes = {each.sha256: each.size for each in order.spec.files.values()}
-        with self._told():
+        with self._cloud_errors():
             hello = await self._runner.hello()
             lacking = await self._runner.missing(sizes)
         sent = sum(sizes[each] for each in lacking)
@@ -128,9 +126,8 @@ class MachineBackend:
             handle = self._handle(last)
         await self._expect_same(order, handle)
         if last is not None and last.state is RunnerState.QUEUED:
-            return await self._begin(
-                order, store, last.epoch, 1
-            )  # whoever did may have been cut off
+            # The process that laid it out may have been cut off before it gave it to the engine.
+            return await self._begin(order, store, last.epoch, 1)
         return handle
 
     async def _expect_same(self, order: Order, handle: Handle) -> None:
@@ -138,19 +135,15 @@ class MachineBackend:
         try:
             asked = await self.order(handle)
         except CloudError:
-            if not await self._was_refused(handle):
+            with self._cloud_errors():
+                state = await self._runner.status(handle.name, handle.attempt)
+            if state.state not in (RunnerState.REFUSED, RunnerState.VOIDED):
                 raise
-            return  # nothing ran, and what it asked for is gone with its files
+            return  # refused, or ended before it had begun: its order is gone with its files
         if identity_fields(asked.document()) != identity_fields(order.document()):
             raise NameTaken(
                 f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
             )
-
-    async def _was_refused(self, handle: Handle) -> bool:
-        """True if the attempt was refused, or ended before it had begun."""
-        with self._told():
-            state = await self._runner.status(handle.name, handle.attempt)
-        return state.state in (RunnerState.REFUSED, RunnerState.VOIDED)
 
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
         """See `Backend.resume`."""
@@ -186,7 +179,7 @@ class MachineBackend:
         if last is not None and last.epoch >= attempt and last.state is not RunnerState.REFUSED:
             return self._handle(last)
         if newest is not None:
-            with self._told():
+            with self._cloud_errors():
                 await self._runner.provide(store, newest.manifest)
         return await self._begin(order, store, attempt, attempt, newest)
 
@@ -194,11 +187,11 @@ class MachineBackend:
         """The newest checkpoint of the last attempt that has one: the very last may have ended before its first."""
         for each in reversed(attempts):
             if each.checkpoints:
-                with self._told():
+                with self._cloud_errors():
                     tree = await self._runner.manifest(each.job, each.epoch, "checkpoints")
                 if tree.checkpoints:
                     newest = max(tree.checkpoints, key=lambda found: found.step)
-                    with self._told():
+                    with self._cloud_errors():
                         await self._runner.keep(each.job, each.epoch, newest.files)
                     return Resume(newest.files, newest.step, newest.path)
         return None
@@ -216,6 +209,11 @@ class MachineBackend:
                 return other
             epoch = max(epoch, state.refused.highest or 0) + 1
         raise AssertionError("the last try returns or raises")
+
+    def _expect_begun(self, order: Order, state: MemberState) -> None:
+        """Raises CloudError if the machine refused to begin it. An attempt that was cancelled before it began is not a refusal."""
+        if state.refused is not None and state.state is not RunnerState.VOIDED:
+            raise CloudError(f"{self._where} does not begin {order.name}: {_words(state.refused)}")
 
     async def _since(self, order: Order, epoch: int) -> Handle | None:
         """The attempt of this job that was begun here under this epoch or a later one, or None. Raises NameTaken if it is another job's."""
@@ -237,20 +235,15 @@ class MachineBackend:
     ) -> MemberState:
         """Begin under this epoch, or find the attempt if it has begun, whatever it holds. `beside`: files for its working folder that are
         not part of the order."""
-        with self._told():
+        with self._cloud_errors():
             there = await self._runner.status(order.name, epoch)
         if there.state in BEGUN:
             return there
         spec = await asyncio.to_thread(_with_order, order, store, beside)
         launch = await self._launch(order, spec, epoch, attempt, resume)
-        with self._told():
+        with self._cloud_errors():
             await self._runner.provide(store, spec.files)
             return await self._launched(launch)
-
-    def _expect_begun(self, order: Order, state: MemberState) -> None:
-        """Raises CloudError if the machine refused to begin it. An attempt that was cancelled before it began is not a refusal."""
-        if state.refused is not None and state.state is not RunnerState.VOIDED:
-            raise CloudError(f"{self._where} does not begin {order.name}: {_words(state.refused)}")
 
     async def _launch(
         self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
@@ -279,7 +272,7 @@ class MachineBackend:
         """GPUs that nothing runs on. Raises CloudError if there are too few."""
         if count == 0:
             return []
-        with self._told():
+        with self._cloud_errors():
             seen = await self._runner.observe()
         held = {uuid for each in seen.attempts if each.lives for uuid in each.gpus}
         busy = held | {each.uuid for each in seen.apps}
@@ -307,9 +300,9 @@ class MachineBackend:
 
     async def order(self, handle: Handle) -> Order:
         """See `Backend.order`."""
-        with self._told():
+        with self._cloud_errors():
             await self._begun_with_its_files(handle)
-            data = await self._read(handle, ORDER)
+            data = await self._read_file(handle, ORDER)
         return Order.from_document(json.loads(data))
 
     async def _begun_with_its_files(self, handle: Handle) -> None:
@@ -321,7 +314,7 @@ class MachineBackend:
                 return
             [state] = await self._runner.wait({key: Known(state.state)}, seconds=USUAL)
 
-    async def _read(self, handle: Handle, path: str) -> bytes:
+    async def _read_file(self, handle: Handle, path: str) -> bytes:
         data = b""
         while len(data) <= MOST_ORDER:
             part = await self._runner.read(handle.name, handle.attempt, path, offset=len(data))
@@ -334,7 +327,7 @@ class MachineBackend:
 
     async def _attempts(self, name: str | None = None) -> list[MemberState]:
         """The attempts of a job, or of all, oldest first."""
-        with self._told():
+        with self._cloud_errors():
             seen = await self._runner.observe(probe=NO_PROBE)
         found = [each for each in seen.attempts if name is None or each.job == name]
         return sorted(found, key=lambda each: each.epoch)
@@ -344,7 +337,7 @@ class MachineBackend:
         there = await self._attempts(name)
         return _newest_of(there) if there else None
 
-    async def _begun(self, name: str) -> list[MemberState]:
+    async def _begun_attempts(self, name: str) -> list[MemberState]:
         """The job's attempts but those that the machine refused. Raises NotHere if there are none."""
         return self._begun_of(name, await self._attempts(name))
 
@@ -361,7 +354,7 @@ class MachineBackend:
 
     async def status(self, handle: Handle) -> Status:
         """See `Backend.status`."""
-        with self._told():
+        with self._cloud_errors():
             state = await self._runner.status(handle.name, handle.attempt)
         return self._status(state)
 
@@ -371,7 +364,7 @@ class MachineBackend:
             return seen
         state = RunnerState.RUNNING if seen.phase is Phase.RUNNING else RunnerState.CLAIMED
         known = Known(state, seen.log_size, seen.checkpoints, seen.step)
-        with self._told():
+        with self._cloud_errors():
             states = await self._runner.wait(
                 {(handle.name, handle.attempt): known}, seconds=seconds
             )
@@ -379,27 +372,33 @@ class MachineBackend:
 
     async def log(self, handle: Handle, offset: int, limit: int) -> LogPart:
         """See `Backend.log`."""
-        with self._told():
+        with self._cloud_errors():
             return await self._runner.log(handle.name, handle.attempt, offset, limit=limit)
 
     def _status(self, state: MemberState) -> Status:
         if state.state is RunnerState.ABSENT:
             raise NotHere(f"{self._where} knows nothing of {state.job}, attempt {state.epoch}.")
         ending = self._ending(state)
-        phase = (
-            Phase.ENDED
-            if ending
-            else Phase.RUNNING
-            if state.state is RunnerState.RUNNING
-            else Phase.WAITING
-        )
+        phase = Phase.RUNNING if state.state is RunnerState.RUNNING else Phase.WAITING
+        phase = phase if ending is None else Phase.ENDED
         waits_for = state.engine_says if state.state is RunnerState.QUEUED else ""
         return Status(phase, state.log_size, state.checkpoints, state.step, ending, waits_for)
 
     def _ending(self, state: MemberState) -> Ending | None:
         """How it ended; None: it has not."""
         if state.exit is not None:
-            return _ended(state.exit)
+            if succeeded(state.exit):
+                ending = Ending(Outcome.SUCCEEDED, "it ended with exit code 0")
+            elif state.exit.reason is ExitReason.CANCELLED:
+                ending = Ending(Outcome.CANCELLED, state.exit.message or "cancelled")
+            else:
+                found = classify(state.exit)
+                outcome = ENDED_BY_RUNNER.get(state.exit.reason, Outcome.FAILED)
+                ending = Ending(outcome, found.because, found.failure)
+            code = state.exit.code
+            if code is None and state.exit.signal is not None:
+                code = -state.exit.signal
+            return replace(ending, code=code, seconds=state.exit.seconds)
         if state.refused is not None:
             return Ending(Outcome.REFUSED, _words(state.refused), FailureClass.LAUNCH_FAILURE)
         if state.state is RunnerState.VOIDED:
@@ -413,7 +412,7 @@ class MachineBackend:
 
     async def cancel(self, handle: Handle, grace: float) -> None:
         """See `Backend.cancel`."""
-        with self._told():
+        with self._cloud_errors():
             state = await self._runner.void(handle.name, handle.attempt)
             if state.lives:
                 await self._runner.kill(handle.name, handle.attempt, grace=grace)
@@ -421,7 +420,10 @@ class MachineBackend:
     async def fetch(self, handle: Handle, folder: Path) -> Fetched:
         """See `Backend.fetch`."""
         ended = (await self.status(handle)).ending is not None
-        with results_folder(folder, f"{handle.name} on {self._where}") as results, self._told():
+        with (
+            results_folder(folder, f"{handle.name} on {self._where}") as results,
+            self._cloud_errors(),
+        ):
             return await self._fetched(handle, results, ended=ended)
 
     async def _fetched(self, handle: Handle, results: ResultsFolder, *, ended: bool) -> Fetched:
@@ -430,7 +432,11 @@ class MachineBackend:
         what, changed = "artefacts" if ended else "checkpoints", ""
         for _ in range(TRIES):
             tree = await self._runner.manifest(name, attempt, what)
-            offered = _offered(tree)
+            # A request fills only one of the two parts of a tree.
+            of_checkpoints = {
+                path: each for found in tree.checkpoints for path, each in found.files.items()
+            }
+            offered = {**tree.files, **of_checkpoints}
             ours = [path for path in offered if not may_come(path)]
             files = {path: e for path, e in offered.items() if path not in (ORDER, *ours)}
             wanted = await asyncio.to_thread(results.lacking, files)
@@ -457,7 +463,7 @@ class MachineBackend:
         attempts = await self._attempts(handle.name)
         if any(self._ending(each) is None for each in attempts):
             raise CloudError(f"{handle.name} has not ended on {self._where}: stop it first.")
-        with self._told():
+        with self._cloud_errors():
             for each in attempts:
                 await self._runner.forget(each.job, each.epoch)
             await self._runner.sweep()
@@ -468,11 +474,11 @@ class MachineBackend:
 
     async def run(self, *arguments: str) -> Ran:
         """Run a program of the machine to its end."""
-        with self._told():
+        with self._cloud_errors():
             return await self._runner.run(arguments)
 
     @contextmanager
-    def _told(self) -> Generator[None]:
+    def _cloud_errors(self) -> Generator[None]:
         """Turn errors of the machine into CloudError, in words for people."""
         try:
             yield
@@ -509,29 +515,8 @@ def _words(refused: Refusal) -> str:
     return f"{refused.message}{holder}"
 
 
-def _offered(tree: WorkTree) -> Manifest:
-    """All files of a tree. A request fills only one of its two parts."""
-    of_checkpoints = {
-        path: each for found in tree.checkpoints for path, each in found.files.items()
-    }
-    return {**tree.files, **of_checkpoints}
-
-
 def _with_order(order: Order, store: BlobStore, beside: Mapping[str, bytes]) -> JobSpec:
     """The order's spec, with the order itself and the files `beside` it among its files."""
     ours = {ORDER: json.dumps(order.document(), sort_keys=True).encode(), **beside}
     entries = {path: FileEntry(store.put(data), 0o600, len(data)) for path, data in ours.items()}
     return replace(order.spec, files={**order.spec.files, **entries})
-
-
-def _ended(record: ExitRecord) -> Ending:
-    if succeeded(record):
-        ending = Ending(Outcome.SUCCEEDED, "it ended with exit code 0")
-    elif record.reason is ExitReason.CANCELLED:
-        ending = Ending(Outcome.CANCELLED, record.message or "cancelled")
-    else:
-        found = classify(record)
-        outcome = ENDED_BY_RUNNER.get(record.reason, Outcome.FAILED)
-        ending = Ending(outcome, found.because, found.failure)
-    code = -record.signal if record.code is None and record.signal is not None else record.code
-    return replace(ending, code=code, seconds=record.seconds)

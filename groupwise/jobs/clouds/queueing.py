@@ -11,7 +11,7 @@ from groupwise.jobs.hosts.spec import JobSpec
 
 
 class EngineBackend(MachineBackend, ABC):
-    """A `Backend` that places jobs through an engine."""
+    """A `Backend` that gives jobs to an engine."""
 
     capabilities = Capabilities(queues=True)
 
@@ -21,25 +21,25 @@ class EngineBackend(MachineBackend, ABC):
         ...
 
     @abstractmethod
-    async def _asked(self, engine: Engine) -> tuple[str, str]:
+    async def _describe(self, engine: Engine) -> tuple[str, str]:
         """Describe in words how the job is given to the engine, and the engine's answer. Changes nothing."""
         ...
 
     async def plan(self, order: Order) -> Plan:
         """See `Backend.plan`. The engine is asked whether it would accept the job."""
         refuse(order)
-        with self._told():
+        with self._cloud_errors():
             engine = await self._engine(order)
         hello, sends = await self._sending(order)
-        with self._told():
-            gives, says = await self._asked(engine)
+        with self._cloud_errors():
+            gives, says = await self._describe(engine)
         lays = f"lay {order.name} out below {hello.root}, and give it to {gives}"
         return Plan(f"{self._where} ({hello.hostname})", (sends, lays, says), order.spec.arguments)
 
     async def _launch(
         self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
     ) -> Launch:
-        with self._told():
+        with self._cloud_errors():
             engine = await self._engine(order)
         return Launch(
             order.name,

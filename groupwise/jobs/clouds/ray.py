@@ -1,4 +1,4 @@
-"""Ray as a backend: the machine whose runner is spoken to reaches Ray's head, and jobs wait until Ray has what they need free on a node."""
+"""Ray as a backend: the machine whose runner is called reaches Ray's head, and jobs wait until a node of Ray has free what they need."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from groupwise.jobs.hosts.driver import Engine
 from groupwise.jobs.hosts.ray import ADDRESS, GANG, WANTED, RayRunner
 
 USUAL_CPUS = 1
-"""What asks for nothing, Ray does not count, and runs beside its own processes on the head."""
+"""CPUs of a job that asks for none: without any, Ray would not count it, and run it beside its own processes on the head."""
 OWN = {"CPU": "--cpus", "GPU": "--gpus", "memory": "--memory"}
-"""Resources that are asked for under names of their own."""
+"""Resources that have an option of their own."""
 MOST = 1e9
-"""Of a resource."""
+"""Most that may be asked for of a resource."""
 
 
 class RayBackend(EngineBackend):
-    """See `groupwise.jobs.clouds.backend.Backend`."""
+    """A `Backend` that runs jobs through Ray."""
 
     capabilities = Capabilities(nodes=True, queues=True)
 
@@ -37,13 +37,13 @@ class RayBackend(EngineBackend):
             await self._ray.word(), ray_options(order.asks, order.gpus, nodes=order.nodes)
         )
 
-    async def _asked(self, engine: Engine) -> tuple[str, str]:
-        """See `EngineBackend._asked`. Whether there is so much anywhere Ray says of no job: it waits for a node that may come."""
+    async def _describe(self, engine: Engine) -> tuple[str, str]:
+        """See `EngineBackend._describe`. Ray never says that a job asks for too much: it waits for a node that may come."""
         return f"Ray, with {engine.options[0]}", f"Ray has free: {await self._ray.free()}"
 
 
 def ray_options(asks: Mapping[str, Any], gpus: int, *, nodes: int = 1) -> tuple[str]:
-    """Of a job that asks for this, and so many GPUs, of each node, in the words of the Jobs API."""
+    """Ray's options of a job that asks for this, and for so many GPUs, on each node, in the words of the Jobs API."""
     found: dict[str, Any] = {"entrypoint_num_cpus": asks.get("cpus") or USUAL_CPUS}
     if gpus:
         found["entrypoint_num_gpus"] = gpus
@@ -59,7 +59,7 @@ def ray_options(asks: Mapping[str, Any], gpus: int, *, nodes: int = 1) -> tuple[
 
 
 def resources_of(words: Iterable[str]) -> dict[str, float]:
-    """From NAME=N, as somebody wrote them. Raises UsageError for what is no resource, or not one of these."""
+    """Amounts by resource, read from NAME=N as a user wrote them. Raises UsageError for a word that is none, or has its own option."""
     found: dict[str, float] = {}
     for word in words:
         name, _, number = word.rpartition("=")
@@ -80,7 +80,7 @@ def resources_of(words: Iterable[str]) -> dict[str, float]:
 
 
 def checked_address(word: str) -> str:
-    """Of a head's dashboard, as somebody wrote it, in one form. Raises UsageError."""
+    """The address of a head's dashboard as a user wrote it, in its canonical form. Raises UsageError."""
     found = word.rstrip("/")
     try:
         of_http = urlsplit(found)

@@ -1,4 +1,4 @@
-"""Slurm as a backend: the machine whose runner is spoken to is a login node, and jobs wait in Slurm's queue for a node of theirs."""
+"""Slurm as a backend: the machine whose runner is called is a login node, and jobs wait in Slurm's queue for a node."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from groupwise.jobs.hosts.slurm import NAME, SlurmRunner
 from groupwise.jobs.hosts.spec import Limits
 
 SPARE_SECONDS = 120.0
-"""That Slurm gives a job beyond its own limit, so that the runner ends it, with a record of why."""
+"""Time in seconds that Slurm gives a job beyond its own limit, so that the runner ends it, with a record of why."""
 OURS = (
     *("--job-name", "-J", "--chdir", "-D", "--output", "-o", "--error", "-e", "--open-mode"),
     *("--array", "-a", "--requeue", "--no-requeue", "--wrap", "--test-only", "--parsable"),
     *("--time", "-t", "--nodes", "-N", "--wait", "-W", "--export", "--input", "-i"),
     *("--ntasks", "-n", "--ntasks-per-node", "--clusters", "-M"),
 )
-"""Options of sbatch with which a job would not be found again, or not be one."""
+"""Options of sbatch that users may not set: with them a job would not be found again, or would not be a single job."""
 NAMED = {
     "partition": "--partition",
     "account": "--account",
@@ -29,11 +29,11 @@ NAMED = {
     "cpus": "--cpus-per-task",
     "memory": "--mem",
 }
-"""What is asked of Slurm under names of its own."""
+"""Options of sbatch that have an option of our own."""
 
 
 class SlurmBackend(EngineBackend):
-    """See `groupwise.jobs.clouds.backend.Backend`."""
+    """A `Backend` that runs jobs through Slurm."""
 
     capabilities = Capabilities(nodes=True, queues=True)
 
@@ -47,8 +47,8 @@ class SlurmBackend(EngineBackend):
         options = sbatch_options(order.asks, order.gpus, order.spec.limits, nodes=order.nodes)
         return Engine(NAME, options)
 
-    async def _asked(self, engine: Engine) -> tuple[str, str]:
-        """See `EngineBackend._asked`."""
+    async def _describe(self, engine: Engine) -> tuple[str, str]:
+        """See `EngineBackend._describe`."""
         says = await self._slurm.try_options(engine.options)
         return f"Slurm: sbatch {' '.join(engine.options)}", f"Slurm says: {says}"
 
@@ -56,7 +56,7 @@ class SlurmBackend(EngineBackend):
 def sbatch_options(
     asks: Mapping[str, Any], gpus: int, limits: Limits, *, nodes: int = 1
 ) -> tuple[str, ...]:
-    """Of a job that asks for this, and so many GPUs of each node. Raises UsageError for an option that would make another job of it."""
+    """Options of sbatch for a job that asks for this, and for so many GPUs on each node. Raises UsageError as `checked_options` does."""
     options = [f"{option}={asks[name]}" for name, option in NAMED.items() if asks.get(name)]
     options.append(f"--nodes={nodes}")
     if nodes > 1:
@@ -70,15 +70,8 @@ def sbatch_options(
     return (*options, *checked_options(asks.get("options", ())))
 
 
-def _is_ours(name: str) -> bool:
-    """Also shortened, as sbatch takes long ones, and with its value behind a letter."""
-    if name.startswith("--"):
-        return any(each.startswith(name) for each in OURS)
-    return name[:2] in OURS
-
-
 def checked_options(options: Sequence[Any]) -> tuple[str, ...]:
-    """Options of sbatch as somebody wrote them. Raises UsageError for one that would make another job of it."""
+    """Options of sbatch as a user wrote them. Raises UsageError for one that would make it another job."""
     found = tuple(map(str, options))
     for option in found:
         name = option.partition("=")[0]
@@ -86,7 +79,10 @@ def checked_options(options: Sequence[Any]) -> tuple[str, ...]:
             raise UsageError(
                 f"--sbatch {option}: an option of sbatch is expected, with its value behind `=`, as --sbatch=--constraint=a100."
             )
-        if _is_ours(name):
+        # sbatch takes long options shortened too, and short ones with their value behind the letter.
+        long = name.startswith("--")
+        is_ours = any(each.startswith(name) for each in OURS) if long else name[:2] in OURS
+        if is_ours:
             raise UsageError(
                 f"--sbatch {option}: {name} is set by groupwise, so that the job is found again. "
                 "Its time is --max-hours, its machines are --nodes."

@@ -27,7 +27,7 @@ MOST, MOST_OF_SMALL = (1 << 63) - 1, (1 << 31) - 1
 """Largest numbers that database columns hold."""
 LONGEST, LONGEST_NAME, LONGEST_TAIL, LONGEST_OUTPUT = 4096, 300, 1 << 16, 8 << 20
 """Most characters that are kept of a text, of a name, of the end of a log, and of a program's output."""
-MOST_LISTED, MOST_GPUS, SHOWN = 10_000, 256, 1_000
+MOST_LISTED, MOST_GPUS, MOST_SHOWN = 10_000, 256, 1_000
 """Most entries of a list, most GPUs of a machine, and how many entries are kept of lists that are for people."""
 MOST_EPOCH = (1 << 62) - 1
 """Highest epoch that runners accept. No control plane gives out a higher one, and databases do not count much further."""
@@ -393,8 +393,8 @@ class Fields:
         return [Fields(entry, f"{self._where}.{name}[{n}]") for n, entry in found]
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """The first SHOWN entries of a list; an entry that is no text is converted."""
-        return tuple(str(entry)[:LONGEST] for entry in self.listed(name)[:SHOWN])
+        """The first MOST_SHOWN entries of a list; an entry that is no text is converted."""
+        return tuple(str(entry)[:LONGEST] for entry in self.listed(name)[:MOST_SHOWN])
 
     def listed(self, name: str, most: int = MOST_LISTED) -> Sequence[object]:
         """A list of at most `most` entries; empty if missing."""
@@ -533,7 +533,20 @@ def observation(document: object) -> Observation:
     probe = f.object_or_none("probe")
     if probe is None:
         raise f.wrong("probe", "an object")
-    attempts, strange = _attempts(f)
+    attempts: list[MemberState] = []
+    strays = [
+        Stray(
+            each.text("what", LONGEST_NAME),
+            each.text_or_none("detail", LONGEST_NAME) or "",
+            each.number_or_none("pid"),
+        )
+        for each in f.objects("quarantined")
+    ]
+    for state in map(member_state, f.listed("attempts")):
+        if 0 <= state.epoch <= MOST_EPOCH and JOB_ID.fullmatch(state.job):
+            attempts.append(state)
+        else:  # a job may make up an impossible name, which must hide no other attempt
+            strays.append(Stray("folder", f"{state.job}.{state.epoch}"))
     return Observation(
         boot_id=f.text("boot_id", LONGEST_NAME),
         time=f.real_or_none("time"),
@@ -551,27 +564,10 @@ def observation(document: object) -> Observation:
         ),
         gpus=tuple(_gpu(g) for g in f.objects("gpus", MOST_GPUS)),
         apps=tuple(_app(a) for a in f.objects("apps")),
-        attempts=attempts,
-        quarantined=(*(_stray(q) for q in f.objects("quarantined")), *strange)[:SHOWN],
+        attempts=tuple(attempts),
+        quarantined=tuple(strays[:MOST_SHOWN]),
         unremoved=f.texts("unremoved"),
     )
-
-
-def _attempts(f: Fields) -> tuple[tuple[MemberState, ...], tuple[Stray, ...]]:
-    """The attempts of an observation, and those with an impossible name, which a job may make up: one such hides no other."""
-    found = [member_state(each) for each in f.listed("attempts")]
-    believed = tuple(each for each in found if _is_believable(each))
-    strange = (each for each in found if not _is_believable(each))
-    return believed, tuple(Stray("folder", f"{each.job}.{each.epoch}") for each in strange)
-
-
-def _is_believable(state: MemberState) -> bool:
-    return 0 <= state.epoch <= MOST_EPOCH and JOB_ID.fullmatch(state.job) is not None
-
-
-def _stray(f: Fields) -> Stray:
-    detail = f.text_or_none("detail", LONGEST_NAME) or ""
-    return Stray(f.text("what", LONGEST_NAME), detail, f.number_or_none("pid"))
 
 
 def _gpu(f: Fields) -> SeenGPU:
@@ -602,20 +598,28 @@ def work_tree(document: object) -> WorkTree:
     """Read the answer to `manifest`. Paths that lead out of the work folder are moved to `refused`: the machine is not trusted with our
     disk."""
     f = Fields(document, "the manifest")
-    refused = [_pair(entry) for entry in f.listed("refused", MOST_ARTEFACTS)]
+    refused: list[tuple[str, str]] = []
+    for entry in f.listed("refused", MOST_ARTEFACTS):
+        if not isinstance(entry, list) or len(cast("list[object]", entry)) != 2:
+            raise BadAnswer(
+                f"{entry!r} in the manifest's list of refused paths; [path, why] is expected"
+            )
+        path, why = cast("list[object]", entry)
+        refused.append((str(path), str(why)))
+    checkpoints: list[CheckpointTree] = []
+    for each in f.objects("checkpoints"):
+        step = each.plain().get("step")
+        if not isinstance(step, int) or 0 <= step <= MOST:  # older runners let impossible ones pass
+            checkpoints.append(_checkpoint(each))
+    counts = f.mapping("refused_more")
+    if not all(isinstance(count, int) and 0 <= count <= MOST for count in counts.values()):
+        raise f.wrong("refused_more", "a number for each kind")
     return WorkTree(
         files=_manifest(f, "files", refused),
         refused=tuple(refused),
-        checkpoints=tuple(_checkpoint(c) for c in f.objects("checkpoints") if _countable(c)),
-        refused_more=_counts(f, "refused_more"),
+        checkpoints=tuple(checkpoints),
+        refused_more=cast("dict[str, int]", dict(counts)),
     )
-
-
-def _counts(f: Fields, name: str) -> dict[str, int]:
-    counts = f.mapping(name)
-    if not all(isinstance(count, int) and 0 <= count <= MOST for count in counts.values()):
-        raise f.wrong(name, "a number for each kind")
-    return cast("dict[str, int]", dict(counts))
 
 
 def _checkpoint(f: Fields) -> CheckpointTree:
@@ -627,45 +631,24 @@ def _checkpoint(f: Fields) -> CheckpointTree:
     return CheckpointTree(path, f.number("step"), files)
 
 
-def _countable(f: Fields) -> bool:
-    """False for an impossible step, which older runners let pass."""
-    step = f.plain().get("step")
-    return not isinstance(step, int) or 0 <= step <= MOST
-
-
 def _manifest(f: Fields, name: str, refused: list[tuple[str, str]]) -> Manifest:
     files: dict[str, FileEntry] = {}
     for path, entry in f.mapping(name).items():
         problems = path_problems("file", path)
         if problems:
             refused.append((path, problems[0]))
-        else:
-            files[path] = _entry(f, name, entry)
-    for path in [path for path in files if _is_below_one(path, files)]:
+            continue
+        found = file_entry(entry)
+        if found is None:
+            raise f.wrong(name, "[sha256, mode, size] for each path")
+        files[path] = found
+    # A path may lead through another file of the list; an honest machine never reports one.
+    for path in list(files):
+        if not any(str(above) in files for above in PurePosixPath(path).parents):
+            continue
         del files[path]
         refused.append((path, "a file of the list is its folder"))
     return files
-
-
-def _is_below_one(path: str, files: Manifest) -> bool:
-    """True if a path leads through another file, which an honest machine never reports."""
-    return any(str(above) in files for above in PurePosixPath(path).parents)
-
-
-def _entry(f: Fields, name: str, entry: object) -> FileEntry:
-    found = file_entry(entry)
-    if found is None:
-        raise f.wrong(name, "[sha256, mode, size] for each path")
-    return found
-
-
-def _pair(entry: object) -> tuple[str, str]:
-    if not isinstance(entry, list) or len(cast("list[object]", entry)) != 2:
-        raise BadAnswer(
-            f"{entry!r} in the manifest's list of refused paths; [path, why] is expected"
-        )
-    path, why = cast("list[object]", entry)
-    return str(path), str(why)
 
 
 def release(document: object) -> Release:

@@ -28,7 +28,7 @@ from groupwise.jobs.hosts.answers import (
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.framing import SPOKEN, BadAnswer
 from groupwise.jobs.hosts.port import USUAL_BODY, Host, Request, RunnerRefused, RunnerResponse
-from groupwise.jobs.hosts.spec import FileEntry, JobSpec, Manifest, as_json
+from groupwise.jobs.hosts.spec import JobSpec, Manifest, as_json
 
 USUAL = 30.0
 """Timeout in seconds for a call that waits for nothing."""
@@ -210,11 +210,18 @@ class Runner:
             "share_mb": launch.share_mb,
             "slot": launch.slot,
             "environment": dict(launch.environment),
-            "resume": None if launch.resume is None else _resume(launch.resume),
+            "resume": None,
             "deadman": launch.deadman,
             "clock": launch.clock,
             "python": launch.python or self.python,
         }
+        if launch.resume is not None:
+            manifest = {p: [e.sha256, e.mode, e.size] for p, e in launch.resume.manifest.items()}
+            body["resume"] = {
+                "manifest": manifest,
+                "step": launch.resume.step,
+                "path": launch.resume.path,
+            }
         if launch.method is not None:
             body["method"] = launch.method
         longest = None
@@ -235,12 +242,12 @@ class Runner:
         self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
     ) -> MemberState:
         """Ensure that an attempt never begins; the answer says how far it was if it had begun already."""
-        body = {**_named(job, epoch), "because": because}
+        body = {**_key(job, epoch), "because": because}
         return _state(await self._ask("void", body, timeout=timeout))
 
     async def status(self, job: str, epoch: int, *, timeout: float = USUAL) -> MemberState:
         """The machine's knowledge of an attempt."""
-        return _state(await self._ask("status", _named(job, epoch), timeout=timeout))
+        return _state(await self._ask("status", _key(job, epoch), timeout=timeout))
 
     async def wait(
         self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
@@ -266,14 +273,14 @@ class Runner:
         self, job: str, epoch: int, *, grace: float, timeout: float = USUAL
     ) -> MemberState:
         """Send TERM, and after `grace` seconds KILL, to all that is left of an attempt. Answers at once; poll `status` to see the end."""
-        body = {**_named(job, epoch), "grace": grace}
+        body = {**_key(job, epoch), "grace": grace}
         return _state(await self._ask("kill", body, timeout=timeout))
 
     async def log(
         self, job: str, epoch: int, offset: int, *, limit: int = PIECE, timeout: float = USUAL
     ) -> LogPart:
         """Bytes of an attempt's log from `offset`, at most `limit`, and the log's size."""
-        body = {**_named(job, epoch), "offset": offset, "limit": limit}
+        body = {**_key(job, epoch), "offset": offset, "limit": limit}
         answer = await self._ask("log", body, timeout=timeout, most_payload=limit)
         size = answer.body.get("size")
         if not isinstance(size, int) or len(answer.payload) > limit:
@@ -284,7 +291,7 @@ class Runner:
         self, job: str, epoch: int, what: str = "artefacts", *, timeout: float = SLOW
     ) -> WorkTree:
         """List the files in an attempt's work folder. `what`: artefacts, checkpoints or all."""
-        body = {**_named(job, epoch), "what": what}
+        body = {**_key(job, epoch), "what": what}
         most = LARGEST_OF_CHECKPOINTS if what == "checkpoints" else LARGEST_MANIFEST
         answer = await self._ask("manifest", body, timeout=timeout, longest=LONGEST, most_body=most)
         # of a million files it takes seconds, in which nothing else would be heard
@@ -301,7 +308,7 @@ class Runner:
         timeout: float = USUAL,
     ) -> bytes:
         """Bytes of a file in an attempt's work folder, at most `limit`; links are not followed."""
-        body = {**_named(job, epoch), "path": path, "offset": offset, "limit": limit}
+        body = {**_key(job, epoch), "path": path, "offset": offset, "limit": limit}
         answer = await self._ask("read", body, timeout=timeout, most_payload=limit)
         if len(answer.payload) > limit:
             raise BadAnswer(f"{len(answer.payload)} bytes of {path} came; {limit} were asked for")
@@ -313,7 +320,7 @@ class Runner:
         """Read whole files of an attempt's work folder, at most GATHERED files and PIECE bytes together. A file is left out if it no longer
         is what `files` says, or cannot be read: `read` says why. A caller that keeps them has to compare their hashes."""
         listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
-        body = {**_named(job, epoch), "files": listed}
+        body = {**_key(job, epoch), "files": listed}
         most = sum(entry.size for entry in files.values())
         answer = await self._ask("gather", body, timeout=timeout, most_payload=most)
         whole = _listed(answer, "whole")
@@ -322,12 +329,17 @@ class Runner:
         ]
         if len(whole) != len(listed) or len(answer.payload) != sum(e.size for _, e in came):
             raise BadAnswer("the answer to gather is not as long as the files that it names")
-        return _cut_up(answer.payload, came)
+        # The payload holds the files one after the other.
+        ends = list(itertools.accumulate(entry.size for _, entry in came))
+        return {
+            path: answer.payload[end - entry.size : end]
+            for (path, entry), end in zip(came, ends, strict=True)
+        }
 
     async def keep(self, job: str, epoch: int, files: Manifest, *, timeout: float = SLOW) -> None:
         """Have the machine keep files of an attempt's work folder as blobs. RunnerRefused `changed` if one has another hash by now."""
         listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
-        body = {**_named(job, epoch), "files": listed}
+        body = {**_key(job, epoch), "files": listed}
         await self._ask("keep", body, timeout=timeout, longest=LONGEST)
 
     async def release(
@@ -343,7 +355,7 @@ class Runner:
     ) -> Release:
         """Report whether everything that an attempt had is free again."""
         body: dict[str, Any] = {
-            **_named(job, epoch),
+            **_key(job, epoch),
             "gpus": list(gpus),
             "share_mb": share_mb,
             "idle_memory_mb": idle_memory_mb,
@@ -354,7 +366,7 @@ class Runner:
 
     async def forget(self, job: str, epoch: int, *, timeout: float = SLOW) -> None:
         """Remove an attempt's folder. A launch that arrives later is refused all the same."""
-        await self._ask("forget", _named(job, epoch), timeout=timeout)
+        await self._ask("forget", _key(job, epoch), timeout=timeout)
 
     async def sweep(
         self, keep: Iterable[str] = (), *, older_than: float = 3600.0, timeout: float = SLOW
@@ -397,7 +409,7 @@ class Runner:
         return answer
 
 
-def _named(job: str, epoch: int) -> dict[str, Any]:
+def _key(job: str, epoch: int) -> dict[str, Any]:
     return {"job": job, "epoch": epoch}
 
 
@@ -405,29 +417,11 @@ def _state(answer: RunnerResponse) -> MemberState:
     return answers.member_state(answer.body)
 
 
-def _resume(resume: Resume) -> dict[str, Any]:
-    manifest = {path: _entry(entry) for path, entry in resume.manifest.items()}
-    return {"manifest": manifest, "step": resume.step, "path": resume.path}
-
-
-def _entry(entry: FileEntry) -> list[Any]:
-    return [entry.sha256, entry.mode, entry.size]
-
-
 def _listed(answer: RunnerResponse, name: str) -> list[Any]:
     found = answer.body.get(name)
     if not isinstance(found, list):
         raise BadAnswer(f"the answer has {name} = {found!r}; a list is expected")
     return list(found)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-
-
-def _cut_up(payload: bytes, files: Sequence[tuple[str, FileEntry]]) -> dict[str, bytes]:
-    """Split `payload` into the files it holds one after the other."""
-    ends = list(itertools.accumulate(entry.size for _, entry in files))
-    return {
-        path: payload[end - entry.size : end]
-        for (path, entry), end in zip(files, ends, strict=True)
-    }
 
 
 def _batches(blobs: Sequence[tuple[str, int]]) -> Iterable[list[tuple[str, int]]]:

@@ -55,7 +55,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         ...
 
     @abstractmethod
-    async def found(self, names: Collection[str]) -> Sequence[Job]:
+    async def find_jobs(self, names: Collection[str]) -> Sequence[Job]:
         """The engine's jobs with these names, the first submitted first. Raises HostUnreachable."""
         ...
 
@@ -80,19 +80,19 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         """See `Runner.launch`. RunnerRefused `engine`: the engine refuses it, and nothing of it is left."""
         state = await super().launch(launch, timeout=timeout)
         if state.state is not RunnerState.QUEUED or launch.engine is None:
-            return await self._one(state)
-        if not await self.found([name_of(state)]):
+            return await self._judge_one(state)
+        if not await self.find_jobs([name_of(state)]):
             try:
                 await self._submit(state, launch.engine.options)
             except RunnerRefused:
                 await super().void(state.job, state.epoch)
                 await self.forget(state.job, state.epoch)
                 raise
-        return await self._one(state)
+        return await self._judge_one(state)
 
     async def status(self, job: str, epoch: int, *, timeout: float = USUAL) -> MemberState:
         """See `Runner.status`."""
-        return await self._one(await super().status(job, epoch, timeout=timeout))
+        return await self._judge_one(await super().status(job, epoch, timeout=timeout))
 
     async def observe(
         self,
@@ -103,7 +103,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
     ) -> Observation:
         """See `Runner.observe`."""
         seen = await super().observe(probe=probe, probe_timeout=probe_timeout, timeout=timeout)
-        return replace(seen, attempts=await self._judged(seen.attempts))
+        return replace(seen, attempts=await self._judge_all(seen.attempts))
 
     async def wait(
         self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
@@ -113,24 +113,24 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         told = {key: replace(each, state=seen.get(key, each.state)) for key, each in known.items()}
         if any(each.state in UNSURE for each in told.values()):
             seconds = min(seconds, LOOK_SECONDS)
-        return await self._judged(await super().wait(told, seconds=seconds, margin=margin))
+        return await self._judge_all(await super().wait(told, seconds=seconds, margin=margin))
 
     async def void(
         self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
     ) -> MemberState:
-        """See `Runner.void`. The engine cannot begin it any more; it is told so only to save it the attempt."""
+        """See `Runner.void`. The engine cannot begin it any more; telling it only saves it the attempt."""
         state = await super().void(job, epoch, because=because, timeout=timeout)
         if state.state is RunnerState.VOIDED:
             with suppress(HostError):
                 if state.engine == await self.word():
-                    await self._cancel(await self.found([name_of(state)]))
-        return await self._one(state)
+                    await self._cancel(await self.find_jobs([name_of(state)]))
+        return await self._judge_one(state)
 
     async def kill(
         self, job: str, epoch: int, *, grace: float, timeout: float = USUAL
     ) -> MemberState:
         """See `Runner.kill`."""
-        return await self._one(await super().kill(job, epoch, grace=grace, timeout=timeout))
+        return await self._judge_one(await super().kill(job, epoch, grace=grace, timeout=timeout))
 
     async def _never_begins(self, state: MemberState, because: str) -> MemberState:
         """Void an attempt with the reason, unless it has begun meanwhile."""
@@ -140,10 +140,10 @@ class EngineRunner(Runner, ABC, Generic[Job]):
 
     # --- judging --------------------------------------------------------------------------------
 
-    async def _one(self, state: MemberState) -> MemberState:
-        return (await self._judged((state,)))[0]
+    async def _judge_one(self, state: MemberState) -> MemberState:
+        return (await self._judge_all((state,)))[0]
 
-    async def _judged(self, states: Sequence[MemberState]) -> tuple[MemberState, ...]:
+    async def _judge_all(self, states: Sequence[MemberState]) -> tuple[MemberState, ...]:
         """The true state of each, by its files and, if they cannot settle it, by the engine."""
         if self._seen is None:
             self._seen = {}
@@ -155,7 +155,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         if not unsure:
             return tuple(states)
         try:
-            found = await self.found([name_of(each) for each in unsure])
+            found = await self.find_jobs([name_of(each) for each in unsure])
         except HostUnreachable as error:
             return tuple(
                 [self._without_answer(each, error) if each in unsure else each for each in states]
@@ -173,7 +173,9 @@ class EngineRunner(Runner, ABC, Generic[Job]):
     async def _judge(self, state: MemberState, jobs: Sequence[Job]) -> MemberState:
         living = next((each for each in jobs if each.lives), None)
         if state.state is not RunnerState.QUEUED:
-            if living is None and not _beats(state):
+            # Shows a supervisor that lives on another machine. On this one its lock would show.
+            beats = state.beat_age is not None and state.beat_age < LIVING_BEAT
+            if living is None and (state.same_boot or not beats):
                 return replace(state, engine_says=str(jobs[-1]) if jobs else FORGOTTEN)
             return as_running(state)
         if living is not None:
@@ -220,8 +222,3 @@ def _is_unsure(state: MemberState) -> bool:
     """True if the engine has to be asked. If it began on this very machine, the lock tells."""
     here = state.state is RunnerState.LOST and state.same_boot
     return state.engine is not None and state.state in UNSURE and not here
-
-
-def _beats(state: MemberState) -> bool:
-    """True if its supervisor lives on another machine. On this one its lock would show."""
-    return not state.same_boot and state.beat_age is not None and state.beat_age < LIVING_BEAT

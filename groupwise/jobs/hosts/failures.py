@@ -68,6 +68,14 @@ _USER_CODES = frozenset({2, *range(64, 79)} - {_TRY_LATER})
 """Argument parsers exit with 2; 64 to 78 is the range of sysexits."""
 _SHELL_KILLED = 128 + SIGKILL
 _SHELL_TERMINATED = 128 + SIGTERM
+_BY_REASON = {
+    ExitReason.TIME_LIMIT: FailureClass.TIME_LIMIT,
+    ExitReason.DEADMAN: FailureClass.HOST_LOST,
+    ExitReason.SPAWN_FAILED: FailureClass.LAUNCH_FAILURE,
+    ExitReason.CANCELLED: FailureClass.KILLED,
+    ExitReason.EVICTED: FailureClass.PREEMPTION,
+}
+"""Classes if the runner itself ended the command, or could not begin it."""
 
 _GPU_FAULT = re.compile(
     r"fallen off the bus|GPU is lost|uncorrectable (?:NVLink |double.bit )?(?:ECC )?error|ECC error"
@@ -100,48 +108,21 @@ _LAST_LINES = 20
 
 def classify(record: ExitRecord, *, gpu_problems: Sequence[str] = ()) -> Diagnosis:
     """Decide why a command failed that left this record. `gpu_problems`: the faults that its machine reports of the GPUs it held."""
-    return (
-        _by_reason(record)
-        or _by_code(record)
-        or _by_machine(record, gpu_problems)
-        or _by_log(record)
-        or _by_signal(record)
-        or Diagnosis(FailureClass.CRASHED, _with_last_line(f"exit code {record.code}", record))
-    )
-
-
-def _by_reason(record: ExitRecord) -> Diagnosis | None:
-    """The class if the runner itself ended the command, or could not begin it."""
-    classes = {
-        ExitReason.TIME_LIMIT: FailureClass.TIME_LIMIT,
-        ExitReason.DEADMAN: FailureClass.HOST_LOST,
-        ExitReason.SPAWN_FAILED: FailureClass.LAUNCH_FAILURE,
-        ExitReason.CANCELLED: FailureClass.KILLED,
-        ExitReason.EVICTED: FailureClass.PREEMPTION,
-    }
-    if failure := classes.get(record.reason):
+    if failure := _BY_REASON.get(record.reason):
         return Diagnosis(failure, record.message or f"the runner says {record.reason}")
-    return None
-
-
-def _by_code(record: ExitRecord) -> Diagnosis | None:
+    by_code = f"exit code {record.code}"
     if record.code in _USER_CODES:
-        said = _with_last_line(f"exit code {record.code}", record)
-        return Diagnosis(FailureClass.USER_ERROR, said)
+        return Diagnosis(FailureClass.USER_ERROR, _with_last_line(by_code, record))
     if record.code == _TRY_LATER:
-        said = _with_last_line(f"exit code {record.code}, it may succeed later", record)
-        return Diagnosis(FailureClass.NETWORK, said)
-    return None
-
-
-def _by_machine(record: ExitRecord, gpu_problems: Sequence[str]) -> Diagnosis | None:
+        because = _with_last_line(f"{by_code}, it may succeed later", record)
+        return Diagnosis(FailureClass.NETWORK, because)
     if gpu_problems:
         return Diagnosis(FailureClass.GPU_FAULT, gpu_problems[0])
     if record.oom_kill:
-        return Diagnosis(
-            FailureClass.HOST_OOM, f"the kernel killed {record.oom_kill} of its processes"
-        )
-    return None
+        because = f"the kernel killed {record.oom_kill} of its processes"
+        return Diagnosis(FailureClass.HOST_OOM, because)
+    found = _by_log(record) or _by_signal(record)
+    return found or Diagnosis(FailureClass.CRASHED, _with_last_line(by_code, record))
 
 
 def _by_log(record: ExitRecord) -> Diagnosis | None:
@@ -156,7 +137,9 @@ def _by_log(record: ExitRecord) -> Diagnosis | None:
         (_NETWORK, last, FailureClass.NETWORK),
     ):
         if match := pattern.search(text):
-            return Diagnosis(failure, _line_of(text, match.start()))
+            begin = text.rfind("\n", 0, match.start()) + 1
+            line = text[begin:].partition("\n")[0]
+            return Diagnosis(failure, _shown(line))
     return None
 
 
@@ -168,12 +151,6 @@ def _by_signal(record: ExitRecord) -> Diagnosis | None:
     if record.signal is not None:
         return Diagnosis(FailureClass.CRASHED, f"signal {record.signal}")
     return None
-
-
-def _line_of(text: str, position: int) -> str:
-    begin = text.rfind("\n", 0, position) + 1
-    end = text.find("\n", position)
-    return _shown(text[begin : end if end >= 0 else len(text)])
 
 
 def _with_last_line(said: str, record: ExitRecord) -> str:

@@ -67,7 +67,10 @@ class Fetching:
 
         async def work() -> None:
             for parcel in waiting:
-                await self._parcel(parcel)
+                # A file that does not come with the others has changed or cannot be read: fetched by itself, it says why.
+                single = await self._gather(parcel) if len(parcel) > 1 else parcel
+                for path, entry in single.items():
+                    await self._file(path, entry)
 
         tasks = [asyncio.create_task(work()) for _ in range(AT_ONCE)]
         try:
@@ -76,13 +79,6 @@ class Fetching:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-
-    async def _parcel(self, parcel: Manifest) -> None:
-        """Fetch several files together. A file left out has changed or cannot be read: fetched by itself, it says why."""
-        if len(parcel) > 1:
-            parcel = await self._gather(parcel)
-        for path, entry in parcel.items():
-            await self._file(path, entry)
 
     async def _gather(self, parcel: Manifest) -> Manifest:
         """Fetch with one call; returns the files that have not come."""

@@ -97,7 +97,8 @@ def _take(root: Path, path: Path, found: dict[str, Path], refused: list[str]) ->
     elif stat.S_ISREG(mode):
         found[name] = path
     else:
-        refused.append(f"{name} is {_kind(mode)}")
+        kinds = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        refused.append(f"{name} is {kinds.get(stat.S_IFMT(mode), 'a device')}")
 
 
 def _walk(root: Path, folder: Path, found: dict[str, Path], refused: list[str]) -> None:
@@ -108,11 +109,6 @@ def _walk(root: Path, folder: Path, found: dict[str, Path], refused: list[str]) 
         return
     for entry in entries:
         _take(root, entry, found, refused)
-
-
-def _kind(mode: int) -> str:
-    kinds = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def hash_of(path: Path) -> str:
@@ -200,10 +196,10 @@ class BlobStore:
     ) -> dict[str, FileEntry]:
         """Store copies of all files; returns the manifest. `more` is called with a file's name and the number of further bytes."""
 
-        def kept(name: str, path: Path) -> FileEntry:
+        def stored(name: str, path: Path) -> FileEntry:
             return self.put_file(path, None if more is None else partial(more, name))
 
-        return {name: kept(name, path) for name, path in files.items()}
+        return {name: stored(name, path) for name, path in files.items()}
 
     def read(self, sha256: str) -> bytes:
         """The bytes of a blob. Raises BlobError if their hash is wrong; the blob is removed then, and may be put again."""
@@ -216,7 +212,12 @@ class BlobStore:
             while data := file.read(piece):
                 digest.update(data)
                 yield data
-        self._check(sha256, digest.hexdigest())
+        found = digest.hexdigest()
+        if found != sha256:
+            self.path(sha256).unlink(missing_ok=True)
+            raise BlobError(
+                f"the blob {sha256} in {self.root} had other contents (sha256 {found}): it was damaged on the disk and has been removed"
+            )
 
     def part(self, sha256: str, offset: int, length: int) -> bytes:
         """Some bytes of a blob, not verified: the caller verifies them once it has all."""
@@ -257,7 +258,9 @@ class BlobStore:
                 raise BlobBusy(f"the blob {sha256} is being received by somebody else") from None
             if not _is_at(file, path):
                 raise BlobBusy(f"the blob {sha256} has just been received by somebody else")
-            _set_mark(file, marked)
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if bool(mode & MARK) != marked:
+                os.fchmod(file.fileno(), mode ^ MARK)
             yield Incoming(self, sha256, size, file, marked=marked)
 
     def received(self, sha256: str, sender: str = "") -> int:
@@ -393,13 +396,6 @@ class BlobStore:
             temporary.replace(target)
         sync_folder(target.parent)
 
-    def _check(self, sha256: str, found: str) -> None:
-        if found != sha256:
-            self.path(sha256).unlink(missing_ok=True)
-            raise BlobError(
-                f"the blob {sha256} in {self.root} had other contents (sha256 {found}): it was damaged on the disk and has been removed"
-            )
-
     def _check_size(self, size: int, name: str) -> None:
         if size > self._largest:
             raise BlobError(f"{name}: {size} bytes; at most {self._largest} are kept as one file")
@@ -459,12 +455,6 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _set_mark(file: BinaryIO, marked: bool) -> None:
-    mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    if bool(mode & MARK) != marked:
-        os.fchmod(file.fileno(), mode ^ MARK)
 
 
 def _is_locked(file: IO[Any]) -> bool:

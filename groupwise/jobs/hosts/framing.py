@@ -98,7 +98,16 @@ class AnswerReader:
     def _find_header(self) -> bool:
         found = _HEADER.search(self._buffer)
         if found is None:
-            self._forget_noise()
+            # What may be the beginning of a header stays; the rest is counted.
+            spare = len(self._buffer) - max(_LONGEST_HEADER, 2000)
+            if spare > 0:
+                del self._buffer[:spare]
+                self._noise += spare
+            if self._noise > MOST_NOISE:
+                raise BadAnswer(
+                    f"more than {MOST_NOISE} bytes came from the machine before any answer: does a start-up file of its shell"
+                    f" print without end? The last of it: {self.noise(200)!r}"
+                )
             return False
         protocol, length, digest, payload = found.groups()
         self._body_length, self._payload_length, self._digest = int(length), int(payload), digest
@@ -117,18 +126,6 @@ class AnswerReader:
             )
         return True
 
-    def _forget_noise(self) -> None:
-        """Keep what may be the beginning of a header, and count the rest."""
-        spare = len(self._buffer) - max(_LONGEST_HEADER, 2000)
-        if spare > 0:
-            del self._buffer[:spare]
-            self._noise += spare
-        if self._noise > MOST_NOISE:
-            raise BadAnswer(
-                f"more than {MOST_NOISE} bytes came from the machine before any answer: does a start-up file of its shell"
-                f" print without end? The last of it: {self.noise(200)!r}"
-            )
-
     def _take_answer(self) -> bool:
         assert self._body_length is not None
         if len(self._buffer) < self._body_length + self._payload_length:
@@ -139,24 +136,22 @@ class AnswerReader:
                 "the answer's hash does not agree with its text: it was changed on the way"
             )
         end = self._body_length + self._payload_length
+        try:
+            check_number(
+                document, lists=self._request.most_body // 64, texts=self._request.most_body // 16
+            )
+            # Of bytes json would guess UTF-16, and let half characters pass.
+            text = document.decode("utf-8")
+            body: object = json.loads(text, parse_constant=no_constant, parse_float=finite)
+            body = _storable(body) if b"\\u" in document else body
+        except (ValueError, RecursionError) as error:
+            raise BadAnswer(f"the answer is no JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise BadAnswer(f"the answer is a {type(body).__name__}; an object is expected")
         self.answer = RunnerResponse(
-            _object(document, self._request.most_body), bytes(self._buffer[self._body_length : end])
+            cast("dict[str, Any]", body), bytes(self._buffer[self._body_length : end])
         )
         return True
-
-
-def _object(document: bytes, most_body: int) -> Mapping[str, Any]:
-    try:
-        check_number(document, lists=most_body // 64, texts=most_body // 16)
-        # Of bytes json would guess UTF-16, and let half characters pass.
-        text = document.decode("utf-8")
-        body: object = json.loads(text, parse_constant=no_constant, parse_float=finite)
-        body = _storable(body) if b"\\u" in document else body
-    except (ValueError, RecursionError) as error:
-        raise BadAnswer(f"the answer is no JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise BadAnswer(f"the answer is a {type(body).__name__}; an object is expected")
-    return cast("dict[str, Any]", body)
 
 
 def _storable(value: Any) -> Any:
@@ -170,7 +165,7 @@ def _storable(value: Any) -> Any:
     return value
 
 
-def accepted(answer: RunnerResponse) -> RunnerResponse:
+def checked_answer(answer: RunnerResponse) -> RunnerResponse:
     """The answer itself; raises RunnerRefused if it is a refusal."""
     error = answer.body.get("error")
     if error is None:
@@ -235,7 +230,9 @@ class Exchange:
         """Take a piece of standard output."""
         if self.answer.done():
             return
-        self._wait_on()
+        if self._limit is not None and not self._limit.expired():
+            now = asyncio.get_running_loop().time()
+            self._limit.reschedule(min(now + self._patience, self._end))
         try:
             whole = self._reader.feed(data)
         except BadAnswer as error:
@@ -244,11 +241,6 @@ class Exchange:
         if whole:
             assert self._reader.answer is not None
             self.answer.set_result(self._reader.answer)
-
-    def _wait_on(self) -> None:
-        if self._limit is not None and not self._limit.expired():
-            now = asyncio.get_running_loop().time()
-            self._limit.reschedule(min(now + self._patience, self._end))
 
     def complained(self, data: bytes) -> None:
         """Take a piece of standard error."""
@@ -270,4 +262,4 @@ class Exchange:
         if not self.answer.done():
             self.answer.cancel()
         elif not self.answer.cancelled():
-            self.answer.exception()  # else asyncio reports it as one that nobody looked at
+            self.answer.exception()  # else asyncio reports it as one that no caller looked at

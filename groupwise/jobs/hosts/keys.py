@@ -139,7 +139,7 @@ async def scan(
             connect_timeout=timeout,
         )
     except (OSError, asyncssh.Error, ValueError, OverflowError) as error:
-        # The last two: what somebody wrote is no name of a host, or no port.
+        # The last two: the address is no name of a host, or the port is none.
         if witness.seen is not None:
             return witness.seen
         raise HostUnreachable(
@@ -182,7 +182,7 @@ class Alias:
 
 def resolve_alias(name: str, *, config: Path | None = None, jumps: int = 1) -> Alias:
     """Ask ssh what `ssh NAME` would connect to. `config` None: that of the user. Raises UsageError."""
-    settings = _asked_of_ssh(name, config)
+    settings = _ssh_settings(name, config)
     host, port, user = (settings[key][0] for key in ("hostname", "port", "user"))
     command = settings.get("proxycommand", ["none"])[0]
     if command != "none":
@@ -192,7 +192,9 @@ def resolve_alias(name: str, *, config: Path | None = None, jumps: int = 1) -> A
         )
     through = settings.get("proxyjump", ["none"])[0]
     jump = None if through == "none" else _resolved_jump(name, through, config, jumps)
-    return Alias(host, int(port), user, _first_there(settings.get("identityfile", [])), jump)
+    paths = (Path(f).expanduser() for f in settings.get("identityfile", []))
+    key = next((str(path) for path in paths if path.is_file()), None)
+    return Alias(host, int(port), user, key, jump)
 
 
 def _resolved_jump(name: str, through: str, config: Path | None, jumps: int) -> Alias:
@@ -217,7 +219,7 @@ def _host_and_port(text: str) -> tuple[str, int | None]:
     return text, None
 
 
-def _asked_of_ssh(name: str, config: Path | None) -> dict[str, list[str]]:
+def _ssh_settings(name: str, config: Path | None) -> dict[str, list[str]]:
     if not name or name.startswith("-") or any(c.isspace() or c == "\0" for c in name):
         raise UsageError(f"{name!r} is no name of a host in an ssh config")
     program = shutil.which("ssh")
@@ -231,17 +233,8 @@ def _asked_of_ssh(name: str, config: Path | None) -> dict[str, list[str]]:
     )
     if told.returncode:
         raise UsageError(f"ssh cannot say what {name} is: {told.stderr.strip()}")
-    return _grouped(told.stdout.splitlines())
-
-
-def _grouped(lines: Sequence[str]) -> dict[str, list[str]]:
     settings: dict[str, list[str]] = {}
-    for line in lines:
+    for line in told.stdout.splitlines():
         key, _, value = line.partition(" ")
         settings.setdefault(key.lower(), []).append(value)
     return settings
-
-
-def _first_there(files: Sequence[str]) -> str | None:
-    paths = (Path(f).expanduser() for f in files)
-    return next((str(path) for path in paths if path.is_file()), None)

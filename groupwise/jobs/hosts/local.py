@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import BinaryIO
 
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
-from groupwise.jobs.hosts.framing import Exchange, accepted, no_answer, request_bytes
+from groupwise.jobs.hosts.framing import Exchange, checked_answer, no_answer, request_bytes
 from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, Request, RunnerResponse
 
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
@@ -25,10 +25,6 @@ ENDS_BY_ITSELF = 2.0
 """Time in seconds for the runner to end after its answer."""
 PASSED_ON = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "SLURM_CONF")
 """Variables that a login sets. The others, such as keys of the control plane, are kept from a process that outlives it."""
-
-
-def _of_a_login(also: Iterable[str]) -> dict[str, str]:
-    return {name: os.environ[name] for name in (*PASSED_ON, *also) if name in os.environ}
 
 
 class LocalHost:
@@ -44,7 +40,10 @@ class LocalHost:
         """`python` runs the bootstrap, with `environment`, or else with the variables of this process that a login would set and those of
         `also`."""
         self._command = (python, *FLAGS, "-c", BOOTSTRAP)
-        self._environment = dict(environment if environment is not None else _of_a_login(also))
+        if environment is None:
+            names = (*PASSED_ON, *also)
+            environment = {name: os.environ[name] for name in names if name in os.environ}
+        self._environment = dict(environment)
         self._under_way: set[_Process] = set()
         self._closed = False
 
@@ -52,24 +51,20 @@ class LocalHost:
         """See `Host.call`."""
         if self._closed:
             raise HostUnreachable("this connection has been closed")
-        process = await self._begin(request)
-        self._under_way.add(process)
-        try:
-            async with process.exchange.limit(timeout, request.longest):
-                return accepted(await process.exchange.answer)
-        except TimeoutError:
-            raise OutcomeUnknown(no_answer(request, "this machine", timeout)) from None
-        finally:
-            self._under_way.discard(process)
-            await process.end()
-
-    async def _begin(self, request: Request) -> _Process:
         process = _Process(request)
         try:
             await process.begin(self._command, self._environment, request_bytes(request))
         except OSError as error:
             raise HostUnreachable(f"{self._command[0]} cannot be started here: {error}") from error
-        return process
+        self._under_way.add(process)
+        try:
+            async with process.exchange.limit(timeout, request.longest):
+                return checked_answer(await process.exchange.answer)
+        except TimeoutError:
+            raise OutcomeUnknown(no_answer(request, "this machine", timeout)) from None
+        finally:
+            self._under_way.discard(process)
+            await process.end()
 
     async def close(self) -> None:
         """See `Host.close`."""
@@ -99,7 +94,16 @@ class _Process:
         with contextlib.ExitStack() as ours:
             sends, hears, listens = self._start(command, environment, ours)
             try:
-                await self._connect(sends, hears, listens, request)
+                loop = asyncio.get_running_loop()
+                for number, pipe in ((STANDARD_OUTPUT, hears), (STANDARD_ERROR, listens)):
+                    reading, _ = await loop.connect_read_pipe(
+                        functools.partial(_Pipe, self, number), pipe
+                    )
+                    self._pipes.append(reading)
+                writing, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, sends)
+                self._pipes.append(writing)
+                writing.write(request)
+                writing.write_eof()
             except BaseException:
                 await self.end()
                 raise
@@ -123,34 +127,19 @@ class _Process:
                 cwd="/",
                 start_new_session=True,
             )
-        self._watch(self._child)
-        return sends, hears, listens
-
-    def _watch(self, child: subprocess.Popen[bytes]) -> None:
-        """Set `_exited` once the process has ended."""
+        child = self._child
         loop = asyncio.get_running_loop()
         handle = os.pidfd_open(child.pid)
 
         def has_ended() -> None:
             loop.remove_reader(handle)
             os.close(handle)
-            self.exchange.status = child.wait()  # at once
+            self.exchange.status = child.wait()  # returns at once
             self._exited.set()
             self._perhaps_over()
 
         loop.add_reader(handle, has_ended)
-
-    async def _connect(
-        self, sends: BinaryIO, hears: BinaryIO, listens: BinaryIO, request: bytes
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        for number, pipe in ((STANDARD_OUTPUT, hears), (STANDARD_ERROR, listens)):
-            reading, _ = await loop.connect_read_pipe(functools.partial(_Pipe, self, number), pipe)
-            self._pipes.append(reading)
-        writing, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, sends)
-        self._pipes.append(writing)
-        writing.write(request)
-        writing.write_eof()
+        return sends, hears, listens
 
     async def end(self) -> None:
         """Leave the process. One that does not end by itself is killed; what it has started is not."""

@@ -97,8 +97,8 @@ class RayRunner(EngineRunner[RayJob]):
             self._word = f"{NAME}:{name}:{where.port or ''}"
         return self._word
 
-    async def found(self, names: Collection[str]) -> Sequence[RayJob]:
-        """See `EngineRunner.found`."""
+    async def find_jobs(self, names: Collection[str]) -> Sequence[RayJob]:
+        """See `EngineRunner.find_jobs`."""
         of_each = await self._call(
             *(("GET", _path(name), None) for name in names), ("GET", "/api/cluster_status", None)
         )
@@ -118,9 +118,9 @@ class RayRunner(EngineRunner[RayJob]):
 
     def _waits_for(self, state: MemberState, job: RayJob) -> str:
         """See `EngineRunner._waits_for`. Lists wanted and free resources, because Ray does not say what a job lacks."""
-        asked = _asked(state.engine_options)
+        asked = _job_options(state.engine_options)
         gang: dict[str, Any] | None = asked.get(GANG)
-        wants = _wants(asked) if gang is None else gang["bundle"]
+        wants: Mapping[str, float] = gang["bundle"] if gang is not None else _wanted(asked)
         words = ", ".join(f"{_number(amount)} {word}" for word, amount in wants.items())
         on = "" if gang is None else f" on each of {gang['nodes']} nodes at once"
         free = _free(job.has, wants)
@@ -130,12 +130,11 @@ class RayRunner(EngineRunner[RayJob]):
 
     async def _submit(self, state: MemberState, options: Sequence[str]) -> None:
         """See `EngineRunner._submit`."""
-        asked = _asked(options)
+        asked = _job_options(options)
         gang = asked.pop(GANG, None)
-        begins = _entrypoint(state, asked) if gang is None else _gang_entrypoint(state, gang)
         body = {
             "submission_id": name_of(state),
-            "entrypoint": begins,
+            "entrypoint": _entrypoint(state, asked, gang),
             "runtime_env": {
                 "env_vars": {
                     "RAY_JOB_STOP_SIGNAL": "SIGTERM",
@@ -209,12 +208,13 @@ def _text(program: str) -> str:
     return Path(__file__).with_name(program).read_text("utf-8")
 
 
-def _asked(options: Sequence[str]) -> dict[str, Any]:
+def _job_options(options: Sequence[str]) -> dict[str, Any]:
     """The options in the words of the Jobs API."""
     return json.loads(options[0]) if options else {}
 
 
-def _wants(asked: Mapping[str, Any]) -> dict[str, float]:
+def _wanted(asked: Mapping[str, Any]) -> dict[str, float]:
+    """The resources that a job on one machine asks for, by Ray's names."""
     wants: dict[str, float] = {word: asked[name] for name, word in WANTED.items() if name in asked}
     return {**wants, **asked.get("entrypoint_resources", {})}
 
@@ -223,17 +223,16 @@ def _path(name: str) -> str:
     return f"/api/jobs/{quote(name, safe='')}"
 
 
-def _gang_entrypoint(state: MemberState, gang: Mapping[str, Any]) -> str:
-    """A shell line that waits for all machines. It uses no resources of any of them."""
-    asked = shlex.quote(json.dumps({"folder": state.folder, **gang}))
-    log = shlex.quote(f"{state.folder}/engine.log")
-    return f"exec python3 -c {shlex.quote(_text('ray_gang.py'))} {asked} >>{log} 2>&1"
-
-
-def _entrypoint(state: MemberState, asked: Mapping[str, Any]) -> str:
-    """A shell line that begins the attempt. It hides GPUs if none were asked for: Ray would leave the job those of its node."""
-    none = "" if asked.get("entrypoint_num_gpus") else "CUDA_VISIBLE_DEVICES= "
+def _entrypoint(
+    state: MemberState, asked: Mapping[str, Any], gang: Mapping[str, Any] | None
+) -> str:
+    """The shell line of a job, which begins the attempt. A gang's line waits for all machines, and uses no resources of any of them."""
     begin, log = (shlex.quote(f"{state.folder}/{name}") for name in ("begin.sh", "engine.log"))
+    if gang is not None:
+        argument = shlex.quote(json.dumps({"folder": state.folder, **gang}))
+        return f"exec python3 -c {shlex.quote(_text('ray_gang.py'))} {argument} >>{log} 2>&1"
+    # If no GPUs were asked for they are hidden: Ray would leave the job those of its node.
+    none = "" if asked.get("entrypoint_num_gpus") else "CUDA_VISIBLE_DEVICES= "
     return f"{none}exec sh {begin} >>{log} 2>&1"
 
 

@@ -60,20 +60,17 @@ def answer(opener: OpenerDirector, request: Request, seconds: float) -> tuple[in
 def headers() -> dict[str, str]:
     """Headers with the token, if there is one: a head that needs none ignores it."""
     found = {"Content-Type": "application/json"}
-    token = os.environ.get("RAY_AUTH_TOKEN") or kept()
+    token = os.environ.get("RAY_AUTH_TOKEN")
+    if not token:
+        path = os.path.expanduser(os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN)
+        try:
+            with open(path, encoding="utf-8") as file:
+                token = file.read().strip()
+        except (OSError, UnicodeDecodeError):
+            token = ""
     if token:
         found["Authorization"] = f"Bearer {token}"
     return found
-
-
-def kept() -> str:
-    """The token from its file; empty if none could be read."""
-    path = os.path.expanduser(os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN)
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 if __name__ == "__main__":

@@ -188,33 +188,46 @@ class Gang:
 
     def run(self) -> int:
         """Run the job to its end; returns the exit code."""
-        if not (host := self._answered(self._first.host)):
+        if not (host := self._retried(self._first.host)):
             return LOST
         told = {NODES: str(len(self._others) + 1), HOST: host, ORDER: self._order}
         if ADDRESS in os.environ:
             told[ADDRESS] = os.environ[ADDRESS]
-        if not self._answered(self._first.lead, self._folder, told):
+        if not self._retried(self._first.lead, self._folder, told):
             return LOST
         try:
             code = self._until_first_ends()
-        finally:
-            self._end_others()
+        finally:  # the others get TERM, and KILL once they have had time to save
+            until = time.monotonic() + SAVING
+            for each in self._others:
+                self._result(each.end.remote())
+            living = [rank - 1 for rank in self._followed]
+            while living and time.monotonic() < until:
+                living = [
+                    each
+                    for each in living
+                    if self._result(self._others[each].ended.remote(), LOST) is None
+                ]
+                time.sleep(TICK)
+            for each in living:
+                self._result(self._others[each].kill.remote())
             remove(self._order)
         return code
 
     def _until_first_ends(self) -> int:
         evicted = False
         while True:
-            code = self._asked(self._first.ended.remote(), LOST)
+            code = self._result(self._first.ended.remote(), LOST)
             if code is not None:
                 return int(code)
             self._have_others_follow()
-            if self._is_one_gone() and self._missed is None:
+            ended = [self._result(each.ended.remote(), LOST) for each in self._others]
+            if self._missed is None and any(code is not None for code in ended):
                 self._missed = time.monotonic()
             late = self._missed is not None and time.monotonic() - self._missed > NOTICE
             if (self._stops or late) and not evicted:
                 evicted = True
-                self._asked(self._first.evict.remote(self._folder))
+                self._result(self._first.evict.remote(self._folder))
             time.sleep(TICK)
 
     def _have_others_follow(self) -> None:
@@ -223,46 +236,25 @@ class Gang:
         for rank, other in enumerate(self._others, 1):
             if rank in self._followed | self._cannot:
                 continue
-            follows = self._asked(other.follow.remote(self._order, rank))
+            follows = self._result(other.follow.remote(self._order, rank))
             if isinstance(follows, str):
-                self._give_up(rank, follows)
+                # The job needs all machines: it is ended at once.
+                self._cannot.add(rank)
+                line = f"Machine {rank + 1} of {len(self._others) + 1} cannot begin its part: {follows}\n"
+                self._result(self._first.note.remote(self._folder, line))
+                self._missed = -math.inf
             elif follows:
                 self._followed.add(rank)
         if len(self._followed) == len(self._others):
             remove(self._order)
 
-    def _give_up(self, rank: int, why: str) -> None:
-        """Record a machine that cannot begin; the job is ended at once, because it needs all of them."""
-        self._cannot.add(rank)
-        line = f"Machine {rank + 1} of {len(self._others) + 1} cannot begin its part: {why}\n"
-        self._asked(self._first.note.remote(self._folder, line))
-        self._missed = -math.inf
-
-    def _is_one_gone(self) -> bool:
-        return any(self._asked(each.ended.remote(), LOST) is not None for each in self._others)
-
-    def _end_others(self) -> None:
-        until = time.monotonic() + SAVING
-        for each in self._others:
-            self._asked(each.end.remote())
-        living = [rank - 1 for rank in self._followed]
-        while living and time.monotonic() < until:
-            living = [
-                each
-                for each in living
-                if self._asked(self._others[each].ended.remote(), LOST) is None
-            ]
-            time.sleep(TICK)
-        for each in living:
-            self._asked(self._others[each].kill.remote())
-
-    def _answered(self, method: Any, *asked: Any) -> Any:
+    def _retried(self, method: Any, *asked: Any) -> Any:
         """Call until the machine answers; None: it is gone."""
-        while (answer := self._asked(method.remote(*asked), False)) is None:
+        while (answer := self._result(method.remote(*asked), False)) is None:
             time.sleep(TICK)
         return answer or None
 
-    def _asked(self, answer: Any, gone: Any = None) -> Any:
+    def _result(self, answer: Any, gone: Any = None) -> Any:
         """A machine's answer; None if it does not answer at the moment, `gone` if the machine is gone, perhaps with its node."""
         try:
             return self._ray.get(answer)
@@ -292,11 +284,11 @@ def main() -> int:
     while not ray.wait([ready], timeout=TICK)[0]:
         if stops:
             return 128 + int(signal.SIGTERM)
-    gang = Gang(ray, begun(ray, group, asked), asked["folder"], stops)
+    gang = Gang(ray, start_actors(ray, group, asked), asked["folder"], stops)
     return gang.run()
 
 
-def begun(ray: Any, group: Any, asked: dict[str, Any]) -> list[Any]:
+def start_actors(ray: Any, group: Any, asked: dict[str, Any]) -> list[Any]:
     """Start an actor in each bundle, which takes all of it."""
     places = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
     bundle = dict(asked["bundle"])

@@ -365,16 +365,16 @@ def read_json(path: str, most: int = LARGEST_RECORD) -> dict[str, Any] | None:
     """A JSON object from a file; None if the file is missing, damaged or longer than `most`."""
     try:
         data = read_plain(path, most + 1)
-        return as_object(parsed(data)) if len(data) <= most else None
+        return as_object(parse_json(data)) if len(data) <= most else None
     except (OSError, *NO_JSON):
         return None
 
 
 NO_JSON = (ValueError, RecursionError, MemoryError)
-"""Errors that `parsed` raises for hostile text."""
+"""Errors that `parse_json` raises for hostile text."""
 
 
-def parsed(data: bytes) -> Any:
+def parse_json(data: bytes) -> Any:
     """Parse JSON that a job may have written. The garbage collector is off meanwhile: a million lists would trigger it over and over.
 
     Only UTF-8 is accepted: for bytes that look like another encoding Python would import a codec."""
@@ -500,7 +500,7 @@ def empty(folder: int, top: int) -> list[str]:
             elif folder == top:
                 found.append(name)
             else:
-                found += lifted(name, folder, top)
+                found += move_up(name, folder, top)
     return found
 
 
@@ -513,7 +513,7 @@ def empty_named(name: str, top: int) -> list[str]:
         os.close(folder)
 
 
-def lifted(name: str, folder: int, top: int) -> list[str]:
+def move_up(name: str, folder: int, top: int) -> list[str]:
     """Move a folder into `top` and return its new name; an empty one is just removed. Moving a folder needs write permission for it,
     removing an empty one only for the folder around it."""
     with contextlib.suppress(OSError):
@@ -596,28 +596,25 @@ def is_locked(path: str) -> bool:
 
 @contextlib.contextmanager
 def alone(folder: str) -> Generator[None, None, None]:
-    """Lock for slow work that may be requested again after its caller was cut off: later requests wait, then find it done."""
+    """Lock for slow work that may be requested again after its caller was cut off: later requests wait, then find it done. The process
+    exits if the caller of this request hangs up meanwhile."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    listener = select.poll()
+    listener.register(1, 0)
     try:
-        wait_for(lock)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if listener.poll(100):
+                    os._exit(0)  # the caller hung up
         yield
     finally:
         os.close(lock)
 
 
-def wait_for(lock: int) -> None:
-    """Wait until the lock is free; exit the process if the caller of this request hangs up."""
-    listener = select.poll()
-    listener.register(1, 0)
-    while True:
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if listener.poll(100):
-                os._exit(0)  # nobody listens any more
-
-
-class Held:
+class HeldLock:
     """A lock for the length of a `with`, released at once even if a child was forked meanwhile. Raises Refusal `busy`."""
 
     def __init__(self, path: str, how: int = fcntl.LOCK_EX) -> None:
@@ -652,15 +649,14 @@ class Root:
         made."""
         path = self.at("place")
         name = read_text(path, CELL)
-        return name or self._name_it(path)
-
-    def _name_it(self, path: str) -> str | None:
+        if name:
+            return name
         new = f"{path}.{os.getpid()}.new"
         try:
             make_folder(self.path)
             write_file(new, os.urandom(16).hex().encode())
             with contextlib.suppress(FileExistsError):
-                os.link(new, path)  # whoever is first names it
+                os.link(new, path)  # of several requests, the first names it
             remove_file(new)
             sync_folder(self.path)
         except OSError:
@@ -671,9 +667,9 @@ class Root:
         """The path of a lock file."""
         return os.path.join(make_folder(self.at("locks")), name)
 
-    def job_lock(self, job: str) -> Held:
+    def job_lock(self, job: str) -> HeldLock:
         """Lock held while deciding which request makes an attempt of this job; several jobs share one."""
-        return Held(self.lock(f"jobs-{hashlib.sha256(job.encode()).hexdigest()[:2]}"))
+        return HeldLock(self.lock(f"jobs-{hashlib.sha256(job.encode()).hexdigest()[:2]}"))
 
     def gpu_lock(self, uuid: str) -> str:
         """The path of a GPU's lock: exclusive for a whole GPU, shared for shares of it."""
@@ -832,19 +828,15 @@ def processes() -> Iterator[Process]:
                 yield found
 
 
-def environment_of(pid: int) -> dict[bytes, bytes]:
-    """The environment that a process was started with; empty if it cannot be read, as that of another user."""
+def marker_of(pid: int, root: Root) -> str | None:
+    """The attempt named in the environment that a process was started with, if it is one of this root. None if the environment cannot be
+    read, as that of another user's process."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             entries = file.read().split(b"\0")
     except OSError:
-        return {}
-    return dict(e.split(b"=", 1) for e in entries if b"=" in e)
-
-
-def marker_of(pid: int, root: Root) -> str | None:
-    """The attempt named in the process's environment, if it is one of this root."""
-    environment = environment_of(pid)
+        return None
+    environment = dict(e.split(b"=", 1) for e in entries if b"=" in e)
     name = environment.get(ATTEMPT_VARIABLE.encode())
     if name is None:
         return None
@@ -917,11 +909,11 @@ class Belonging:
         return {
             pid: p
             for pid, p in everyone.items()
-            if pid in below or pid in grouped or self._is_child(p) or self._is_marked(pid)
+            if pid in below
+            or pid in grouped
+            or (self.same_boot and (p.pid, p.ticks) == self.child)
+            or self._is_marked(pid)
         }
-
-    def _is_child(self, p: Process) -> bool:
-        return self.same_boot and (p.pid, p.ticks) == self.child
 
     def _is_marked(self, pid: int) -> bool:
         marked = marker_of(pid, self.attempt.root) == self.attempt.name
@@ -1091,17 +1083,10 @@ def is_group_of(attempt: Attempt, folder: object) -> bool:
     read, and killed."""
     if not isinstance(folder, str) or os.path.normpath(folder) != folder:
         return False
-    return os.path.basename(folder) == unit_of(attempt) and folder.startswith(group_mounts())
-
-
-def group_mounts() -> tuple[str, ...]:
-    """The mount points of control groups, each with a slash at its end."""
-    lines = [line.split(" ") for line in read_text("/proc/self/mounts").splitlines()]
-    return tuple(
-        line[1].replace("\\040", " ").rstrip("/") + "/"
-        for line in lines
-        if line[2] in ("cgroup", "cgroup2")
-    )
+    mounts = [line.split(" ")[1:3] for line in read_text("/proc/self/mounts").splitlines()]
+    groups = [mount for mount, kind in mounts if kind in ("cgroup", "cgroup2")]
+    above = tuple(mount.replace("\\040", " ").rstrip("/") + "/" for mount in groups)
+    return os.path.basename(folder) == unit_of(attempt) and folder.startswith(above)
 
 
 def unit_of(attempt: Attempt) -> str:
@@ -1213,34 +1198,30 @@ def parse_gpus(
         ):
             not_read.append(", ".join(row.values())[:200])
             continue
-        gpus[uuid] = gpu_of(row, uuid, index)
+        # Values that it does not give are None, and listed in `problems` if that is a fault.
+        total, used = number(row["memory.total"]), number(row["memory.used"])
+        mig = plain(row.get("mig.mode.current", "")) == "enabled"
+        problems = [
+            f"{name}: {cell[:100]}"
+            for name, cell in row.items()
+            if name not in ("index", "uuid") and is_fault(name, cell, mig)
+        ]
+        if total is not None and used is not None and used > total:
+            problems.append(f"memory.used: {used} of {total} MiB")
+            used = None
+        gpus[uuid] = {
+            "index": index,
+            "uuid": uuid,
+            "model": None if plain(row["name"]) in NOTHING else row["name"],
+            "memory_mb": total,
+            "memory_used_mb": used,
+            "utilisation": number(row["utilization.gpu"]),
+            "temperature": number(row["temperature.gpu"]),
+            "mig": mig,
+            "mig_devices": [],
+            "problems": problems,
+        }
     return list(gpus.values()), not_read
-
-
-def gpu_of(row: dict[str, str], uuid: str, index: int) -> dict[str, Any]:
-    """One GPU; values that it does not give are None, and listed in `problems` if that is a fault."""
-    total, used = number(row["memory.total"]), number(row["memory.used"])
-    mig = plain(row.get("mig.mode.current", "")) == "enabled"
-    problems = [
-        f"{name}: {cell[:100]}"
-        for name, cell in row.items()
-        if name not in ("index", "uuid") and is_fault(name, cell, mig)
-    ]
-    if total is not None and used is not None and used > total:
-        problems.append(f"memory.used: {used} of {total} MiB")
-        used = None
-    return {
-        "index": index,
-        "uuid": uuid,
-        "model": None if plain(row["name"]) in NOTHING else row["name"],
-        "memory_mb": total,
-        "memory_used_mb": used,
-        "utilisation": number(row["utilization.gpu"]),
-        "temperature": number(row["temperature.gpu"]),
-        "mig": mig,
-        "mig_devices": [],
-        "problems": problems,
-    }
 
 
 def is_fault(name: str, cell: str, mig: bool) -> bool:
@@ -1302,7 +1283,7 @@ def mig_memory(xml: str) -> dict[tuple[str, int], int | None]:
     return found
 
 
-class Said:
+class ProbeOutput:
     """The outcome of one command of the probe."""
 
     def __init__(
@@ -1321,11 +1302,13 @@ class Probe:
         self.timeout = seconds_of(body, "probe_timeout", PROBE_TIMEOUT)
         self.until = 0.0
 
-    def ask(self, *questions: Sequence[str]) -> list[Said]:
+    def ask(self, *questions: Sequence[str]) -> list[ProbeOutput]:
         """Ask all questions at once, within the time limit."""
         lock = self._lock()
         if lock is None:
-            return [Said("hung", complaint="earlier calls of it still hang") for _ in questions]
+            return [
+                ProbeOutput("hung", complaint="earlier calls of it still hang") for _ in questions
+            ]
         self.until = time.monotonic() + self.timeout
         try:
             return self._ask(questions, lock)
@@ -1346,11 +1329,13 @@ class Probe:
     def _left(self) -> float:
         return max(0.0, self.until - time.monotonic())
 
-    def _ask(self, questions: Sequence[Sequence[str]], lock: int) -> list[Said]:
+    def _ask(self, questions: Sequence[Sequence[str]], lock: int) -> list[ProbeOutput]:
         import subprocess
 
         if not find_program(self.command[0], os.environ.get("PATH", os.defpath)):
-            return [Said("absent", complaint=f"there is no {self.command[0]}") for _ in questions]
+            return [
+                ProbeOutput("absent", complaint=f"there is no {self.command[0]}") for _ in questions
+            ]
         running: list[subprocess.Popen[bytes]] = []
         try:
             for question in questions:
@@ -1368,12 +1353,8 @@ class Probe:
         except OSError as error:
             for begun in running:
                 end_probe(begun)
-            return [Said("failed", complaint=str(error)) for _ in questions]
-        outputs = self._collect(running)
-        return [self._said(begun, outputs) for begun in running]
-
-    def _collect(self, running: Sequence[Any]) -> dict[int, bytes]:
-        streams = [s for begun in running for s in (begun.stdout, begun.stderr)]
+            return [ProbeOutput("failed", complaint=str(error)) for _ in questions]
+        streams = [s for begun in running for s in (begun.stdout, begun.stderr) if s]
         outputs = {s.fileno(): b"" for s in streams}
         poller = select.poll()
         waiting = set(outputs)
@@ -1386,9 +1367,9 @@ class Probe:
                 if not data or len(outputs[fd]) > 1 << 22:
                     poller.unregister(fd)
                     waiting.discard(fd)
-        return outputs
+        return [self._outcome(begun, outputs) for begun in running]
 
-    def _said(self, begun: Any, outputs: dict[int, bytes]) -> Said:
+    def _outcome(self, begun: Any, outputs: dict[int, bytes]) -> ProbeOutput:
         """The outcome of one process. One that did not end in time is killed and not waited for: in the kernel it may never die."""
         text, complaint = (
             outputs[stream.fileno()].decode("utf-8", "replace")
@@ -1399,8 +1380,8 @@ class Probe:
         code = begun.poll()
         end_probe(begun)
         if code is None:
-            return Said("hung", text, complaint)
-        return Said("failed" if code else "ok", text, complaint, code)
+            return ProbeOutput("hung", text, complaint)
+        return ProbeOutput("failed" if code else "ok", text, complaint, code)
 
 
 def end_probe(begun: Any) -> None:
@@ -1413,12 +1394,11 @@ def end_probe(begun: Any) -> None:
             time.sleep(0.005)
     begun.stdout.close()
     begun.stderr.close()
-    begun.returncode = (
-        begun.returncode if begun.returncode is not None else -9
-    )  # no complaint at its end
+    if begun.returncode is None:
+        begun.returncode = -9  # so that Popen does not warn of a child that was not waited for
 
 
-class Seen:
+class GpuReport:
     """GPUs and the processes on them, as far as the probe showed them."""
 
     def __init__(self) -> None:
@@ -1444,9 +1424,9 @@ class Seen:
         }
 
 
-def look_at_gpus(root: Root, body: dict[str, Any]) -> Seen:
+def look_at_gpus(root: Root, body: dict[str, Any]) -> GpuReport:
     """Run one round of the probe."""
-    probe, seen = Probe(root, body), Seen()
+    probe, seen = Probe(root, body), GpuReport()
     about_gpus, about_apps = probe.ask(
         question("gpu", GPU_FIELDS), question("compute-apps", APP_FIELDS)
     )
@@ -1459,8 +1439,8 @@ def look_at_gpus(root: Root, body: dict[str, Any]) -> Seen:
         (about_gpus,) = probe.ask(question("gpu", fields))
     seen.gpus, not_read = parse_gpus(about_gpus.text, fields)
     seen.apps, apps_not_read = parse_apps(about_apps.text)
-    seen.status = judged(about_gpus, not_read, seen.gpus)
-    seen.apps_status = judged(about_apps, apps_not_read, seen.apps)
+    seen.status = probe_status(about_gpus, not_read, seen.gpus)
+    seen.apps_status = probe_status(about_apps, apps_not_read, seen.apps)
     seen.not_read = not_read + apps_not_read
     seen.exit = about_gpus.exit
     seen.said = (about_gpus.complaint or about_apps.complaint).strip()[:500]
@@ -1479,7 +1459,7 @@ def question(what: str, fields: Sequence[str]) -> tuple[str, ...]:
     return (f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
 
 
-def judged(said: Said, not_read: list[str], found: list[Any]) -> str:
+def probe_status(said: ProbeOutput, not_read: list[str], found: list[Any]) -> str:
     """The probe's status: `garbage` only if no line could be read. If some could, it stays ok, and the caller sees the unread ones too."""
     return "garbage" if said.status == "ok" and not_read and not found else said.status
 
@@ -1580,7 +1560,11 @@ def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
     remove_file(target)
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(blob, "rb") as source, open(fd, "wb") as file:
-        sound = is_cloned(source, file) or (yield from copied(source, file)) == sha
+        try:  # with a clone, `file` shares the blob's content until one of them is changed
+            fcntl.ioctl(file.fileno(), CLONE, source.fileno())
+            sound = True
+        except OSError:  # this file system cannot clone
+            sound = (yield from copy_pieces(source, file)) == sha
         os.fchmod(file.fileno(), mode)
     if not sound:
         remove_file(blob)
@@ -1590,16 +1574,7 @@ def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
         )
 
 
-def is_cloned(source: BinaryIO, file: BinaryIO) -> bool:
-    """True if the empty `file` now shares the content of `source`; False if the file system cannot clone."""
-    try:
-        fcntl.ioctl(file.fileno(), CLONE, source.fileno())
-    except OSError:
-        return False
-    return True
-
-
-def copied(source: BinaryIO, file: BinaryIO) -> Generator[None, None, str]:
+def copy_pieces(source: BinaryIO, file: BinaryIO) -> Generator[None, None, str]:
     """Copy in pieces, yielding between them; returns the hash."""
     digest = hashlib.sha256()
     while True:
@@ -1663,14 +1638,11 @@ def open_inside(work: str, path: str) -> int:
         except FileNotFoundError:
             raise Refusal("not_found", f"{path} is not in the working folder") from None
         except OSError as error:
-            if error.errno in (
-                errno.ELOOP,
-                errno.ENOTDIR,
-            ):  # it was replaced a moment ago, or is below a file
-                raise Refusal(
-                    "refused_path", f"{path}: not all above it are folders", kind="link"
-                ) from None
-            raise
+            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                raise
+            # It was replaced a moment ago, or is below a file.
+            message = f"{path}: not all above it are folders"
+            raise Refusal("refused_path", message, kind="link") from None
         finally:
             os.close(fd)
         fd = below
@@ -1841,13 +1813,16 @@ class Checkpoint:
 
 
 def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]:
-    """Complete checkpoints in order of their steps. If there are very many or very large manifests, only the newest are read."""
+    """Complete checkpoints in order of their steps, without folders that are under construction. If there are very many or very large
+    manifests, only the newest are read."""
     walk = Walk(attempt.work)
     for folder in folders:
         walk.enter(folder)
-    others, left = Others(attempt), MANIFESTS_TOGETHER
+    others, left = OtherManifests(attempt), MANIFESTS_TOGETHER
     found: list[Checkpoint] = []
-    for path in newest_manifests(walk):
+    manifests = [p for p in walk.files if p.endswith("/manifest.json") and "/." not in "/" + p]
+    manifests.sort(key=lambda p: walk.files[p].st_mtime_ns, reverse=True)
+    for path in manifests[:MOST_MANIFESTS]:
         file = walk.files[path]
         if file.st_size > min(left, LARGEST_MANIFEST) or others.has(file):
             continue
@@ -1861,19 +1836,10 @@ def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]
     return sorted(found, key=lambda c: (c.step, c.path))
 
 
-def newest_manifests(walk: Walk) -> list[str]:
-    """Paths of `manifest.json` files, newest first, without folders that are under construction."""
-    found = [
-        path for path in walk.files if path.endswith("/manifest.json") and "/." not in "/" + path
-    ]
-    found.sort(key=lambda path: walk.files[path].st_mtime_ns, reverse=True)
-    return found[:MOST_MANIFESTS]
-
-
 def checkpoint_of(walk: Walk, path: str) -> Checkpoint | None:
     """Read a manifest; None if it describes no checkpoint, since any file may have that name."""
     try:
-        manifest = parsed(read_inside(walk.work, path, LARGEST_MANIFEST))
+        manifest = parse_json(read_inside(walk.work, path, LARGEST_MANIFEST))
         step, files = manifest["step"], manifest["files"]
         right = is_count(step, MOST_STEPS - 1) and all(
             is_count(entry["size"]) and is_sha(entry["sha256"]) for entry in files.values()
@@ -1892,7 +1858,7 @@ def is_complete(checkpoint: Checkpoint) -> bool:
     return True
 
 
-class Others:
+class OtherManifests:
     """Large files named `manifest.json` that belong to no checkpoint, as in data sets: not read again while they stay unchanged."""
 
     def __init__(self, attempt: Attempt) -> None:
@@ -2056,13 +2022,23 @@ def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> 
         heartbeat_age=heartbeat_age(attempt) if same_boot else None,
         checkpoints=count,
         step=step,
-        exit=aged(ended) if word == "exited" else None,
+        exit=with_age(ended) if word == "exited" else None,
         gpus=state.get("gpus", []),
         refused=state.get("refused"),
         survivors=survivors(attempt, state) if word == "lost" else None,
     )
     if state.get("engine"):
-        found.update(told_of_engine(attempt, state, word))
+        # A caller needs these, beside the engine's own answer, to judge an attempt.
+        said = "" if word in ("running", "exited") else read_end(attempt.at(ENGINE_LOG))
+        found.update(
+            {
+                "engine_options": state.get("engine_options") or [],
+                "folder": attempt.path,
+                "age": max(0.0, time.time() - state.get("claimed_at", 0.0)),
+                "beat_age": max(0.0, time.time() - modified(attempt.at("heartbeat"))),
+                "engine_says": said,
+            }
+        )
     return found
 
 
@@ -2070,18 +2046,6 @@ MEMBER_FIELDS = (
     *("rank", "boot_id", "pid", "start_ticks", "method", "started_at"),
     *("share_mb", "slot", "engine"),
 )
-
-
-def told_of_engine(attempt: Attempt, state: dict[str, Any], word: str) -> dict[str, Any]:
-    """Fields that a caller needs, beside the engine's own answer, to judge an attempt."""
-    said = "" if word in ("running", "exited") else read_end(attempt.at(ENGINE_LOG))
-    return {
-        "engine_options": state.get("engine_options") or [],
-        "folder": attempt.path,
-        "age": max(0.0, time.time() - state.get("claimed_at", 0.0)),
-        "beat_age": max(0.0, time.time() - modified(attempt.at("heartbeat"))),
-        "engine_says": said,
-    }
 
 
 def read_end(path: str) -> str:
@@ -2096,7 +2060,7 @@ def read_end(path: str) -> str:
         os.close(fd)
 
 
-def aged(ended: dict[str, Any] | None) -> dict[str, Any] | None:
+def with_age(ended: dict[str, Any] | None) -> dict[str, Any] | None:
     """An exit record with its age in seconds: a caller that compares machines does not know their clocks."""
     then = (ended or {}).get("finished_at")
     if ended is None or not isinstance(then, (int, float)):
@@ -2365,7 +2329,7 @@ def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> Answered:
         raise Refusal(
             "bad_request", "payload: as many bytes as the blobs have together are expected"
         )
-    with Held(root.lock("blobs.lock"), fcntl.LOCK_SH):
+    with HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
         for n, sha in enumerate(shas):
             store_blob(root, sha, sizes[n], payload)
     return {"stored": shas}, b""
@@ -2377,21 +2341,21 @@ def verb_join(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     size = count_of({"size": body["blob"][1]}, "size")
     parts = shas_of({"parts": [entry[0] for entry in body["parts"]]}, "parts")
     folder = make_folder(os.path.dirname(root.blob(sha)))
-    with alone(folder), Held(root.lock("blobs.lock"), fcntl.LOCK_SH):
+    with alone(folder), HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
         if not has_blob(root, sha):
             missing = [part for part in parts if not has_blob(root, part)]
             if missing:
                 raise Refusal(
                     "missing_blobs", f"{len(missing)} parts are not here", missing=missing
                 )
-            store_blob(root, sha, size, Joined([root.blob(part) for part in parts]), "join")
+            store_blob(root, sha, size, JoinedFiles([root.blob(part) for part in parts]), "join")
         for part in parts:
             if part != sha:
                 remove_file(root.blob(part))
     return {"stored": [sha]}, b""
 
 
-class Joined:
+class JoinedFiles:
     """Several files, read one after the other as one."""
 
     def __init__(self, paths: list[str]) -> None:
@@ -2491,7 +2455,7 @@ def verb_touch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     return {"touched": touched}, b""
 
 
-class Watched:
+class WatchedAttempt:
     """One attempt that a `wait` request watches."""
 
     def __init__(self, attempt: Attempt, known: dict[str, Any]) -> None:
@@ -2522,7 +2486,9 @@ def verb_wait(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     begun = time.monotonic()
     until = begun + seconds_of(body, "timeout", 0.0)
     loud = begun + seconds_of(body, "quiet", 1.0)
-    watched = [Watched(attempt_by_name(root, n), known) for n, known in body["known"].items()]
+    watched = [
+        WatchedAttempt(attempt_by_name(root, n), known) for n, known in body["known"].items()
+    ]
     listener = select.poll()
     listener.register(1, 0)
     while True:
@@ -2531,7 +2497,7 @@ def verb_wait(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         if now >= until or any(w.differs(found[n], now >= loud) for n, w in enumerate(watched)):
             return {"attempts": found}, b""
         if listener.poll(max(1, int(min(0.1, until - now) * 1000))):
-            os._exit(0)  # nobody listens any more
+            os._exit(0)  # the caller hung up
 
 
 def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
@@ -2545,7 +2511,7 @@ def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     elif (state_of(attempt) or {}).get("engine"):  # its supervisor may live on another machine
         set_cell(attempt.at("cancel"), f"{least:.3f}")
         kill_leftovers(attempt)
-    else:  # nobody hears of it
+    else:  # no supervisor lives to hear of it
         kill_leftovers(attempt)
     return member(attempt), b""
 
@@ -2555,9 +2521,8 @@ def kill_leftovers(attempt: Attempt) -> None:
     state = state_of(attempt) or {}
     if state.get("boot_id") not in (None, boot_id()):
         return
-    belonging = Belonging(
-        attempt, state
-    )  # by their mark where no pid is known: somebody may have removed the folder
+    # Where no pid is known they are found by their mark: the folder may have been removed.
+    belonging = Belonging(attempt, state)
     if not belonging.kill(KILL_VERB_PATIENCE):
         belonging.group.remove()
 
@@ -2671,7 +2636,7 @@ def verb_keep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     paths = [text_of({"path": entry[0]}, "path") for entry in files]
     shas = shas_of({"files": [entry[1] for entry in files]}, "files")
     sizes = [count_of({"size": entry[2]}, "size") for entry in files]
-    with Held(root.lock("blobs.lock"), fcntl.LOCK_SH):
+    with HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
         for n, sha in enumerate(shas):
             if not has_blob(root, sha):
                 keep_file(root, attempt.work, paths[n], sha, sizes[n])
@@ -2700,7 +2665,17 @@ def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         with alone(attempt.path):
             answer.update(Artefacts(attempt, state).listed())
     if what != "artefacts":
-        answer["checkpoints"] = list_checkpoints(attempt, state)
+        # Oldest first; only the newest if an answer does not hold them all.
+        hashes, room = Hashes(attempt), LARGEST_LISTING
+        found: list[dict[str, Any]] = []
+        for checkpoint in reversed(checkpoints_of(attempt, state.get("checkpoints") or ())):
+            told = listed_checkpoint(checkpoint, hashes)
+            size = sum(map(told_size, told["files"])) if told else 0
+            if told and size <= room:
+                room -= size
+                found.append(told)
+        hashes.keep()
+        answer["checkpoints"] = found[::-1]
     return answer, b""
 
 
@@ -2777,21 +2752,7 @@ def told_size(path: str) -> int:
     return len(json.dumps(path)) + 96
 
 
-def list_checkpoints(attempt: Attempt, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Complete checkpoints, oldest first; only the newest if an answer does not hold them all."""
-    hashes, room = Hashes(attempt), LARGEST_LISTING
-    found: list[dict[str, Any]] = []
-    for checkpoint in reversed(checkpoints_of(attempt, state.get("checkpoints") or ())):
-        told = described(checkpoint, hashes)
-        size = sum(map(told_size, told["files"])) if told else 0
-        if told and size <= room:
-            room -= size
-            found.append(told)
-    hashes.keep()
-    return found[::-1]
-
-
-def described(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] | None:
+def listed_checkpoint(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] | None:
     """One checkpoint with its manifest among its files; None if it is changing. The hashes are the manifest's claim: the client verifies
     them."""
     hashed = {checkpoint.path + "/" + p: e["sha256"] for p, e in checkpoint.files.items()}
@@ -2821,7 +2782,10 @@ def verb_release(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     if not holders:
         belonging.group.remove()
         for uuid in uuids:
-            remove_share(root, uuid, attempt.name)
+            with HeldLock(root.lock("shares.lock")):
+                path = os.path.join(root.shares(uuid), attempt.name)
+                if not is_locked(path):
+                    remove_file(path)
     return {"clean": not holders, "holders": holders}, b""
 
 
@@ -2911,7 +2875,7 @@ def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     before = time.time() - seconds_of(body, "older_than", 3600.0)
     removed = remove_old_runners(root, text_of(body, "runner"), before)
     for folder, _folders, names in os.walk(root.at("blobs")):
-        with Held(root.lock("blobs.lock")):  # anew for each folder: launches wait for it
+        with HeldLock(root.lock("blobs.lock")):  # taken again for each folder: launches wait for it
             for name in names:
                 path = os.path.join(folder, name)
                 if name not in keep and changed_before(path, before):
@@ -3171,16 +3135,12 @@ def take_over_unbegun(attempt: Attempt) -> None:
     lock = take_lock(attempt.at("supervisor.lock"))
     if lock is not None:
         try:
-            if was_unbegun_file(attempt):
+            # Look again under its lock: the supervisor may have gone on and ended meanwhile.
+            state = state_of(attempt) or {}
+            if state.get("phase") == "claimed" and not os.path.exists(attempt.at("exit.json")):
                 clear_away(attempt)
         finally:
             os.close(lock)
-
-
-def was_unbegun_file(attempt: Attempt) -> bool:
-    """Check again under its lock: the supervisor may have gone on and ended meanwhile."""
-    state = state_of(attempt) or {}
-    return state.get("phase") == "claimed" and not os.path.exists(attempt.at("exit.json"))
 
 
 def claim(
@@ -3230,9 +3190,8 @@ def furnish(folder: str, heard: float) -> None:
     for name in ("log", "tether"):
         write_file(os.path.join(folder, name), b"")
     os.mkdir(os.path.join(folder, "work"), 0o700)
-    with contextlib.suppress(
-        OSError
-    ):  # some file systems have none: the supervisor then looks every TICK
+    with contextlib.suppress(OSError):
+        # Some file systems have no pipes: the supervisor then looks every TICK.
         os.mkfifo(os.path.join(folder, "bell"), 0o600)
 
 
@@ -3282,7 +3241,7 @@ def resolve_gpus(order: Order) -> str:
     return ",".join(resolve_gpu(order, seen, uuid) for uuid in order.gpus)
 
 
-def resolve_gpu(order: Order, seen: Seen, uuid: str) -> str:
+def resolve_gpu(order: Order, seen: GpuReport, uuid: str) -> str:
     """One GPU's index or MIG name; Refused if it is missing, ill, or in use."""
     device = next((d for g in seen.gpus for d in g["mig_devices"] if d["uuid"] == uuid), None)
     gpu = seen.gpu(uuid)
@@ -3297,19 +3256,19 @@ def resolve_gpu(order: Order, seen: Seen, uuid: str) -> str:
         raise Refused("gpu_missing", f"who uses {uuid} cannot be read: {seen.apps_status}")
     for app in seen.apps:
         if app["uuid"] == uuid:
-            refuse_company(order, app)
+            # Only another share of the same GPU may hold it too.
+            attempt, pid = app["attempt"], app["pid"]
+            holder = attempt or f"{command_of(pid) or 'a process'} (pid {pid})"
+            if attempt is None:
+                raise Refused(
+                    "foreign_busy", "{} is used by {}".format(app["uuid"], holder), holder
+                )
+            if order.share_mb is None:
+                raise Refused(
+                    "gpu_busy", "{} is still used by {}".format(app["uuid"], holder), holder
+                )
     order.memory_mb[uuid] = (gpu or device or {})["memory_mb"]
     return uuid if gpu is None else str(gpu["index"])
-
-
-def refuse_company(order: Order, app: dict[str, Any]) -> None:
-    """Raise Refused unless the process belongs to another share of the same GPU."""
-    attempt, pid = app["attempt"], app["pid"]
-    holder = attempt or f"{command_of(pid) or 'a process'} (pid {pid})"
-    if attempt is None:
-        raise Refused("foreign_busy", "{} is used by {}".format(app["uuid"], holder), holder)
-    if order.share_mb is None:
-        raise Refused("gpu_busy", "{} is still used by {}".format(app["uuid"], holder), holder)
 
 
 def take_gpus(order: Order) -> list[int]:
@@ -3360,7 +3319,7 @@ def take_share(order: Order, uuid: str, share_mb: int) -> int:
     """Take a share if it fits beside those that are held. A share lasts as long as the lock on its file, so no counter has to be kept."""
     folder = order.root.shares(uuid)
     total = order.memory_mb.get(uuid) or 0
-    with Held(order.root.lock("shares.lock")):
+    with HeldLock(order.root.lock("shares.lock")):
         others = {name: share_held(os.path.join(folder, name)) for name in os.listdir(folder)}
         used = sum(others.values())
         if used + share_mb > total:
@@ -3380,14 +3339,6 @@ def share_held(path: str) -> int:
         return int(number_in(cell_words(path)) or 0)
     remove_file(path)
     return 0
-
-
-def remove_share(root: Root, uuid: str, name: str) -> None:
-    """Remove the file of a share that has ended."""
-    with Held(root.lock("shares.lock")):
-        path = os.path.join(root.shares(uuid), name)
-        if not is_locked(path):
-            remove_file(path)
 
 
 def enqueue(order: Order) -> None:
@@ -3559,7 +3510,13 @@ class Supervisor:
         self.settle()
         try:
             if self.order.engine:
-                self.take_up()
+                # It may have been laid out on another machine: from here on it belongs to this
+                # one.
+                self.state.update(
+                    phase="claimed", boot_id=boot_id(), claimed_by=os.uname().nodename
+                )
+                write_json(self.attempt.at("state.json"), self.state)
+                check_program(self.order)
             else:
                 self.lay_out()
         except Refused as refusal:
@@ -3594,7 +3551,15 @@ class Supervisor:
         os.chdir("/")
         self.user = user_name()
         self.leave_streams()
-        self.make_alarms()
+        # Two things wake it early: the end of a child, and the bell.
+        self.waker, wake = os.pipe()
+        for fd in (self.waker, wake):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, woken)
+        with contextlib.suppress(OSError):
+            # Open for writing too, so that it has no end while no request rings it.
+            self.bell = os.open(self.attempt.at("bell"), os.O_RDWR | os.O_NONBLOCK)
         prctl(SET_SUBREAPER, 1)
         prctl(SET_NAME, b"groupwise-super")
         unit = unit_of(self.attempt)
@@ -3625,17 +3590,6 @@ class Supervisor:
         for target, source in ((0, nothing), (1, nothing), (2, complaints)):
             os.dup2(source, target)
 
-    def make_alarms(self) -> None:
-        """Set up what wakes it early: the end of a child, and the bell."""
-        self.waker, wake = os.pipe()
-        for fd in (self.waker, wake):
-            os.set_blocking(fd, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, woken)
-        with contextlib.suppress(OSError):
-            # Open for writing too, so that it has no end when nobody rings.
-            self.bell = os.open(self.attempt.at("bell"), os.O_RDWR | os.O_NONBLOCK)
-
     def lay_out(self) -> None:
         """Put the files into the working folder, unless it is cancelled or its deadman expires meanwhile."""
         root, work, look_at = self.order.root, self.attempt.work, time.monotonic() + TICK
@@ -3648,12 +3602,6 @@ class Supervisor:
                         return
         for path in self.order.artefacts[:1]:
             make_folder(os.path.dirname(os.path.join(self.attempt.work, path)))
-
-    def take_up(self) -> None:
-        """Take over an attempt that may have been laid out on another machine: from here on it belongs to this one."""
-        self.state.update(phase="claimed", boot_id=boot_id(), claimed_by=os.uname().nodename)
-        write_json(self.attempt.at("state.json"), self.state)
-        check_program(self.order)
 
     def evict(self, _signum: int, _frame: object) -> None:
         """Signal handler: the engine wants its machine back."""
@@ -3701,9 +3649,8 @@ class Supervisor:
             os.close(fd)
         try:
             self.record_child()
-            with contextlib.suppress(
-                BrokenPipeError
-            ):  # somebody killed it; its end is seen like any other
+            with contextlib.suppress(BrokenPipeError):
+                # If something has killed it, its end is seen like any other.
                 os.write(go, b"!")
         except OSError as error:
             os.close(go)
@@ -3753,7 +3700,21 @@ class Supervisor:
                 return ended
             reap_adopted(but=self.child)
             self.beat()
-            self.perhaps_end()
+            # TERM when there is a reason, KILL when its time is up, and KILL again until it works.
+            reason = self.reason()
+            now = time.monotonic()
+            if reason and not self.ending:
+                self.ending = reason
+                # An engine that sent us TERM usually sends it to all processes of a job, and some programs take a second TERM as haste.
+                self.tell_at = (now + reason.kill_at) / 2 if self.evicted else now
+            elif reason and self.ending:
+                self.ending.kill_at = min(self.ending.kill_at, reason.kill_at)
+            if now >= self.tell_at:
+                self.terminate()
+                self.tell_at = math.inf
+            if self.ending and time.monotonic() >= self.ending.kill_at:
+                self.belonging().kill(patience=0.0)
+                self.killed = True
             self.sleep()
 
     def sleep(self, due: float = TICK) -> None:
@@ -3777,26 +3738,9 @@ class Supervisor:
     def beat(self) -> None:
         """Write a sign of life, every HEARTBEAT seconds."""
         if time.monotonic() >= self.next_beat:
-            with contextlib.suppress(OSError):  # it goes on living
+            with contextlib.suppress(OSError):  # the supervisor goes on without it
                 set_cell(self.attempt.at("heartbeat"), f"{boot_clock():.3f}")
             self.next_beat = time.monotonic() + HEARTBEAT
-
-    def perhaps_end(self) -> None:
-        """Send TERM when there is a reason, KILL when its time is up, and KILL again until it works."""
-        reason = self.reason()
-        now = time.monotonic()
-        if reason and not self.ending:
-            self.ending = reason
-            # An engine that told us tells all processes of a job, as a rule, and being told twice is to hurry for some programs.
-            self.tell_at = (now + reason.kill_at) / 2 if self.evicted else now
-        elif reason and self.ending:
-            self.ending.kill_at = min(self.ending.kill_at, reason.kill_at)
-        if now >= self.tell_at:
-            self.terminate()
-            self.tell_at = math.inf
-        if self.ending and time.monotonic() >= self.ending.kill_at:
-            self.belonging().kill(patience=0.0)
-            self.killed = True
 
     def reason(self) -> Ending | None:
         """Why the command has to end; None if it may go on."""
@@ -3858,7 +3802,7 @@ class Supervisor:
         if self.ending:
             belonging.terminate(but_session=self.child)
         else:
-            self.left = len(self.staying(belonging))
+            self.left = len(self.wait_for_leavers(belonging))
             belonging.terminate(but_session=0)
         while time.monotonic() < self.leftovers_until() and belonging.alive():
             reap_adopted(but=self.child)
@@ -3866,7 +3810,7 @@ class Supervisor:
             self.sleep(0.05)
         return belonging.kill(KILL_PATIENCE)
 
-    def staying(self, belonging: Belonging) -> dict[int, Process]:
+    def wait_for_leavers(self, belonging: Belonging) -> dict[int, Process]:
         """Processes that are left after LEAVING seconds; helpers that see the command end go by themselves."""
         until = time.monotonic() + LEAVING
         while True:
@@ -3900,19 +3844,14 @@ class Supervisor:
             reap_adopted()
             self.hear_out(ROOM_PATIENCE if self.log and self.log.unwritten else LAST_WORDS)
         record = self.exit_record(ending, ended)
-        while not self.is_removed() and not save_exit(self.attempt, record):
+        # If its folder was removed, and with it the lock that it holds, a record has no place and
+        # no reader.
+        while os.fstat(self.lock).st_nlink > 0 and not save_exit(self.attempt, record):
             make_way(self.attempt)
             self.beat()
             time.sleep(TICK)
         self.group.remove()
-        self.say_at_last()
-
-    def is_removed(self) -> bool:
-        """True if its folder was removed, and with it the lock that it holds: then a record has no place and no reader."""
-        return os.fstat(self.lock).st_nlink == 0
-
-    def say_at_last(self) -> None:
-        """Release a launch that still waits for the first word."""
+        # A launch may still wait for the first word.
         with contextlib.suppress(OSError):  # it has been said
             self.say()
 
@@ -4042,8 +3981,9 @@ def make_way(attempt: Attempt) -> None:
 def command_environment(order: Order, visible: str, user: str) -> dict[str, str]:
     """The command's environment: a little of the machine's, then the job's, its secrets, and the runner's own variables."""
     attempt = order.attempt
+    outer = os.environ.items() if order.engine else ()
     environment = {
-        **(told_by_engine() if order.engine else {}),
+        **{name: text for name, text in outer if name.startswith(ENGINE_PREFIXES)},
         "HOME": os.path.expanduser("~"),
         "USER": user,
         "LOGNAME": user,
@@ -4066,11 +4006,6 @@ def command_environment(order: Order, visible: str, user: str) -> dict[str, str]
         environment["NODE_RANK"], environment["NNODES"] = str(order.rank), str(order.members)
         environment["GROUPWISE_RENDEZVOUS"] = attempt.name
     return environment
-
-
-def told_by_engine() -> dict[str, str]:
-    """Variables that the engine set for this process."""
-    return {name: text for name, text in os.environ.items() if name.startswith(ENGINE_PREFIXES)}
 
 
 def become(
@@ -4180,7 +4115,14 @@ def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
     """Answer one request; the bootstrap calls this after length and hash of the body agreed."""
     os.umask(0o077)
     try:
-        answer, data = carry_out(body, payload)
+        if body.get("protocol") not in SPOKEN:
+            raise Refusal("protocol", "this runner speaks {}".format(", ".join(map(str, SPOKEN))))
+        verb = VERBS.get(text_of(body, "verb"))
+        if verb is None:
+            raise Refusal("unknown_verb", "there are: {}".format(", ".join(VERBS)))
+        slow = body["verb"] in LONG or body.get("engine")
+        with signs() if slow else contextlib.nullcontext():
+            answer, data = verb(root_of(body), body, payload)
         answer = {"ok": True, **answer}
     except Refusal as refusal:
         answer, data = {"error": refusal.body}, b""
@@ -4195,17 +4137,6 @@ def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
     send_answer(answer, data)
 
 
-def carry_out(body: dict[str, Any], payload: BinaryIO) -> Answered:
-    """Find the verb and call it."""
-    if body.get("protocol") not in SPOKEN:
-        raise Refusal("protocol", "this runner speaks {}".format(", ".join(map(str, SPOKEN))))
-    verb = VERBS.get(text_of(body, "verb"))
-    if verb is None:
-        raise Refusal("unknown_verb", "there are: {}".format(", ".join(VERBS)))
-    with signs() if body["verb"] in LONG or body.get("engine") else contextlib.nullcontext():
-        return verb(root_of(body), body, payload)
-
-
 @contextlib.contextmanager
 def signs() -> Generator[None, None, None]:
     """Send signs of life while the request makes progress."""
@@ -4215,7 +4146,7 @@ def signs() -> Generator[None, None, None]:
 
     def give() -> None:
         told = Work.done
-        with contextlib.suppress(OSError):  # nobody listens; what is done will be asked for again
+        with contextlib.suppress(OSError):  # the caller hung up; it will ask again
             while not working.acquire(timeout=SIGN_EVERY):
                 told = sign(told)
 
@@ -4258,7 +4189,7 @@ def send_answer(answer: dict[str, Any], data: bytes) -> NoReturn:
         while whole:
             whole = whole[os.write(1, whole) :]
     except OSError:
-        pass  # whoever asked has gone
+        pass  # the caller has gone
     os._exit(0)
 
 

@@ -34,28 +34,24 @@ def seal(folder: str | Path, step: int) -> Path:
             raise ValueError(
                 f"{path} is a link or no plain file: a checkpoint that travels has to be whole without it."
             )
-        files[path.relative_to(top).as_posix()] = _entry(path)
+        sha256, size = hashlib.sha256(), 0
+        with open(path, "rb") as stream:
+            while piece := stream.read(_PIECE):
+                sha256.update(piece)
+                size += len(piece)
+            os.fsync(stream.fileno())
+        entry: dict[str, int | str] = {"size": size, "sha256": sha256.hexdigest()}
+        files[path.relative_to(top).as_posix()] = entry
     if not files:
         raise ValueError(
             f"{top} holds no file: what is to be sealed is the folder of one checkpoint."
         )
-    with open(new, "w", encoding="utf-8") as stream:
-        json.dump({"step": step, "files": files}, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
+    with open(new, "w", encoding="utf-8") as written:
+        json.dump({"step": step, "files": files}, written)
+        written.flush()
+        os.fsync(written.fileno())
     os.replace(new, manifest)
     return manifest
-
-
-def _entry(path: Path) -> dict[str, int | str]:
-    """Flush a file to the disk and return its size and hash."""
-    sha256, size = hashlib.sha256(), 0
-    with open(path, "rb") as stream:
-        for piece in iter(lambda: stream.read(_PIECE), b""):
-            sha256.update(piece)
-            size += len(piece)
-        os.fsync(stream.fileno())
-    return {"size": size, "sha256": sha256.hexdigest()}
 
 
 if __name__ == "__main__":

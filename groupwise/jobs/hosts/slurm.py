@@ -58,16 +58,16 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         """See `EngineRunner.word`."""
         return NAME
 
-    async def found(self, names: Collection[str]) -> Sequence[SlurmJob]:
-        """See `EngineRunner.found`."""
+    async def find_jobs(self, names: Collection[str]) -> Sequence[SlurmJob]:
+        """See `EngineRunner.find_jobs`."""
         return [each for each in await self.jobs() if each.name in names]
 
     async def jobs(self) -> list[SlurmJob]:
         """Slurm's jobs of this user, by number; ended ones stay listed for some minutes (MinJobAge). Raises HostUnreachable."""
         wanted = ("--noheader", "--me", "--states=all", "--format=%i|%T|%j|%r")
-        ran = await self._asked("squeue", *wanted)
+        ran = await self._run_slurm("squeue", *wanted)
         if ran.code != 0:
-            raise HostUnreachable(f"Slurm does not answer there: {_said(ran)}")
+            raise HostUnreachable(f"Slurm does not answer there: {_message(ran)}")
         lines = (line.split("|", 3) for line in ran.out.splitlines())
         found = [
             SlurmJob(int(cells[0]), cells[1], cells[2], cells[3])
@@ -78,9 +78,9 @@ class SlurmRunner(EngineRunner[SlurmJob]):
 
     async def try_options(self, options: Sequence[str]) -> str:
         """Slurm's verdict on a job with these options, without making one. RunnerRefused `engine`: Slurm would refuse it."""
-        ran = await self._asked("sbatch", "--test-only", *options, "--wrap=true")
+        ran = await self._run_slurm("sbatch", "--test-only", *options, "--wrap=true")
         _expect_taken(ran)
-        return _said(ran)
+        return _message(ran)
 
     # --- giving ---------------------------------------------------------------------------------
 
@@ -88,19 +88,16 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         """See `EngineRunner._submit`."""
         named = (f"--job-name={name_of(state)}", f"--chdir={state.folder}", "--no-requeue")
         says = (f"--output={state.folder}/engine.log", "--open-mode=append")
-        ran = await self._asked("sbatch", *options, *named, *says, f"{state.folder}/begin.sh")
+        ran = await self._run_slurm("sbatch", *options, *named, *says, f"{state.folder}/begin.sh")
         _expect_taken(ran)
-        await self._cancel_doubles(state)
-
-    async def _cancel_doubles(self, state: MemberState) -> None:
-        """Cancel all but one if several callers submitted it at once. If more of them began, only one would find the token."""
-        living = [each for each in await self.found([name_of(state)]) if each.lives]
+        # All but one are cancelled if several callers submitted it at once. If more of them began, only one would find the token.
+        living = [each for each in await self.find_jobs([name_of(state)]) if each.lives]
         await self._cancel(living[1:])
 
     async def _cancel(self, jobs: Iterable[SlurmJob]) -> None:
         numbers = [str(each.id) for each in jobs if each.lives]
         if numbers:
-            await self._asked("scancel", *numbers)
+            await self._run_slurm("scancel", *numbers)
 
     async def _not_queued(self, state: MemberState, jobs: Sequence[SlurmJob]) -> MemberState:
         """Decide whether Slurm has forgotten a job or does not have it yet: only its age tells."""
@@ -110,7 +107,7 @@ class SlurmRunner(EngineRunner[SlurmJob]):
             return _on_its_way(state)
         return await self._never_begins(state, "Slurm knows nothing of it any more")
 
-    async def _asked(self, *arguments: str) -> Ran:
+    async def _run_slurm(self, *arguments: str) -> Ran:
         try:
             return await self.run(arguments)
         except RunnerRefused as refusal:
@@ -126,9 +123,9 @@ class TendedSlurm(TendedRunner[SlurmJob], SlurmRunner):
     async def _not_queued(self, state: MemberState, jobs: Sequence[SlurmJob]) -> MemberState:
         return await super()._not_queued(state, jobs) if jobs else _on_its_way(state)
 
-    async def _asked(self, *arguments: str) -> Ran:
+    async def _run_slurm(self, *arguments: str) -> Ran:
         try:
-            return await super()._asked(*arguments)
+            return await super()._run_slurm(*arguments)
         except RunnerRefused as refusal:  # Slurm's programs are gone, and may be there again
             raise HostUnreachable(refusal.message) from None
 
@@ -142,11 +139,11 @@ def _expect_taken(ran: Ran) -> None:
     if ran.code == 0:
         return
     if ran.code is None or _NO_ANSWER.search(ran.err):
-        raise HostUnreachable(f"Slurm does not answer there: {_said(ran)}")
-    raise RunnerRefused("engine", f"Slurm would not have it: {_said(ran)}")
+        raise HostUnreachable(f"Slurm does not answer there: {_message(ran)}")
+    raise RunnerRefused("engine", f"Slurm would not have it: {_message(ran)}")
 
 
-def _said(ran: Ran) -> str:
+def _message(ran: Ran) -> str:
     """Slurm's message in one line, without the names of its programs."""
     lines = [line.strip() for line in (ran.err or ran.out).splitlines() if line.strip()]
     words = [re.sub(r"^(?:sbatch|squeue|scancel): (?:error: )?", "", line) for line in lines]

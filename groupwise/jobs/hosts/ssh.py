@@ -24,7 +24,7 @@ from asyncssh.constants import EXTENDED_DATA_STDERR
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.hosts.bootstrap import COMMAND
-from groupwise.jobs.hosts.framing import Exchange, accepted, no_answer, request_bytes
+from groupwise.jobs.hosts.framing import Exchange, checked_answer, no_answer, request_bytes
 from groupwise.jobs.hosts.keys import HostKey, KeyWitness, parse, scan, signatures, trusting
 from groupwise.jobs.hosts.port import (
     HostError,
@@ -217,7 +217,7 @@ class SshHost:
             async with session.exchange.limit(timeout, request.longest):
                 await self._begin(session)
                 session.send(request_bytes(request))
-                return accepted(await session.exchange.answer)
+                return checked_answer(await session.exchange.answer)
         except TimeoutError:
             session.retire_link()
             message = no_answer(request, self.address, timeout)
@@ -282,23 +282,20 @@ class SshHost:
                 if link.sessions < link.room:
                     return link
             if len(usable) < CONNECTIONS:
-                await self._open_another()
+                # All callers that want a connection now wait for the same one; a failure reaches them all.
+                if self._opening is None or self._opening.done():
+                    self._opening = asyncio.create_task(self._connect())
+                    self._opening.add_done_callback(_noticed)
+                opening = self._opening
+                await asyncio.wait({opening})  # a caller that gives up does not end it for the rest
+                if opening.cancelled():
+                    raise HostUnreachable(
+                        f"the connection to {self.address} was closed as it was made"
+                    )
+                opening.result()
             else:
                 self._changed.clear()
                 await self._changed.wait()
-
-    async def _open_another(self) -> None:
-        """Open a connection, together with all callers that want one now; a failure reaches them all."""
-        if self._opening is None or self._opening.done():
-            self._opening = asyncio.create_task(self._connect())
-            self._opening.add_done_callback(_noticed)
-        opening = self._opening
-        await asyncio.wait(
-            {opening}
-        )  # and not the task itself: who gives up does not end it for the others
-        if opening.cancelled():
-            raise HostUnreachable(f"the connection to {self.address} was closed as it was made")
-        opening.result()
 
     async def _connect(self) -> _Link:
         async with connecting():

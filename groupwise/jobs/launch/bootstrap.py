@@ -1,8 +1,8 @@
-"""The first program of a launched job: sees to it that its environment is there, and becomes the job's command.
+"""The first program of a launched job: it makes the job's environment unless it exists, and becomes the job's command.
 
-This file travels in the folder `.groupwise` of the working folder, beside `builder.py` (`groupwise.jobs.fleet.machines.builder`) and what
-that reads. It needs Python 3.8 and nothing else. An environment is named after what is in it: the next job that asks for the same finds it
-made.
+This file travels in the folder `.groupwise` of the working folder, beside `builder.py` (`groupwise.jobs.fleet.machines.builder`) and the
+files that it reads. It needs Python 3.8 and nothing else. An environment is named after its contents, so the next job that asks for the
+same one finds it made.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import subprocess
 import sys
 
 UNAVAILABLE = 69
-"""EX_UNAVAILABLE of sysexits.h: what is asked for cannot be had there."""
+"""EX_UNAVAILABLE of sysexits.h: the environment cannot be made there."""
 NOT_FOUND = 127
-"""What shells say of a command that there is not."""
+"""The exit code of shells for a command that does not exist."""
 
 
 def main() -> None:
-    """Never returns."""
-    python = made(os.path.dirname(os.path.abspath(__file__)))
+    """Make the environment, then become the command. Never returns."""
+    python = make_environment(os.path.dirname(os.path.abspath(__file__)))
     programs = os.path.dirname(python)
     command = sys.argv[1:]
     environment = {
@@ -35,8 +35,8 @@ def main() -> None:
         sys.exit(NOT_FOUND)
 
 
-def made(here: str) -> str:
-    """The interpreter of the environment. Ends the job where there can be none, for the reason that the builder has given."""
+def make_environment(here: str) -> str:
+    """The interpreter of the environment. Ends the job if it cannot be made; the builder has printed why."""
     path = os.path.join(here, "order.json")
     with open(path, encoding="utf-8") as file:
         order = json.load(file)

@@ -1,7 +1,8 @@
 """Selects the files of a project that travel to another machine: those git would take, without secrets and files made by runs.
 
-Of a folder that git does not know, everything but what tools make (environments, caches). What stays behind is told with its reason, since
-the program may miss it elsewhere. The files travel by their hashes (`groupwise.jobs.hosts.files`): a machine that has one gets it no more.
+From a folder without git, everything travels but what tools make (environments, caches). Files that stay behind are listed with the reason,
+since the program may miss them elsewhere. Files travel by their hashes (`groupwise.jobs.hosts.files`): a machine that has one is not sent
+it again.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from groupwise.jobs.launch.results import MARKER, RESULT
 from groupwise.runs.folder import RECORD
 
 LARGEST = 2 << 30
-"""Bytes of a bundle: what is larger is data, which is fetched where it is used."""
+"""Most bytes of a bundle: what is larger is data, which is to be downloaded where it is used."""
 MAX_FILES_LISTED = 10
-"""Files that a message lists."""
+"""Most files that a message lists."""
 MADE = {
     (RECORD, "config.json"): "the folder of a run",
     (MARKER,): "what came back of launched jobs",
@@ -34,7 +35,7 @@ MADE = {
     (f"{INCOMING}/{NOTE}",): "what came back of a launched job",
     ("pyvenv.cfg",): "an environment of Python",
 }
-"""Folders by files that lie in them: names such as `env` say nothing."""
+"""Kinds of folders that stay behind, by files that lie in them: names such as `env` say nothing."""
 MADE_BY_TOOLS = (
     *(".git", ".hg", ".svn", "node_modules", "__pycache__", "*.egg-info"),
     *(".ipynb_checkpoints", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox"),
@@ -53,38 +54,38 @@ SECRET_FOLDERS = tuple(
     ".aws .docker .ssh .gnupg .kube .azure .gcloud gcloud .env .secrets .vault .password-store".split()
 )
 SHOW_HOW = ("*.example", "*.sample", "*.template", "*.pub")
-"""Files whose names look secret, and that only show how the secret ones are written."""
+"""Names that look secret, but belong to examples of the secret files."""
 PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----")
 RULES_LEFT_OUT = frozenset(
     "BasicAuthDetector IPPublicDetector IbmCloudIamDetector IbmCosHmacDetector SoftlayerDetector CloudantDetector".split()
 )
-"""Rules of detect-secrets that go by words around a value, and so find code; passwords in URLs are found by `holds_secret`."""
+"""Rules of detect-secrets that look at the words around a value, and so match code; `holds_secret` finds passwords in URLs."""
 ALLOWLISTED = "pragma: allowlist secret"
 """A line with this comment holds no secret; detect-secrets has the same comment."""
 PLACEHOLDER = re.compile(
     r"(?<=://)[^\s/?#@:]{0,100}:(?:pass(?:word|wd)?|pw|secret|token|key|x+|\*+|\.+|changeme|example)@",
     re.IGNORECASE,
 )
-"""A password in a URL that is none."""
+"""Placeholders for a password in a URL."""
 PIECE, OVERLAP = 1000, 400
 """Long lines are searched in pieces of so many characters, because some rules take quadratic time; no token is longer than the overlap."""
 LONG_RUN = re.compile(rb"([A-Za-z0-9+/_-]{400})[A-Za-z0-9+/_-]+")
-"""A picture in a notebook, for example: longer than any token, and its first characters say enough."""
+"""A run longer than any token, such as a picture in a notebook; its first characters say enough."""
 SEARCHED = 16 << 20
-"""Bytes of a file in which credentials are looked for: what people write is shorter."""
+"""Bytes of a file that are searched for the values of secrets: people write shorter files."""
 SHORTEST_SECRET = 8
-"""Letters of a value that is looked for: shorter ones stand in files by chance."""
+"""Letters of the shortest value that is searched for: shorter ones stand in files by chance."""
 LOOKED_AT = 32 << 20
-"""Bytes of a file in which what looks like a credential is looked for."""
+"""Bytes of a file that are searched for anything that looks like a credential."""
 LONGEST_HEAD = 65_536
-"""Bytes by which a text is told from other data."""
+"""Bytes at the beginning of a file that decide whether it is a text."""
 CONTROLS = tuple(bytes([each]) for each in (*range(1, 9), *range(14, 27), *range(28, 32)))
-"""Characters of which a text has none, or nearly none."""
+"""Control characters, of which a text has none, or nearly none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Files of a project."""
+    """The files of a project that travel."""
 
     root: Path
     files: dict[str, Path]
@@ -98,17 +99,17 @@ class Bundle:
 def bundle(
     root: Path, secrets: Mapping[str, str] | None = None, take: Sequence[str] = ()
 ) -> Bundle:
-    """What travels of the project in `root`.
+    """Select the files of the project in `root` that travel.
 
     `secrets`: values of environment variables that travel apart. `take`: files and folders of it that travel although git ignores them or
-    a run made them, and files that look like credentials. Raises UsageError where a secret stands in a file or something that looks like
-    one does, for a folder that is none, and for what is too large or too much.
+    a run made them, and files that look like credentials. Raises UsageError if a file holds a secret or something that looks like one, if
+    `root` is no folder, and if the files are too large or too many.
     """
     if not root.is_dir():
         raise UsageError(f"{root} is no folder, so there is no project to take along.")
     files: dict[str, Path] = {}
     left_out: dict[str, str] = {}
-    wanted = {path for each in take for path in _taken(root, each)}
+    wanted = {path for each in take for path in _files_to_take(root, each)}
     named = {Path(os.path.normpath(each)).as_posix() for each in take}
     for path in dict.fromkeys([*_of_project(root), *sorted(wanted)]):
         if path not in wanted and (around := _around(root, path)) is not None:
@@ -118,7 +119,19 @@ def bundle(
         else:
             files[path] = root / path
     sizes = {path: file.stat().st_size for path, file in files.items()}
-    _refuse_too_much(root, sizes)
+    total = sum(sizes.values())
+    if total > LARGEST:
+        largest = sorted(sizes, key=lambda path: -sizes[path])[:MAX_FILES_LISTED]
+        shown = _listed((path, f"{sizes[path] / 1e6:.0f} MB") for path in largest)
+        raise UsageError(
+            f"{root} holds {total / 1e9:.1f} GB in {len(sizes)} files, and at most {LARGEST / 1e9:.1f} GB travel. Name what is not "
+            f"needed in .gitignore, and let the task fetch its data where it runs. The largest:{shown}"
+        )
+    if len(sizes) > MOST_FILES:
+        raise UsageError(
+            f"{root} holds {len(sizes)} files, and at most {MOST_FILES} travel: name what is not needed in .gitignore, or pack "
+            "them into one."
+        )
     _refuse_secrets(files, secrets or {})
     _refuse_what_looks_secret({path: file for path, file in files.items() if path not in wanted})
     return Bundle(root, files, left_out, sum(sizes.values()))
@@ -130,21 +143,26 @@ def bundle(
 
 
 def _of_project(root: Path) -> Iterator[str]:
-    """Paths of files and links, those of submodules among them."""
+    """Paths of the project's files and links, also in submodules."""
     known = _of_git(root)
     if known is None:
-        yield from _all_below(root)
+        for folder, inside, names in os.walk(root):
+            inside[:] = sorted(each for each in inside if not _is_one_of(each, MADE_BY_TOOLS))
+            links = [each for each in inside if Path(folder, each).is_symlink()]
+            yield from (
+                Path(folder, each).relative_to(root).as_posix() for each in sorted([*names, *links])
+            )
         return
     for path in known:
         place = root / path
         if place.is_dir() and not place.is_symlink():  # a repository within this one
             yield from (f"{path.rstrip('/')}/{each}" for each in _of_project(place))
-        elif os.path.lexists(place):  # else it was deleted, and git was not told
+        elif os.path.lexists(place):  # else it was deleted without git
             yield path
 
 
-def _taken(root: Path, given: str) -> list[str]:
-    """The files named by the user, by their paths in the project."""
+def _files_to_take(root: Path, given: str) -> list[str]:
+    """Paths in the project of the files that the user named with --take."""
     place = root / given
     inside = os.path.relpath(os.path.abspath(place), os.path.abspath(root))
     if inside == ".." or inside.startswith("../"):
@@ -190,37 +208,23 @@ def _of_git(root: Path) -> list[str] | None:
     return [os.fsdecode(each) for each in found.stdout.split(b"\0") if each]
 
 
-def _all_below(root: Path) -> Iterator[str]:
-    for folder, inside, names in os.walk(root):
-        inside[:] = sorted(each for each in inside if not _is_one_of(each, MADE_BY_TOOLS))
-        links = [each for each in inside if Path(folder, each).is_symlink()]
-        yield from (
-            Path(folder, each).relative_to(root).as_posix() for each in sorted([*names, *links])
-        )
-
-
 # ---------------------------------------------------------------------------------------------------------------------------------------
 # What does not travel
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
 def _around(root: Path, path: str) -> tuple[str, str] | None:
-    """The folder in which it lies with all around it that does not travel, and why."""
-    above = reversed(Path(path).parents[:-1])  # from the top; the last is the project
-    marks = ((folder, mark) for folder in above for mark in MADE)
-    found = next(
-        (
-            (each, mark)
-            for each, mark in marks
-            if all((root / each / name).is_file() for name in mark)
-        ),
-        None,
-    )
-    return None if found is None else (f"{found[0].as_posix()}/", MADE[found[1]])
+    """The topmost folder around a path that does not travel as a whole, and why; None if there is none."""
+    for folder in reversed(Path(path).parents[:-1]):  # from the top; the last is the project
+        for mark, why in MADE.items():
+            if all((root / folder / name).is_file() for name in mark):
+                return f"{folder.as_posix()}/", why
+    return None
 
 
 def _why_not(root: Path, path: str, *, wanted: bool, named: bool) -> str:
-    """Empty for what travels. `wanted`: the user wants it, even if a run made it; `named`: this very file, whatever is in it."""
+    """Why a file does not travel; empty if it does. `wanted`: the user wants it, even if a run made it; `named`: the user named this very
+    file, whatever is in it."""
     if not named and (reason := _secret_by_name(path)):
         return reason
     place = root / path
@@ -243,7 +247,8 @@ def _secret_by_name(path: str) -> str:
 
 
 def _why_not_followed(root: Path, place: Path, *, wanted: bool) -> str:
-    """Of what is a link, or lies behind one: by its content it would travel as what it leads to, under a name that says nothing of it."""
+    """Why a link, or a file behind one, does not travel; empty if it does. The content of its target would travel, under a name that says
+    nothing of it, so the target is judged."""
     try:
         target, within = place.resolve(), root.resolve()
     except RuntimeError:
@@ -268,62 +273,45 @@ def _beginning(file: Path, length: int) -> bytes:
         return stream.read(length)
 
 
-def _refuse_too_much(root: Path, sizes: Mapping[str, int]) -> None:
-    total = sum(sizes.values())
-    if total > LARGEST:
-        largest = sorted(sizes, key=lambda path: -sizes[path])[:MAX_FILES_LISTED]
-        shown = _listed((path, f"{sizes[path] / 1e6:.0f} MB") for path in largest)
-        raise UsageError(
-            f"{root} holds {total / 1e9:.1f} GB in {len(sizes)} files, and at most {LARGEST / 1e9:.1f} GB travel. Name what is not "
-            f"needed in .gitignore, and let the task fetch its data where it runs. The largest:{shown}"
-        )
-    if len(sizes) > MOST_FILES:
-        raise UsageError(
-            f"{root} holds {len(sizes)} files, and at most {MOST_FILES} travel: name what is not needed in .gitignore, or pack "
-            "them into one."
-        )
-
-
 def _refuse_secrets(files: Mapping[str, Path], secrets: Mapping[str, str]) -> None:
-    """A value that travels apart shall stand in no file that does not."""
+    """Raises UsageError if a file holds the value of a secret, which travels apart."""
     wanted = {
         name: value.encode() for name, value in secrets.items() if len(value) >= SHORTEST_SECRET
     }
-    found = [
-        (path, name)
-        for path, file in (files.items() if wanted else ())
-        for data in (_beginning(file, SEARCHED).replace(b"\0", b""),)
-        for name, value in wanted.items()
-        if value in data
-    ]
+    if not wanted:
+        return
+    found: list[tuple[str, str]] = []
+    for path, file in files.items():
+        data = _beginning(file, SEARCHED).replace(b"\0", b"")
+        found += [(path, f"the value of {name}") for name, value in wanted.items() if value in data]
     if found:
         raise UsageError(
             "files of the project hold the values of secrets, and would take them to a place where others may read them. Take them out, or "
-            f"name the files in .gitignore:{_listed((path, f'the value of {name}') for path, name in found[:MAX_FILES_LISTED])}"
+            f"name the files in .gitignore:{_listed(found[:MAX_FILES_LISTED])}"
         )
 
 
 def _refuse_what_looks_secret(files: Mapping[str, Path]) -> None:
     found = [path for path, file in files.items() if _looks_secret(file)]
-    if found:
-        raise UsageError(
-            "files of the project have lines that look like credentials, and would take them to a place where others may read them:"
-            + "".join(f"\n  {path}" for path in found[:MAX_FILES_LISTED])
-            + (
-                f"\n  and {len(found) - MAX_FILES_LISTED} more"
-                if len(found) > MAX_FILES_LISTED
-                else ""
-            )
-            + f"\nTake the credentials out, name the files in .gitignore, write `{ALLOWLISTED}` into lines that hold none, or let the "
-            "files travel as they are: --take PATH."
-        )
+    if not found:
+        return
+    shown = found[:MAX_FILES_LISTED]
+    if len(found) > len(shown):
+        shown.append(f"and {len(found) - len(shown)} more")
+    raise UsageError(
+        "files of the project have lines that look like credentials, and would take them to a place where others may read them:"
+        + "".join(f"\n  {each}" for each in shown)
+        + f"\nTake the credentials out, name the files in .gitignore, write `{ALLOWLISTED}` into lines that hold none, or let the "
+        "files travel as they are: --take PATH."
+    )
 
 
 def _looks_secret(file: Path) -> bool:
     """True if a text contains something in the form of a credential."""
-    data = _text_of(_beginning(file, LOOKED_AT))
-    if data is None:
-        return False
+    data = _beginning(file, LOOKED_AT).replace(b"\0", b"")  # UTF-16 has a NUL beside each letter
+    head = data[:LONGEST_HEAD]
+    if sum(head.count(each) for each in CONTROLS) * 100 > len(head):
+        return False  # no text, but a picture or weights
     shortened = LONG_RUN.sub(rb"\1", data)
     lines = shortened.decode(errors="replace").split("\n")
     text = "\n".join(line for line in lines if ALLOWLISTED not in line)
@@ -335,16 +323,9 @@ def _looks_secret(file: Path) -> bool:
     return any(rule.search(text, at, at + length) for at in starts for rule in _rules())
 
 
-def _text_of(data: bytes) -> bytes | None:
-    """A text without NULs, of which UTF-16 has one beside each letter; None for what is none, as a picture or weights."""
-    found = data.replace(b"\0", b"")
-    strange = sum(found[:LONGEST_HEAD].count(each) for each in CONTROLS)
-    return found if strange * 100 <= len(found[:LONGEST_HEAD]) else None
-
-
 @cache
 def _rules() -> tuple[re.Pattern[str], ...]:
-    """Those of detect-secrets for the tokens of services."""
+    """The rules of detect-secrets for the tokens of services."""
     from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
     from detect_secrets.plugins.base import RegexBasedDetector
 
@@ -358,4 +339,4 @@ def _rules() -> tuple[re.Pattern[str], ...]:
 
 
 def _listed(lines: Iterable[Sequence[str]]) -> str:
-    return "".join(f"\n  {path}: {told}" for path, told in lines)
+    return "".join(f"\n  {path}: {what}" for path, what in lines)

@@ -4,12 +4,12 @@
     SFT     groupwise sft model.name=… data.dataset_name=…   the run in `output_dir`/sft, what it made in its `final`
     EVAL    groupwise eval model.name=… …                    `output_dir`/evaluation.json
 
-The fleet finds them as entry points of the group `groupwise.fleet_kinds`, asks `expand` once when it takes a job in, and runs the command
-at each attempt. What comes of a row is checked as the command itself would check it, so that a wrong key fails before a machine is taken.
-Nothing that a row names is imported here: rewards of a file or a module, and pipelines, are looked for on the machine, where the job
-runs. Of a reward by its name alone it is known here whether there is one.
+The fleet finds them as entry points of the group `groupwise.fleet_kinds`, calls `expand` once when it admits a job, and runs the command
+at each attempt. A row is checked as the command itself would check it, so that a wrong key fails before a machine is taken. Nothing that a
+row names is imported here: rewards of a file or a module, and pipelines, are looked up on the machine on which the job runs. Only a reward
+given by its name alone is checked here.
 
-`hyperparams` are keys of the config by their names, `{"algorithm.beta": 0.04}` or `{"algorithm": {"beta": 0.04}}`, and of GRPO the two
+`hyperparams` are keys of the config by their names, `{"algorithm.beta": 0.04}` or `{"algorithm": {"beta": 0.04}}`, and for GRPO the two
 lengths that are flags without a column. A column that could not take effect is refused, as an option would be, and so are machines and
 GPUs that would stand idle: training and evaluation compute on one machine, and on one GPU of it.
 """
@@ -34,7 +34,7 @@ from groupwise.training.sft_config import load_sft_config
 Row = Mapping[str, Any]
 
 SENT = "file:"
-"""Begins the dataset of a job whose file travels with it; behind it the path in the working folder."""
+"""Prefix of a dataset whose file travels with the job; the path in the working folder follows."""
 RESULT = "evaluation.json"
 
 MICROBATCH = "training.max_tokens_per_microbatch"
@@ -42,12 +42,12 @@ SLOTS = "sampler.max_num_seqs"
 LEAST_MICROBATCH = 256
 """Tokens; a smaller one would only be slower."""
 SMALL_SLOTS = 32
-"""Where the machine chose how many, which the row does not tell."""
+"""Slots if the row names none, so that the machine chose how many."""
 LEAST_SLOTS = 8
 
 CALLBACKS = "callbacks"
 IN_PROCESS = "rewards.in_process"
-"""What else of a job may compute on a GPU: rewards in processes of their own see none."""
+"""Keys whose code may compute on further GPUs: rewards in processes of their own see none."""
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -55,20 +55,21 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, slots=True)
 class TrainingKind:
-    """One kind; what it makes of a row is a function."""
+    """One kind of job."""
 
     make: Callable[[Row], JobSpec]
+    """Makes the command of a row."""
     shrinks: tuple[str, ...]
-    """Keys that need less memory when they are smaller, and change nothing but the last bits."""
+    """Keys whose smaller values need less memory, and change only the last bits of results."""
 
     def expand(self, row: Row) -> JobSpec:
-        """The command. Raises `TaskError`, a `UsageError`, with a line for each problem."""
+        """The command of a row. Raises `TaskError`, a `UsageError`, with a line for each problem."""
         return self.make(row)
 
     def smaller(self, row: Row) -> Row | None:
-        """The same job with less computed at once; None where there is nothing to be gained.
+        """The same job with less computed at once; None if nothing can be gained.
 
-        The batch that is learnt from stays: it is what was asked for, and checkpoints of another one could not be gone on with.
+        The training batch stays: the user asked for it, and a job cannot go on from checkpoints of another batch.
         """
         given = _flat(row.get("hyperparams") or {})
         smaller = dict(given)
@@ -95,7 +96,16 @@ def _grpo(row: Row) -> JobSpec:
         *_idle_resources(row, "GRPO", (CALLBACKS, IN_PROCESS)),
     ]
     hyperparams = _flat(row.get("hyperparams") or {})
-    lengths = _lengths(hyperparams, found)
+    # Two flags have no column; they are taken out of the hyperparams, under either of their names.
+    lengths: dict[str, int] = {}
+    for flag in ("max_prompt_length", "max_completion_length"):
+        for name in (flag, KEYS[flag]):
+            if name in hyperparams:
+                value = hyperparams.pop(name)
+                if isinstance(value, int) and not isinstance(value, bool):
+                    lengths[flag] = value
+                else:
+                    found.append(f"hyperparams: {name} is {value!r:.60}; it must be a whole number")
     flags = Flags(
         **lengths,
         model=row.get("model") or "",
@@ -179,7 +189,7 @@ def _spec(arguments: Sequence[str], row: Row) -> JobSpec:
 
 
 def _refuse(found: list[str], load: Callable[[], LoadedConfig]) -> None:
-    """All problems at once: those found so far, else those that the command itself would name."""
+    """Raises TaskError with all problems: those found so far, else those that the command itself would name."""
     if not found:
         try:
             load()
@@ -199,7 +209,7 @@ def _missing(row: Row, *more: str) -> Iterator[str]:
 
 
 def _place_problems(row: Row) -> Iterator[str]:
-    """A job can only read what is on its machine, or travels with it."""
+    """Problems with paths: a job can only read files that are on its machine, or travel with it."""
     yield from path_problems("output_dir", row["output_dir"])
     dataset = row.get("dataset") or ""
     if dataset.startswith(SENT):
@@ -214,7 +224,7 @@ def _place_problems(row: Row) -> Iterator[str]:
 
 
 def _idle_resources(row: Row, kind: str, further: Sequence[str]) -> Iterator[str]:
-    """Machines and GPUs that the job would hold for nothing; what `further` names may compute on GPUs of its own."""
+    """Problems with machines and GPUs that would stand idle. Code of the keys in `further` may compute on GPUs of its own."""
     needs = beyond_from_document(row.get("request") or {}).resources.settled(1)
     if needs.machines > 1:
         yield (
@@ -234,13 +244,13 @@ def _is_of_hub(dataset: str | None) -> bool:
 
 
 def _dataset(row: Row) -> str:
-    """As the command takes it: `./` marks what lies in the working folder."""
+    """The dataset as the command takes it: `./` marks a path in the working folder."""
     dataset: str = row.get("dataset") or ""
     return f"./{dataset.removeprefix(SENT)}" if dataset.startswith(SENT) else dataset
 
 
 def _backend(row: Row) -> dict[str, str]:
-    """What loads the model, where the row says so."""
+    """The backend that loads the model, if the row names one."""
     return {KEYS["use_unsloth"]: "unsloth"} if row["use_unsloth"] else {}
 
 
@@ -265,7 +275,7 @@ def _without_effect(row: Row, kind: str, columns: Sequence[str]) -> Iterator[str
 
 
 def _flat(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections as single keys: `{"algorithm": {"beta": 1}}` is `{"algorithm.beta": 1}`."""
+    """Turn sections into single keys: `{"algorithm": {"beta": 1}}` becomes `{"algorithm.beta": 1}`."""
     flat: dict[str, Any] = {}
     for name, value in hyperparams.items():
         if isinstance(value, Mapping) and "." not in name:
@@ -276,22 +286,8 @@ def _flat(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _lengths(hyperparams: dict[str, Any], found: list[str]) -> dict[str, int]:
-    """The flags that no column is, under either of their names; they are hyperparams no longer."""
-    lengths: dict[str, int] = {}
-    for flag in ("max_prompt_length", "max_completion_length"):
-        for name in (flag, KEYS[flag]):
-            if name in hyperparams:
-                value = hyperparams.pop(name)
-                if isinstance(value, int) and not isinstance(value, bool):
-                    lengths[flag] = value
-                else:
-                    found.append(f"hyperparams: {name} is {value!r:.60}; it must be a whole number")
-    return lengths
-
-
 def _words(hyperparams: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
-    """The hyperparams as overrides of the config; what cannot be one joins the problems."""
+    """The hyperparams as overrides of the config; those that cannot be one are added to the problems in `found`."""
     words: list[str] = []
     for name, value in hyperparams.items():
         if not _KEY.fullmatch(name):
@@ -305,7 +301,7 @@ def _words(hyperparams: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
 
 
 def _all_words(row: Row, given: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
-    """What the columns say, then the hyperparams, none of which may say it again."""
+    """Overrides for the columns, then for the hyperparams, none of which may repeat a column."""
     columns = {key: name for name, key in KEYS.items()} | {
         "training.examples_per_step": "batch_size"
     }

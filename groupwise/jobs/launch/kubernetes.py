@@ -1,8 +1,8 @@
-"""A job as a manifest for Kubernetes: rendered and checked here, given to a cluster by whoever may (`kubectl apply -f`).
+"""A job as a manifest for Kubernetes: rendered and checked here; a user of the cluster applies it (`kubectl apply -f`).
 
-The models below are the fields of `batch/v1` Job and `v1` Service that are used, with what Kubernetes' API reference says of their values,
-so that no manifest is made that an API server would not take. We begin a job again, from a checkpoint, and Kubernetes never does: there
-is no retry, and a pod is replaced by nothing before it has ended.
+The models below are the fields of `batch/v1` Job and `v1` Service that are used, with the limits of their values by Kubernetes' API
+reference, so that no manifest is made that an API server would reject. Kubernetes never begins a job again; we do, from a checkpoint. So
+there is no retry, and no pod is replaced before it has ended.
 
 Arguments are lists, and no shell sees them. Kubernetes itself replaces `$(NAME)` in them, so each `$` is doubled, which it turns back.
 """
@@ -24,7 +24,7 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.launch.packaging import GRACE_SECONDS
 
 LONGEST_NAME = 50
-"""Longest name of a job: names of its pods have a number and five letters behind it, and are labels of at most 63."""
+"""Most letters of a job's name: names of its pods add a number and five letters, and are labels of at most 63."""
 PORT = 29500
 """Port at which the other pods meet the first."""
 RANK = "NODE_RANK"
@@ -32,7 +32,7 @@ INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 JOB_NAME = "batch.kubernetes.io/job-name"
 """The label that Kubernetes gives the pods of a job."""
 LEAVING_SECONDS = 30
-"""Seconds for a pod to end, beside the time in which a training writes its checkpoint."""
+"""Seconds for a pod to end, in addition to the time in which a training writes its checkpoint."""
 SHARED_MEMORY = "shared-memory"
 RESULTS = "results"
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -174,58 +174,45 @@ class ManifestOptions:
     name: str
     command: tuple[str, ...]
     image: str
-    """Has groupwise, and the project in `workdir`."""
+    """An image that has groupwise, and the project in `workdir`."""
     hours: float
     nodes: int = 1
     gpus: int = 1
     """GPUs for each node."""
     namespace: str | None = None
     pvc: str | None = None
-    """A claim that is there, mounted where runs are written."""
+    """An existing volume claim, mounted at the folder of runs."""
     secret: str | None = None
     """Name of an existing Secret."""
     variables: tuple[str, ...] = ()
-    """Keys of it, which become variables of these names."""
+    """Keys of the Secret, which become variables of the same names."""
     workdir: str = "/workspace"
     cpus: str | None = None
     memory: str | None = None
 
 
 def manifests(asked: ManifestOptions) -> list[dict[str, Any]]:
-    """The documents, in the order in which they are to be made. Raises UsageError for what Kubernetes would not take."""
-    _check(asked)
-    try:
-        found = [_service(asked), _job(asked)] if asked.nodes > 1 else [_job(asked)]
-    except ValidationError as error:
-        told = [
-            f"{_place(each['loc'])} {each['input']!r}: {each['msg']}" for each in error.errors()
-        ]
-        raise UsageError(
-            "Kubernetes would not take this:" + "".join(f"\n  {each}" for each in told)
-        ) from None
-    return [each.model_dump(mode="json", by_alias=True, exclude_none=True) for each in found]
-
-
-def _place(where: Sequence[object]) -> str:
-    return ".".join(map(str, where))
-
-
-def _check(asked: ManifestOptions) -> None:
+    """The documents, in the order in which they are to be applied. Raises UsageError for values that Kubernetes would reject."""
     if len(asked.name) > LONGEST_NAME:
         raise UsageError(
             f"--name {asked.name}: {LONGEST_NAME} letters at most, since pods have longer names, and none of more than 63."
         )
     for word in asked.command:
-        if "\0" in word or not _is_text(word):
+        try:
+            is_text = "\0" not in word.encode("utf-8").decode()
+        except UnicodeEncodeError:  # lone surrogates
+            is_text = False
+        if not is_text:
             raise UsageError("an argument is no text, or has a NUL character in it.")
-
-
-def _is_text(word: str) -> bool:
     try:
-        word.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+        found = [_service(asked), _job(asked)] if asked.nodes > 1 else [_job(asked)]
+    except ValidationError as error:
+        lines = [
+            f"\n  {'.'.join(map(str, each['loc']))} {each['input']!r}: {each['msg']}"
+            for each in error.errors()
+        ]
+        raise UsageError("Kubernetes would not take this:" + "".join(lines)) from None
+    return [each.model_dump(mode="json", by_alias=True, exclude_none=True) for each in found]
 
 
 def _job(asked: ManifestOptions) -> _Job:
@@ -241,7 +228,7 @@ def _job(asked: ManifestOptions) -> _Job:
 
 
 def _service(asked: ManifestOptions) -> _Service:
-    """Gives the first pod a name, before it is ready as well: that is when it is looked for."""
+    """The service that gives the first pod a name, also before it is ready: that is when the others look it up."""
     ports = (_Port(name="meeting", port=PORT),)
     spec = _ServiceSpec(clusterIP="None", selector={JOB_NAME: asked.name}, ports=ports)
     return _Service(metadata=_metadata(asked), spec=spec)
@@ -263,12 +250,19 @@ def _pod(asked: ManifestOptions) -> _PodSpec:
     if asked.pvc is not None:
         mounts.append(_Mount(name=RESULTS, mount_path=str(PurePosixPath(asked.workdir) / "runs")))
         volumes.append(_Volume(name=RESULTS, persistent_volume_claim=_Claim(claim_name=asked.pvc)))
+    ranks = [_Variable(name=RANK, value_from=_From(field_ref=_Field(field_path=INDEX)))]
+    keys = [
+        _Variable(
+            name=each, value_from=_From(secret_key_ref=_Key(name=asked.secret or "", key=each))
+        )
+        for each in sorted(asked.variables)
+    ]
     container = _Container(
         name="job",
         image=asked.image,
         command=command(asked),
         working_dir=asked.workdir,
-        env=_environment(asked),
+        env=((*(ranks if asked.nodes > 1 else ()), *keys)),
         resources=_Resources(limits={n: each for n, each in limits.items() if each is not None}),
         volume_mounts=tuple(mounts),
     )
@@ -278,17 +272,6 @@ def _pod(asked: ManifestOptions) -> _PodSpec:
         containers=(container,),
         volumes=tuple(volumes),
     )
-
-
-def _environment(asked: ManifestOptions) -> tuple[_Variable, ...]:
-    ranks = [_Variable(name=RANK, value_from=_From(field_ref=_Field(field_path=INDEX)))]
-    keys = [
-        _Variable(
-            name=each, value_from=_From(secret_key_ref=_Key(name=asked.secret or "", key=each))
-        )
-        for each in sorted(asked.variables)
-    ]
-    return (*(ranks if asked.nodes > 1 else ()), *keys)
 
 
 def command(asked: ManifestOptions) -> tuple[str, ...]:
@@ -310,43 +293,36 @@ def command(asked: ManifestOptions) -> tuple[str, ...]:
 
 
 def as_yaml(documents: Sequence[dict[str, Any]]) -> str:
-    """YAML in which every text is quoted: what YAML 1.1 and 1.2 read in one way only."""
+    """YAML in which every text is quoted, so that YAML 1.1 and 1.2 read it the same way."""
     return "".join("---\n" + "\n".join(_lines(each)) + "\n" for each in documents)
 
 
 def _lines(value: Any) -> list[str]:
     """Lines of a mapping or a list that is not empty."""
+    found: list[str] = []
     if isinstance(value, dict):
-        items = cast("dict[str, Any]", value)
-        return [line for key, each in items.items() for line in _entry(f"{_key(key)}:", each)]
-    return [line for each in cast("list[Any]", value) for line in _member(each)]
-
-
-def _entry(head: str, value: Any) -> list[str]:
-    if isinstance(value, (dict, list)) and value:
-        return [head, *(f"  {line}" for line in _lines(value))]
-    return [f"{head} {_scalar(value)}"]
-
-
-def _member(value: Any) -> list[str]:
-    if isinstance(value, (dict, list)) and value:
-        first, *others = _lines(value)
-        return [f"- {first}", *(f"  {line}" for line in others)]
-    return [f"- {_scalar(value)}"]
-
-
-def _key(key: str) -> str:
-    return key if IDENTIFIER.fullmatch(key) else _scalar(key)
+        for name, each in cast("dict[str, Any]", value).items():
+            key = name if IDENTIFIER.fullmatch(name) else _scalar(name)
+            if isinstance(each, (dict, list)) and each:
+                found += [f"{key}:", *(f"  {line}" for line in _lines(each))]
+            else:
+                found.append(f"{key}: {_scalar(each)}")
+        return found
+    for each in cast("list[Any]", value):
+        if isinstance(each, (dict, list)) and each:
+            first, *others = _lines(each)
+            found += [f"- {first}", *(f"  {line}" for line in others)]
+        else:
+            found.append(f"- {_scalar(each)}")
+    return found
 
 
 def _scalar(value: Any) -> str:
-    """JSON, which is YAML except for letters beyond 16 bits: these have an escape of their own there."""
-    return re.sub(
-        r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})",
-        lambda pair: f"\\U{_joined(int(pair[1], 16), int(pair[2], 16)):08x}",
-        json.dumps(value),
-    )
+    """JSON, which is YAML except for letters beyond 16 bits: JSON writes them as a pair of escapes, YAML as one."""
 
+    def joined(pair: re.Match[str]) -> str:
+        high, low = int(pair[1], 16) - 0xD800, int(pair[2], 16) - 0xDC00
+        return f"\\U{0x10000 + (high << 10) + low:08x}"
 
-def _joined(high: int, low: int) -> int:
-    return 0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00)
+    pattern = r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})"
+    return re.sub(pattern, joined, json.dumps(value))

@@ -1,6 +1,6 @@
-"""What this machine knows of the jobs that were launched from it: where each is, and where its results go.
+"""The notes that this machine keeps of the jobs launched from it: the place of each, and the folder of its results.
 
-A note is no more than a shorthand: whoever says where a job is (`--at`) finds it without one.
+A note is only a shorthand: with the job's place (`--at`) a command finds it without one.
 """
 
 from __future__ import annotations
@@ -12,31 +12,30 @@ from typing import Any
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
-from groupwise.jobs.launch.places import JobBackend
-from groupwise.jobs.launch.state import state_folder
+from groupwise.jobs.launch.places import JobBackend, state_folder
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Of one job."""
+    """The note of one job."""
 
     name: str
     place: JobBackend
     project: Path
     """The folder that it was launched from."""
     results: Path | None = None
-    """Where what it makes goes, if that was said."""
+    """The folder of its results, if the user named one."""
     fetched: Path | None = None
-    """Another folder that all it had made by its end was fetched to."""
+    """Another folder to which all its results were fetched after its end."""
 
 
 def folder() -> Path:
-    """Of the notes."""
+    """The folder of the notes."""
     return state_folder("launches")
 
 
 def write(note: Note) -> None:
-    """Durable; a note of the same name is replaced."""
+    """Write a note durably; it replaces one of the same name."""
     document = {
         "format": 1,
         "name": note.name,
@@ -50,14 +49,14 @@ def write(note: Note) -> None:
 
 
 def every() -> list[Note]:
-    """All that can be read, by name."""
-    found = [_read(path) for path in sorted(folder().glob("*.json"))]
+    """All notes that can be read, by name."""
+    found = [_note_in(path) for path in sorted(folder().glob("*.json"))]
     return [each for each in found if each is not None]
 
 
 def find(name: str) -> Note:
-    """The note of this job. Raises UsageError that says what there is."""
-    found = _read(_file(name))
+    """The note of this job. Raises UsageError that lists the jobs that have one."""
+    found = _note_in(_file(name))
     if found is None:
         there = ", ".join(each.name for each in every()) or "none"
         raise UsageError(
@@ -68,20 +67,20 @@ def find(name: str) -> Note:
 
 
 def is_of_another(note: Note) -> bool:
-    """Whether a job of this name is known from here that is at another place."""
-    known = _read(_file(note.name))
+    """True if there is a note of this name for a job at another place."""
+    known = _note_in(_file(note.name))
     return known is not None and not known.place.is_same(note.place)
 
 
 def note_fetched(note: Note, folder: Path) -> None:
-    """What the job has made is in this folder: said of a job that is known from here."""
-    known = _read(_file(note.name))
+    """Note that the job's results are in this folder, if there is a note of the job."""
+    known = _note_in(_file(note.name))
     if known is not None and known.place.is_same(note.place):
         write(replace(known, fetched=folder.absolute()))
 
 
 def remove(note: Note) -> None:
-    """It is not there afterwards. That of another job stays."""
+    """Remove a note; that of another job of this name stays."""
     if not is_of_another(note):
         _file(note.name).unlink(missing_ok=True)
 
@@ -90,7 +89,7 @@ def _file(name: str) -> Path:
     return folder() / f"{Path(name).name}.json"
 
 
-def _read(path: Path) -> Note | None:
+def _note_in(path: Path) -> Note | None:
     try:
         document: dict[str, Any] = json.loads(path.read_bytes())
         place = JobBackend.from_document(document["place"])

@@ -15,33 +15,32 @@ from groupwise.jobs.clouds.gang import NODES
 from groupwise.jobs.clouds.machine import ROOT
 from groupwise.jobs.fleet.machines.plans import Plan, sent_files
 from groupwise.jobs.hosts.files import BlobStore
-from groupwise.jobs.hosts.spec import MOST_ARTEFACTS, FileEntry, JobSpec, Limits
+from groupwise.jobs.hosts.spec import MOST_ARTEFACTS, JobSpec, Limits
 from groupwise.jobs.launch.bundle import SHORTEST_SECRET, Bundle, bundle
 from groupwise.jobs.launch.results import RESULT
 from groupwise.runs.folder import RECORD
 
 OWN = ".groupwise"
-"""The folder of the working folder that holds what makes the environment."""
+"""The subfolder of the working folder with the files that make the environment."""
 BEGIN = ("python3", "-I", f"{OWN}/bootstrap.py")
 NODE = ("python", "-m", "groupwise.engine.learner.launch_node")
 """Starts the processes of one machine of several."""
 RESULTS = ("runs", "results", "generated", "outputs")
-"""Folders that are always fetched: where trainings, evaluations and `generate` write, and scripts of jobs."""
+"""Folders that are always fetched: trainings, evaluations, `generate` and scripts of jobs write there."""
 MOST_RESULTS_MB = 10_000_000
-"""Disks are full before: all that a job leaves comes back."""
+"""More than a disk holds: everything that a job leaves is fetched."""
 OURS = (RESULT, EARLIER, INCOMING, NODES)
 """Names in the folder of results that are not the job's."""
 GRACE_SECONDS = 60.0
-"""Between TERM and KILL: long enough for the checkpoint of the step that is under way."""
+"""Seconds between TERM and KILL: long enough for the checkpoint of the step that is under way."""
 
 
 def files_here() -> BlobStore:
-    """The files on their way, by their hashes; those unused since yesterday are removed."""
+    """The store of files on their way to machines; those unused for a day are removed."""
     folder = cache_folder("launch")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(
-        0o700
-    )  # what others of this machine may not read in the project they may not read here
+    # Other users of this machine must not read here what they may not read in the project.
+    folder.chmod(0o700)
     store = BlobStore(folder / "blobs")
     store.collect(())
     return store
@@ -74,7 +73,7 @@ class LaunchRequest:
     needs: tuple[str, ...] = ()
     """Files and folders here that the command reads."""
     elsewhere: bool = True
-    """The job has other disks than this machine."""
+    """True if the job has other disks than this machine."""
     root: str = f"~/{ROOT}"
     """Root folder of the place; environments are made below it."""
     asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -82,11 +81,11 @@ class LaunchRequest:
     python: str | None = None
     """See `groupwise.jobs.clouds.backend.Order`."""
     meets_at: str | None = None
-    """Likewise."""
+    """See `groupwise.jobs.clouds.backend.Order`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedJob:
     """An order whose files are in a store."""
 
     order: Order
@@ -94,16 +93,24 @@ class Packed:
     """The part of the project that travels."""
 
 
-def pack(wanted: LaunchRequest, store: BlobStore) -> Packed:
-    """The order. Raises UsageError for a project that cannot travel, and for what cannot be fetched."""
+def pack(wanted: LaunchRequest, store: BlobStore) -> PackedJob:
+    """Turn a request into an order, with its files in `store`. Raises UsageError for a project that cannot travel, and for results that
+    cannot be fetched."""
     project = bundle(wanted.project, wanted.secrets, wanted.take)
-    _refuse_own(project)
+    if any(PurePosixPath(path).parts[0] == OWN for path in project.files):
+        raise UsageError(
+            f"{project.root / OWN} travels with the project, and the job needs a folder of this name for itself: give yours another name, "
+            "or name it in .gitignore."
+        )
     _refuse_lacking(project, wanted.needs, elsewhere=wanted.elsewhere)
     refuse_shown_secrets(wanted.command, wanted.secrets)
     results = tuple(dict.fromkeys((*RESULTS, *map(_inside, wanted.results))))
     files = dict(store.put_files(project.files))
     if wanted.environment is not None:
-        files |= _of_environment(wanted.environment, wanted.root, store)
+        begin = Path(__file__).with_name("bootstrap.py")
+        sent = sent_files(wanted.environment, f"{wanted.root}/environments", store)
+        found = {"bootstrap.py": store.put_file(begin), **sent}
+        files |= {f"{OWN}/{name}": entry for name, entry in found.items()}
     command = wanted.command
     if wanted.nodes > 1:
         command = (*NODE, "--processes", str(wanted.processes), "--", *command)
@@ -130,26 +137,11 @@ def pack(wanted: LaunchRequest, store: BlobStore) -> Packed:
         python=wanted.python,
         meets_at=wanted.meets_at,
     )
-    return Packed(order, project)
-
-
-def _of_environment(plan: Plan, root: str, store: BlobStore) -> dict[str, FileEntry]:
-    begin = Path(__file__).with_name("bootstrap.py")
-    sent = sent_files(plan, f"{root}/environments", store)
-    found = {"bootstrap.py": store.put_file(begin), **sent}
-    return {f"{OWN}/{name}": entry for name, entry in found.items()}
-
-
-def _refuse_own(project: Bundle) -> None:
-    if any(PurePosixPath(path).parts[0] == OWN for path in project.files):
-        raise UsageError(
-            f"{project.root / OWN} travels with the project, and the job needs a folder of this name for itself: give yours another name, "
-            "or name it in .gitignore."
-        )
+    return PackedJob(order, project)
 
 
 def refuse_shown_secrets(command: Sequence[str], secrets: Mapping[str, str]) -> None:
-    """A value that travels apart shall not stand in the command, which everybody there may read. Raises UsageError."""
+    """Raises UsageError if the command holds the value of a secret, which travels apart: every user there may read the command."""
     shown = [
         name
         for name, value in secrets.items()
@@ -163,7 +155,7 @@ def refuse_shown_secrets(command: Sequence[str], secrets: Mapping[str, str]) -> 
 
 
 def _refuse_lacking(project: Bundle, needs: Iterable[str], *, elsewhere: bool) -> None:
-    """Raises UsageError for paths the command reads here that would be missing there."""
+    """Raises UsageError for a path that the command reads here and that would be missing there."""
     root = project.root.resolve()
     for need in needs:
         place = (root / need).resolve()
@@ -174,21 +166,18 @@ def _refuse_lacking(project: Bundle, needs: Iterable[str], *, elsewhere: bool) -
                 f"the command reads {need}, which is outside of the project, so that the job would not find it. Copy it into the project, "
                 "upload it to the hub, or name one that the other machine has and say --no-preflight."
             )
-        inside = _whole_run(root, place).relative_to(root).as_posix()
+        # A path in a run stands for the whole run, because commands name runs by one.
+        above = (each for each in (place, *place.parents) if each.is_relative_to(root))
+        needed = next((each for each in above if (each / RECORD).is_file()), place)
+        inside = needed.relative_to(root).as_posix()
         if not any(path == inside or path.startswith(f"{inside}/") for path in project.files):
             raise UsageError(
                 f"the command reads {need}, which does not travel with the project. Take it along: --take {inside}"
             )
 
 
-def _whole_run(root: Path, place: Path) -> Path:
-    """The run that it lies in, by which commands name it; else itself."""
-    above = (each for each in (place, *place.parents) if each.is_relative_to(root))
-    return next((each for each in above if (each / RECORD).is_file()), place)
-
-
 def _inside(path: str) -> str:
-    """Check that a path is in the working folder, since nothing else is fetched."""
+    """A path of --result in its canonical form. Raises UsageError if it is not in the working folder: nothing else is fetched."""
     place = PurePosixPath(path)
     if place.parts and place.parts[0] in OURS:
         raise UsageError(

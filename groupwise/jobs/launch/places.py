@@ -1,8 +1,8 @@
-"""Where jobs are launched: places, as plain data that can be written down, and the backend that reaches one.
+"""Places to launch jobs at, as plain data that can be stored, and the backend for each.
 
-A place is called by a word, on the command line and in lists: `local`, `ssh:gpu@box:22`, `slurm`, `slurm:me@login:22/scratch/me`,
-`ssh:gpu@box:22,gpu@bix:22` of several that a job runs on at once, `ray:me@head:22/scratch/me,http://10.0.0.2:8265`, `aws:us-east-1`,
-`modal`.
+A place has a name on the command line and in lists: `local`, `ssh:gpu@box:22`, `slurm`, `slurm:me@login:22/scratch/me`,
+`ssh:gpu@box:22,gpu@bix:22` (several machines that a job runs on at once), `ray:me@head:22/scratch/me,http://10.0.0.2:8265`,
+`aws:us-east-1`, `modal`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.core.errors import UsageError
@@ -30,29 +31,28 @@ from groupwise.jobs.hosts.local import LocalHost
 from groupwise.jobs.hosts.port import Host
 from groupwise.jobs.hosts.ray import ADDRESS, TOKENS, RayRunner
 from groupwise.jobs.hosts.slurm import SlurmRunner
-from groupwise.jobs.launch.state import state_folder
 
 if TYPE_CHECKING:
     from groupwise.jobs.clouds.ec2 import Ec2
 
 AGENT = "SSH_AUTH_SOCK"
-"""The variable by which an agent is found, which is another one with each login."""
+"""The variable that names the socket of the ssh agent; the socket differs with each login."""
 LOCAL, SSH, SLURM, RAY, AWS, MODAL = "local", "ssh", "slurm", "ray", "aws", "modal"
 OF_HERE = frozenset({LOCAL, SLURM, RAY})
-"""Kinds of places that this machine may have, or be given jobs for by itself."""
+"""Kinds of places that this machine itself may be."""
 RENTING = frozenset({AWS})
-"""Kinds of places whose backends rent what jobs run on (`groupwise.jobs.clouds.backend.Renting`), so that it may be left over.
+"""Kinds of places whose backends rent machines (`groupwise.jobs.clouds.backend.Renting`), which may be left running.
 
 Containers of Modal are paid, too, but end with their calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobBackend:
-    """One of them."""
+    """A place to launch jobs at."""
 
     kind: str
     detail: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """How it is reached; no secrets, but paths of keys."""
+    """How it is reached; it may hold paths of keys, but no secrets."""
 
     def __str__(self) -> str:
         detail = self.detail
@@ -65,18 +65,18 @@ class JobBackend:
         return f"{self.kind}:{word}" if word else self.kind
 
     def is_same(self, other: JobBackend) -> bool:
-        """True if jobs of one name would be the same job here and there, however it is reached."""
-        return self._identity == other._identity
+        """True if both are the same place, so that jobs of one name are the same job, however it is reached. A machine is known by its key,
+        because tunnels may lead from one address to several machines."""
 
-    @property
-    def _identity(self) -> tuple[Any, ...]:
-        """Behind one address there may be several machines, by tunnels: a machine is known by its key."""
-        keys = [each.get("host_key") for each in (self.detail, *self.others)]
-        return str(self), self.detail.get("profile"), tuple(keys)
+        def identity(place: JobBackend) -> tuple[Any, ...]:
+            keys = [each.get("host_key") for each in (place.detail, *place.others)]
+            return str(place), place.detail.get("profile"), keys
+
+        return identity(self) == identity(other)
 
     @property
     def is_here(self) -> bool:
-        """It is spoken to as a process of this machine, whose disks it has."""
+        """True if its runner is a process of this machine, with the same disks."""
         return self.kind in OF_HERE and "host" not in self.detail
 
     @property
@@ -87,12 +87,12 @@ class JobBackend:
 
     @property
     def python(self) -> str | None:
-        """The interpreter there that jobs are begun with, where that is known here."""
+        """The interpreter there that jobs are begun with; None if it is not known here."""
         return self.detail.get("python") or (sys.executable if self.is_here else None)
 
     @property
     def meets_at(self) -> str | None:
-        """The address of the first machine for the others, if there are others."""
+        """The address at which the other machines reach the first one; None if there is only one."""
         return (self.detail.get("meets_at") or self.detail["host"]) if self.others else None
 
     @property
@@ -114,33 +114,39 @@ class JobBackend:
         return cls(document["kind"], document["detail"])
 
 
+def state_folder(kind: str) -> Path:
+    """The folder in which this machine keeps records of launched jobs: `$XDG_STATE_HOME/groupwise/<kind>`, by default below
+    `~/.local/state` (XDG Base Directory Specification)."""
+    root = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(root) / "groupwise" / kind
+
+
 def reach(place: JobBackend) -> Backend:
-    """A new way to it."""
+    """A new backend for this place."""
     return WAYS[place.kind](place)
 
 
 def _machine(place: JobBackend) -> Backend:
-    host, where, python = _spoken_to(place)
+    host, where, python = _called_host(place)
     runner = Runner(host, root=place.root, python=python)
     if place.meets_at is None:
         return MachineBackend(place.kind, runner, where)
-    machines = [(runner, where), *(_other(place, each) for each in place.others)]
+    machines = [(runner, where)]
+    for detail in place.others:
+        other, its_name = _ssh(detail)
+        python = detail.get("python") or "python3"
+        machines.append((Runner(other, root=place.root, python=python), its_name))
     return GangBackend(place.kind, machines, place.meets_at)
 
 
-def _other(place: JobBackend, detail: Mapping[str, Any]) -> tuple[Runner, str]:
-    host, where = _ssh(detail)
-    return Runner(host, root=place.root, python=detail.get("python") or "python3"), where
-
-
 def _slurm(place: JobBackend) -> Backend:
-    host, where, python = _spoken_to(place)
+    host, where, python = _called_host(place)
     runner = SlurmRunner(host, root=place.root, python=python)
     return SlurmBackend(place.kind, runner, f"Slurm, by {where}")
 
 
 def _ray(place: JobBackend) -> Backend:
-    host, where, python = _spoken_to(place, also=TOKENS)
+    host, where, python = _called_host(place, also=TOKENS)
     address = place.detail.get("address") or ADDRESS
     runner = RayRunner(host, root=place.root, python=python, address=address)
     return RayBackend(place.kind, runner, f"Ray, by {where}")
@@ -149,18 +155,18 @@ def _ray(place: JobBackend) -> Backend:
 def _aws(place: JobBackend) -> Backend:
     from groupwise.jobs.clouds.aws import AwsBackend
     from groupwise.jobs.clouds.aws_checks import Access
-    from groupwise.jobs.clouds.aws_state import Kept
+    from groupwise.jobs.clouds.aws_state import JobRecords
 
     detail = {name: value for name, value in place.detail.items() if value is not None}
     region, profile = detail.pop("region"), detail.pop("profile", None)
-    kept = Kept(state_folder("aws") / f"{region}-{profile or 'default'}")
+    kept = JobRecords(state_folder("aws") / f"{region}-{profile or 'default'}")
     owner = f"{getpass.getuser()}@{socket.gethostname()}"
     return AwsBackend(place.kind, _ec2(region, profile), Access(**detail), kept, owner=owner)
 
 
 @cache
 def _ec2(region: str, profile: str | None) -> Ec2:
-    """Cached for the whole command: reading the descriptions of AWS's services takes longer than asking."""
+    """The client of a region, cached for the whole command: reading the descriptions of AWS's services takes longer than a call."""
     from groupwise.jobs.clouds.ec2 import BotoEc2
 
     return BotoEc2(region, profile)
@@ -172,33 +178,29 @@ def _modal(place: JobBackend) -> Backend:
     return ModalBackend(place.kind, ModalRunner(LiveModal(profile)), where)
 
 
-def _spoken_to(place: JobBackend, also: Iterable[str] = ()) -> tuple[Host, str, str]:
-    """A way to the machine, its name for people, and its interpreter. `also`: variables that one of here is asked with."""
+def _called_host(place: JobBackend, also: Iterable[str] = ()) -> tuple[Host, str, str]:
+    """The machine as a host, its name for people, and its interpreter. `also`: variables that are passed on to a runner on this machine."""
     host, where = (LocalHost(also=also), "this machine") if place.is_here else _ssh(place.detail)
     return host, where, place.python or "python3"
 
 
 def _ssh(detail: Mapping[str, Any]) -> tuple[Host, str]:
-    """A way to the machine, and its name for people."""
+    """A machine that is reached by SSH, and its name for people."""
     from groupwise.jobs.hosts.ssh import Address, SshHost
 
     def address(of: Mapping[str, Any]) -> Address:
         return Address(of["host"], of["user"], of["port"], of["key"], of["host_key"])
 
     jump = cast("Mapping[str, Any] | None", detail.get("jump"))
+    agent, socket_path = cast("bool | str | None", detail.get("agent")), None
+    if agent:  # notes of earlier releases hold the socket of that day instead of True
+        socket_path = os.environ.get(AGENT) or (agent if isinstance(agent, str) else None)
     host = SshHost(
         address(detail),
         jump=None if jump is None else address(jump),
-        agent_path=_agent(detail.get("agent")),
+        agent_path=socket_path,
     )
     return host, str(address(detail))
-
-
-def _agent(used: bool | str | None) -> str | None:
-    """Its socket, where one is used; notes of earlier releases have the one of that day."""
-    if not used:
-        return None
-    return os.environ.get(AGENT) or (used if isinstance(used, str) else None)
 
 
 WAYS: dict[str, Callable[[JobBackend], Backend]] = {
@@ -209,4 +211,4 @@ WAYS: dict[str, Callable[[JobBackend], Backend]] = {
     AWS: _aws,
     MODAL: _modal,
 }
-"""To the places of each kind."""
+"""The maker of the backend for each kind of place."""

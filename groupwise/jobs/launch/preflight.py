@@ -1,5 +1,5 @@
 """Trying a command here before a machine is taken: its own `--dry-run`, in a process of its own, so that a wrong key, a task that cannot be
-imported or an unknown model is told at once and costs nothing."""
+imported or an unknown model is found at once and costs nothing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from groupwise.jobs.hosts.local import PASSED_ON
 VERBS = ("rl", "sft", "eval", "generate")
 """Commands of groupwise that may be launched."""
 OUTPUT = "--output"
-"""The option of `eval` and `generate` that says where they write."""
+"""The option of `eval` and `generate` that names their output folder."""
 TRIED = 600.0
-"""Seconds: a data set may have to be downloaded."""
+"""Time limit in seconds: a data set may have to be downloaded."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class DryRunReport:
     """A command's description of itself."""
 
     results: tuple[str, ...]
@@ -35,11 +35,11 @@ class Tried:
     summary: str
     """Summary for people."""
     needs: tuple[str, ...] = ()
-    """Files and folders of this machine that it reads beside the task: weights, configs of data."""
+    """Files and folders of this machine that it reads in addition to the task: weights, configs of data."""
 
 
 def check_verb(words: Sequence[str]) -> None:
-    """Raises UsageError where the words are no command of groupwise that may be launched."""
+    """Raises UsageError if the words are no command of groupwise that may be launched."""
     if not words or words[0] not in VERBS:
         given = f"`{words[0]}` is none" if words else "there is nothing"
         raise UsageError(
@@ -56,17 +56,24 @@ def check_verb(words: Sequence[str]) -> None:
 NOT_FOR_JOBS = ("--help", "--dry-run")
 
 
-def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> Tried:
-    """Have the command say what it would do. Raises UsageError with its own words where it would fail."""
+def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> DryRunReport:
+    """Run the command with --dry-run. Raises UsageError with the command's own message if it would fail."""
     verb, *rest = words
-    _refuse_absolute(project, rest)
+    for path in map(Path, _values(rest)):
+        if path.is_absolute() and path.is_relative_to(project) and path.exists():
+            raise UsageError(
+                f"{path} is named by its absolute path, and the job runs in a copy of the project: name it relative to {project}, "
+                f"{path.relative_to(project)}."
+            )
     # As the program `groupwise` does, without the project on the path of imports (-P).
     command = [sys.executable, "-P", "-m", "groupwise", verb, "--dry-run", *rest]
+    # Variables that happen to be set in this terminal are left out, because the job does not have them either.
+    login = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     try:
         done = subprocess.run(
             command,
             cwd=project,
-            env={**_of_a_login(), **environment},
+            env={**login, **environment},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=TRIED,
@@ -83,11 +90,12 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
             "none that are only set here. --no-preflight launches it untried, for data or packages that only the machine has. It said:"
             f"\n{said}"
         )
-    return _told(verb, rest, done.stdout, project)
+    return _described(verb, rest, done.stdout, project)
 
 
 def first_of(machines: int, processes: int) -> dict[str, str]:
-    """Variables torchrun will set for the first of so many processes on each machine, so that a config for another number is refused."""
+    """The variables that torchrun will set for the first of so many processes on each machine, so that a config for another number is
+    refused."""
     return {
         "RANK": "0",
         "WORLD_SIZE": str(machines * processes),
@@ -99,70 +107,54 @@ def first_of(machines: int, processes: int) -> dict[str, str]:
 
 
 def results_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Folders an untried command writes to, as far as its words say."""
+    """Folders that an untried command writes to, as far as its words name them."""
     folders = (word.removeprefix("run.dir=") for word in words if word.startswith("run.dir="))
     return (*folders, *_output_of(words))
 
 
-def _of_a_login() -> dict[str, str]:
-    """The variables that a job has too, without those that happen to be set in this terminal."""
-    return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-
-
-def _refuse_absolute(project: Path, words: Sequence[str]) -> None:
-    """The job has a copy of the project, which lies elsewhere."""
-    for path in map(Path, _values(words)):
-        if path.is_absolute() and path.is_relative_to(project) and path.exists():
-            raise UsageError(
-                f"{path} is named by its absolute path, and the job runs in a copy of the project: name it relative to {project}, "
-                f"{path.relative_to(project)}."
-            )
-
-
-def _told(verb: str, rest: Sequence[str], said: bytes, project: Path) -> Tried:
-    document = _document(said)
+def _described(verb: str, rest: Sequence[str], output: bytes, project: Path) -> DryRunReport:
+    """Read the description that the command printed as JSON; a task may have printed something before it."""
+    text = output.decode(errors="replace")
+    document: dict[str, Any] | None = None
+    for found in re.finditer(r"^\{", text, re.MULTILINE):
+        with suppress(ValueError):
+            document = json.loads(text[found.start() :])
+            break
+    if document is None:
+        raise UsageError(
+            "what the command says of itself with --dry-run cannot be read; does the task write to standard output? It said:"
+            f"\n{text[-500:]}"
+        )
     plan: dict[str, Any] = document.get("plan") or {}
     if verb in ("rl", "sft"):
         steps = f", {plan['steps']} steps" if plan.get("steps") is not None else ""
         config = document["config"]
-        return Tried(
+        return DryRunReport(
             (config["run"]["dir"],), f"{plan['task']}{steps}", _needs(project, rest, config)
         )
     if verb == "eval" and plan:
         asked = f"{plan['prompts']} prompts for {', '.join(plan['policies'])}"
         needs = (*plan["folders"], *_needs(project, rest, document["config"]))
         results = tuple(_inside(project, each) for each in plan["results"])
-        return Tried(results, f"{plan['task']}, {asked}", needs)
-    return Tried(_output_of(rest), f"`groupwise {verb}` says what it would ask")
-
-
-def _document(said: bytes) -> dict[str, Any]:
-    """Parse the command's JSON; a task may have printed something before it."""
-    text = said.decode(errors="replace")
-    beginnings = (found.start() for found in re.finditer(r"^\{", text, re.MULTILINE))
-    for begins in beginnings:
-        with suppress(ValueError):
-            return json.loads(text[begins:])
-    raise UsageError(
-        f"what the command says of itself with --dry-run cannot be read; does the task write to standard output? It said:\n{text[-500:]}"
-    )
+        return DryRunReport(results, f"{plan['task']}, {asked}", needs)
+    return DryRunReport(_output_of(rest), f"`groupwise {verb}` says what it would ask")
 
 
 def _inside(project: Path, path: str) -> str:
-    """Relative to the project, where it is in it."""
+    """The path relative to the project if it is in it."""
     place, root = (project / path).resolve(), project.resolve()
     return place.relative_to(root).as_posix() if place.is_relative_to(root) else path
 
 
 def _needs(project: Path, words: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Paths among the words, and the model and its adapter where they are folders here."""
+    """Paths among the words, and the model and its adapter if they are folders here."""
     model = config["model"]
     named = (model["name"], model["adapter"], *_values(words))
     return tuple(each for each in named if each and (project / each).exists())
 
 
 def _values(words: Sequence[str]) -> Iterator[str]:
-    """Values of `--option VALUE`, `--option=VALUE` and `key=value`; the path alone for a run at a step or a function in a file."""
+    """The values of `--option VALUE`, `--option=VALUE` and `key=value`; the path alone for a run at a step or a function in a file."""
     for word in words:
         _, _, value = word.rpartition("=")
         path, _, _ = value.partition(":")

@@ -1,6 +1,6 @@
 """Paid places: ending or keeping a job's machine after the job, and sweeping up machines that were left running.
 
-A backend of such a place can list what it has rented and give it back (`Renting`). That is all that is asked of it here.
+A backend of such a place can list what it has rented and give it back (`Renting`); nothing else of it is used here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from groupwise.jobs.clouds.backend import (
     Backend,
     CloudError,
     Handle,
-    Order,
     Outcome,
     Priced,
     Rented,
@@ -28,13 +27,13 @@ from groupwise.jobs.launch import results
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class SweepResult:
     """The result of a sweep."""
 
     overdue: tuple[Rented, ...]
-    """Ended now, or to be ended."""
+    """Machines that were ended, or would be in a dry run."""
     left: tuple[Rented, ...]
-    """Their deadlines are to come."""
+    """Machines that stay, because their deadlines are to come."""
     failed: tuple[str, ...] = ()
     """Machines that could not be ended, and why."""
 
@@ -42,16 +41,21 @@ class Swept:
 async def after(
     backend: Backend, handle: Handle, status: Status, folder: Path, say: Callable[[str], None]
 ) -> None:
-    """End the machine of a job just fetched to `folder`, or report that it stays, with what it costs.
+    """End the machine of a job whose results were just fetched to `folder`, or report that it stays, with its price.
 
-    It ends after a success where that was asked for, after anything else unless it was asked to be kept, and never before all is here.
+    After a success it ends if the order says so; after any other ending it ends unless the order keeps it; and never before all results are
+    here.
     """
     if status.ending is None or not isinstance(backend, Renting):
         return
     found = await of_job(backend, handle.name)
     if not found:
         return
-    ends = _ends(await backend.order(handle), status)
+    order = await backend.order(handle)
+    if status.ending.outcome is Outcome.SUCCEEDED:
+        ends = bool(order.asks.get(TERMINATE_AFTER))
+    else:
+        ends = not order.asks.get(KEEP_ON_FAILURE)
     if ends and not results.is_all_of(folder, handle):
         say(f"not all of what {handle.name} has made is in {folder}, so what it ran on stays")
         ends = False
@@ -63,20 +67,13 @@ async def after(
             say(f"{stays(rented)}; `groupwise launch remove {handle.name}` ends it")
 
 
-def _ends(order: Order, status: Status) -> bool:
-    assert status.ending is not None
-    if status.ending.outcome is Outcome.SUCCEEDED:
-        return bool(order.asks.get(TERMINATE_AFTER))
-    return not order.asks.get(KEEP_ON_FAILURE)
-
-
 async def of_job(backend: Renting, name: str) -> list[Rented]:
     """Machines rented for this job."""
     return [each for each in await backend.rented() if each.job == name]
 
 
 async def cost_of(backend: Backend, handle: Handle) -> dict[str, Any]:
-    """Cost entries of a result document: dollars so far, and what they cover. Empty if unknown."""
+    """The cost entries of a result document: dollars so far, and what they cover. Empty if unknown."""
     found = await backend.cost(handle) if isinstance(backend, Priced) else None
     return {} if found is None else {"cost": found.dollars, "cost_counts": found.counts}
 
@@ -91,8 +88,8 @@ def stays(rented: Rented) -> str:
 
 async def sweep(
     backend: Renting, name: str | None, *, dry_run: bool, now: float | None = None
-) -> Swept:
-    """End what is beyond its deadline; with `name` all of that job, whatever its deadline."""
+) -> SweepResult:
+    """End machines beyond their deadlines; with `name` all machines of that job, whatever their deadlines."""
     moment = time.time() if now is None else now
     found = await backend.rented()
     if name is None:
@@ -108,4 +105,4 @@ async def sweep(
                 failed[each] = f"{each.id} of {each.job}: {error.message}"
     ended = tuple(each for each in overdue if each not in failed)
     left = tuple(each for each in found if each not in overdue)
-    return Swept(ended, left, tuple(failed.values()))
+    return SweepResult(ended, left, tuple(failed.values()))

@@ -1,4 +1,4 @@
-"""What became of a job, as one document for people and programs, beside the files that came back."""
+"""The outcome of a job, as one document for people and programs, beside the files that were fetched."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ RESULT = "launch-result.json"
 FOLDER = "launches"
 """Folder of the project with a folder for each job."""
 MARKER = ".groupwise-launches"
-"""The file that says that it is this folder."""
+"""The file that marks this folder."""
 
 NOTHING_IN_IT = ("link", "pipe", "socket", "device")
-"""Kinds of what is left out that hold nothing of their own."""
+"""Kinds of files left out that have no content of their own."""
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder of a job's results; neither git nor the next job takes it for files of the project."""
+    """Make the folder of a job's results, so that neither git nor the next job takes it for files of the project."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder.parent.name == FOLDER:
         (folder.parent / MARKER).touch()
@@ -33,8 +33,8 @@ def prepare(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Before another job of this name begins: what an earlier one brought back is no part of what this one makes, no checkpoint for it to
-    go on from, nor proof that its results are here. Where it is now; None: there was nothing. Raises CloudError."""
+    """Set an earlier job's results aside before another job of this name begins: they are not its results, hold no checkpoint for it, and
+    do not prove that its results are here. Returns their new folder; None: there were none. Raises CloudError."""
     aside = set_files_aside(folder)
     if aside is not None and (folder / RESULT).exists():
         (folder / RESULT).replace(aside / RESULT)
@@ -42,9 +42,11 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict[str, Any]:
-    """The document; what the job has cost is not known yet."""
+    """The document of a job's outcome; its cost is filled in later."""
     ending = status.ending
-    runs = [_run(fetched.folder, path) for path in fetched.files if _is_record(path)]
+    # Checkpoints hold copies of a run's record.
+    records = [path for path in map(PurePosixPath, fetched.files) if path.name == RECORD]
+    runs = [_run(fetched.folder, p.parent) for p in records if "checkpoints" not in p.parts]
     return {
         "format": 1,
         "name": handle.name,
@@ -65,7 +67,7 @@ def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict
 
 
 def is_all_of(folder: Path, handle: Handle) -> bool:
-    """True if everything this attempt made is there: it had ended, and no file was left out."""
+    """True if the folder has everything that this attempt made: it had ended, and no file was left out."""
     try:
         found: dict[str, Any] = json.loads((folder / RESULT).read_bytes())
         same = (found["name"], found["attempt"]) == (handle.name, handle.attempt)
@@ -76,23 +78,17 @@ def is_all_of(folder: Path, handle: Handle) -> bool:
 
 
 def write(folder: Path, document: dict[str, Any]) -> Path:
-    """Durable, in place of that of before."""
+    """Write the document durably, in place of an earlier one; returns its path."""
     path = folder / RESULT
     atomic_files.write_json(path, document)
     return path
 
 
-def _is_record(path: str) -> bool:
-    """True for the record of a run, not the copy in one of its checkpoints."""
-    return PurePosixPath(path).name == RECORD and "checkpoints" not in PurePosixPath(path).parts
+def _run(folder: Path, run: PurePosixPath) -> dict[str, Any]:
+    """A run's entry: its name and, once it has ended by itself, its summary with state, steps, metrics and hub repository.
 
-
-def _run(folder: Path, record: str) -> dict[str, Any]:
-    """Its name and, once it has ended by itself, what its summary says: state, steps, metrics, where it is on the hub.
-
-    `problem`: why a summary that came cannot be read.
+    `problem`: why a summary that was fetched cannot be read.
     """
-    run = PurePosixPath(record).parent
     summary = problem = None
     try:
         summary = read_summary(folder / run)

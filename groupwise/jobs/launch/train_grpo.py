@@ -1,9 +1,9 @@
-"""GRPO from a dozen flags: what the command `groupwise-train-grpo` does.
+"""GRPO from a dozen flags: the command `groupwise-train-grpo`.
 
     groupwise-train-grpo --model tiny --dataset sums.jsonl --reward_function correctness --output_dir outputs
 
-The flags become the config of an ordinary `groupwise rl` without a task file, and that is what runs: resolved config, record, checkpoints
-and resume are the same. Afterwards the model with what it learnt, and its tokenizer, stand at the top of `output_dir`:
+The flags become the config of an ordinary `groupwise rl` without a task file, which then runs: resolved config, record, checkpoints and
+resume are the same. Afterwards the trained model, whole, and its tokenizer stand at the top of `output_dir`:
 
     outputs/config.json, model.safetensors, tokenizer.json …    one whole model, as transformers loads it
     outputs/grpo/                                               the run: record, checkpoints, the adapter in final/
@@ -43,18 +43,18 @@ KEYS = {
     "output_dir": "run.dir",
     "use_unsloth": "model.backend",
 }
-"""Which key of the config each flag is."""
+"""The key of the config for each flag."""
 
 BESIDE: Mapping[str, Any] = {
     "algorithm.type": "grpo",
     "run.name": RUN,
 }
-"""Keys that no flag is, where they differ from the defaults of `groupwise rl`; overrides may change them."""
+"""Keys without a flag whose values differ from the defaults of `groupwise rl`; overrides may change them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """What the command is given, with its defaults."""
+    """The flags of the command, with their defaults."""
 
     model: str
     """A hub id, a folder, a .gguf file or an alias."""
@@ -79,9 +79,10 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Flags)
 
 
 def problems(flags: Flags, overrides: Sequence[str] = ()) -> list[str]:
-    """What is wrong with them beside what the config will say, in words for whoever gave them."""
+    """Problems with the flags beyond those that the config itself will report, in words for the user."""
     texts = ("model", "dataset", "preprocessing_pipeline", "output_dir")
     empty = [f"--{name} is empty." for name in texts if not getattr(flags, name)]
+    rate = flags.learning_rate
     return [
         *empty,
         *(["--reward_function is missing: name a reward."] if not flags.reward_function else []),
@@ -91,7 +92,11 @@ def problems(flags: Flags, overrides: Sequence[str] = ()) -> list[str]:
             for name in _COUNTS
             if (value := getattr(flags, name)) < 1
         ),
-        *_rate_problems(flags.learning_rate),
+        *(
+            []
+            if 0 < rate < math.inf
+            else [f"--learning_rate is {rate:g}; it must be a number above 0, such as 5e-6."]
+        ),
         *(problem for word in overrides for problem in _doubled(word)),
     ]
 
@@ -102,14 +107,8 @@ _COUNTS = (
 )
 
 
-def _rate_problems(rate: float) -> list[str]:
-    if rate > 0 and math.isfinite(rate):
-        return []
-    return [f"--learning_rate is {rate:g}; it must be a number above 0, such as 5e-6."]
-
-
 def _doubled(word: str) -> list[str]:
-    """An override of what a flag says, or of a whole section that flags write into."""
+    """The problem with an override that repeats a flag, or replaces a whole section that flags write into."""
     given = word.partition("=")[0]
     for flag, key in KEYS.items():
         if given == key:
@@ -122,7 +121,7 @@ def _doubled(word: str) -> list[str]:
 
 
 def config_of(flags: Flags) -> dict[str, Any]:
-    """The config of `groupwise rl` that they stand for."""
+    """The config of `groupwise rl` that the flags stand for."""
     config: dict[str, Any] = {}
     given = {KEYS[name]: getattr(flags, name) for name in KEYS if name != "use_unsloth"}
     given[KEYS["reward_function"]] = list(flags.reward_function)
@@ -155,8 +154,8 @@ def train_grpo(
 ) -> TrainingResult:
     """Train, and put the whole model at the top of `output_dir`.
 
-    `resume` goes on with the unfinished run there, `resume_from` with the checkpoint in that folder. Raises `UsageError` for what was given
-    wrongly, `RunError` if the run failed.
+    `resume` goes on with the unfinished run there, `resume_from` with the checkpoint in that folder. Raises `UsageError` for wrong flags,
+    `RunError` if the run failed.
     """
     from groupwise.training.loops.rl_start import rl
 
@@ -177,9 +176,9 @@ def train_grpo(
 
 
 def put_whole_model(run: Path, into: Path) -> None:
-    """The final weights of a run, added to their base, with the tokenizer, among whatever else stands in a folder.
+    """Write the final weights of a run, merged into their base, and the tokenizer into a folder, beside other files there.
 
-    The config of the model comes last: until it is there, nobody takes the folder for a model. Files of an earlier model go.
+    The model's config comes last: without it no program takes the folder for a model. Files of an earlier model are removed.
     """
     from groupwise.core import atomic_files
     from groupwise.engine.models.artefact import CARD, MODEL, TOKENIZER

@@ -1,4 +1,4 @@
-"""What the handlers of the routes are given, and what they ask of the service.
+"""The context that handlers of routes are given, and the protocols of the service behind them.
 
 Each module of this folder has a tuple `ROUTES`.
 
@@ -85,7 +85,7 @@ class ServiceLike(Protocol):
         ...
 
     async def give_up(self, group_id: str, /) -> None:
-        """Nobody will reward the group."""
+        """Release a group that will not be rewarded."""
         ...
 
     async def rewards(
@@ -109,11 +109,11 @@ class ServiceLike(Protocol):
         ...
 
     async def status(self) -> StatusAnswer:
-        """Where everything stands."""
+        """The state of the server and its run."""
         ...
 
     async def activity(self) -> ActivityAnswer:
-        """What goes on at this instant, but for who has asked."""
+        """The state at this instant, without the clients."""
         ...
 
     async def last_event(self) -> int:
@@ -141,7 +141,7 @@ class ServiceLike(Protocol):
         ...
 
     async def tokenizer(self) -> TokenizerAnswer:
-        """Of the run."""
+        """The run's tokenizer."""
         ...
 
     async def count_refusal(self, code: str) -> None:
@@ -149,12 +149,12 @@ class ServiceLike(Protocol):
         ...
 
     async def remembered(self, caller: Caller) -> StoredResponse | None:
-        """What the request with this Idempotency-Key was answered before."""
+        """The stored answer to the request with this Idempotency-Key."""
         ...
 
 
 class Serving(Shared):
-    """What all requests to one server share."""
+    """State that all requests to one server share."""
 
     def __init__(self, service: ServiceLike, config: ServerConfig) -> None:
         limits = Limits(config.max_body_bytes, config.requests_per_second, config.burst)
@@ -164,7 +164,7 @@ class Serving(Shared):
         self.under_way = UnderWay()
 
     async def activity(self) -> ActivityAnswer:
-        """What goes on at this instant."""
+        """The state at this instant, with the clients."""
         clients = known_clients(self.clients.all(), self.clients.clock())
         return (await self.service.activity()).model_copy(update={"clients": clients})
 
@@ -184,14 +184,14 @@ class Serving(Shared):
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What a handler is given."""
+    """The context of one request, which its handler is given."""
 
     serving: Serving
     caller: Caller
 
     @property
     def service(self) -> ServiceLike:
-        """That does the work."""
+        """The service that does the work."""
         return self.serving.service
 
     async def once(
@@ -220,7 +220,7 @@ class RequestContext:
 
 
 async def asked(request: Request) -> RequestContext:
-    """For handlers: who asks, with the name that the request gives itself."""
+    """The context of a request: its caller, and the name under which its answer is remembered."""
     facts = facts_of(request.scope)
     assert facts.caller is not None, "the middleware let it through"
     caller, route = facts.caller, facts.route

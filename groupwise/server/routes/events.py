@@ -1,4 +1,4 @@
-"""What happens, as it happens: server-sent events, which a client that was cut off resumes by the id of the last one that it had.
+"""Server-sent events. A client whose stream was cut off resumes it by the id of the last event that it received.
 
 A stream sends what is there, then waits for the next; a comment every few seconds keeps proxies from closing it. It ends when the server
 does. Each one holds a connection, so that their number is bounded.
@@ -66,7 +66,7 @@ async def a_place(asked: AskedHere, last_event_id: LastEventId = None) -> AsyncG
 async def events(
     asked: AskedHere, after: Annotated[int, Depends(a_place)]
 ) -> AsyncGenerator[ServerSentEvent]:
-    """What happens from now on, or after `Last-Event-ID`; each event has an id, a kind, and its data as in `EventData`."""
+    """Stream events from now on, or after `Last-Event-ID`; each has an id, a kind, and data as in `EventData`."""
     service, serving = asked.service, asked.serving
     yield ServerSentEvent(comment="events follow", retry=RECONNECT)
     while not serving.ending.is_set():

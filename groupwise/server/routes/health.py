@@ -16,12 +16,12 @@ TAG = "health"
 
 
 async def healthz() -> Response:
-    """Whether the process lives: it answers."""
+    """Answer while the process lives."""
     return sent_model(HealthAnswer(status="ok"))
 
 
 async def readyz(request: Request) -> Response:
-    """Whether requests are answered; 503 with the reason where they are not."""
+    """Answer 200 while requests are served, else 503 with the reason."""
     serving: Serving = request.app.state.shared
     ending = "the server is shutting down" if serving.ending.is_set() else None
     why = ending or serving.service.ready()

@@ -105,7 +105,7 @@ async def checkpoints(asked: AskedHere) -> Response:
 
 
 async def save_checkpoint(body: CheckpointRequest, asked: AskedHere) -> Response:
-    """Write a checkpoint now, under a name. It is kept until somebody deletes it, so that it takes an admin."""
+    """Write a checkpoint now, under a name. It is kept until it is deleted, so only an admin may do this."""
 
     async def work() -> StoredResponse:
         return answer_of(await asked.service.save_checkpoint(body.name, asked.caller))

@@ -56,7 +56,7 @@ def said(
         Header(description="As `metadata.size` of the body.", ge=1, le=MAX_COMPLETIONS),
     ] = None,
 ) -> Said:
-    """What headers say of keeping."""
+    """The headers that say whether the completion is stored for training, and in which group."""
     return Said(x_groupwise_store, x_groupwise_group, x_groupwise_size)
 
 

@@ -1,4 +1,4 @@
-"""Sampler and learner for a loop that runs elsewhere: `groupwise rl` with `run.server`, and whoever has a loop of his own.
+"""Sampler and learner for a loop that runs elsewhere: `groupwise rl` with `run.server`, or a loop of your own.
 
 Everything is named by the client (the id of the parts, the number of a call, the path and offset of a piece of a file), so that what is
 sent again is done once. A call answers 202 while it is under way; then the client asks for it again.
@@ -101,7 +101,7 @@ class _Handlers:
     async def look_at_call(
         self, id: Id, number: Number, asked: AskedHere, wait: Wait = DEFAULT_CALL_WAIT
     ) -> Response:
-        """What has become of a call."""
+        """The state of a call."""
         return _sent(await self.service.answer(id, number, wait))
 
     async def give_up_call(self, id: Id, number: Number, asked: AskedHere) -> Response:

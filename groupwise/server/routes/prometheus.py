@@ -1,4 +1,4 @@
-"""What the training server counts, in the text format of Prometheus: its run beside its requests and its process."""
+"""The training server's metrics in the text format of Prometheus: its run, its requests and its process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Ask and post: begin and end a run, ask for completions, post rewards, take steps, see how it goes.
 
-Asking and posting end with their client: a request for completions that nobody waits for any more frees its place, and so does a wait for
-a step. What the service has committed by then stands. Beginning and ending a run go on to their end, whoever is listening.
+Asking and posting end with their client: when the client of a request for completions disconnects, its place is free, and so it is with a
+wait for a step. What the service has committed by then stands. Beginning and ending a run go on to their end even if the client
+disconnects.
 """
 
 from __future__ import annotations
@@ -121,12 +122,12 @@ async def step(body: StepRequest, asked: AskedHere) -> Response:
 
 
 async def status(asked: AskedHere) -> Response:
-    """Where the server and its run stand."""
+    """The state of the server and its run."""
     return sent_model(await asked.service.status())
 
 
 async def activity(asked: AskedHere) -> Response:
-    """What goes on at this instant: living groups with their leases, who waits, steps to come, clients and their sessions."""
+    """The server at this instant: living groups with their leases, waiting clients, steps to come, clients and their sessions."""
     return sent_model(await asked.serving.activity())
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Answered(BaseModel):
-    """What all have in common."""
+    """The base of all answers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
@@ -28,7 +28,7 @@ class ClientConfig(Answered):
 
 
 class DynamicConfig(Answered):
-    """What may change while it runs, and does not here."""
+    """Settings that may change while the client runs; here they never do."""
 
     sample_cancel_enabled: bool = False
 
@@ -65,7 +65,7 @@ class Finished(Answered):
 
 
 class Thrown(Answered):
-    """What the client tells of itself is not kept."""
+    """Telemetry that the client sends; it is not stored."""
 
     status: Literal["accepted"] = "accepted"
 
@@ -117,7 +117,7 @@ class SamplerMade(Answered):
 
 
 class SamplerInfo(Answered):
-    """What a sampler was made of; `model_path` where it has weights that were saved."""
+    """The model of a sampler; `model_path` if it has saved weights."""
 
     sampler_id: str
     base_model: str
@@ -125,7 +125,7 @@ class SamplerInfo(Answered):
 
 
 class AboutWeights(Answered):
-    """What kind of model saved the weights."""
+    """The kind of model that saved the weights."""
 
     base_model: str
     is_lora: bool

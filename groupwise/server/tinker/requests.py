@@ -23,7 +23,7 @@ METADATA = dict[str, Any] | None
 
 
 class Body(FailFast, BaseModel):
-    """What all have in common."""
+    """The base of all bodies."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
@@ -82,7 +82,7 @@ class GetInfo(Body):
 
 
 class Adam(Body):
-    """Of one step; the defaults are the client's."""
+    """AdamW's parameters for one step; the defaults are the client's."""
 
     learning_rate: Annotated[FINITE, Field(ge=0)] = 1e-4
     beta1: Annotated[FINITE, Field(ge=0, lt=1)] = 0.9
@@ -109,7 +109,7 @@ class SaveWeights(Body):
     seq_id: WHOLE
     path: NAME
     ttl_seconds: None = None
-    """What is saved does not expire here."""
+    """Saved weights do not expire here, so no time to live is accepted."""
     overwrite: bool = False
     user_metadata: METADATA = None
     type: Literal["save_weights"] = "save_weights"

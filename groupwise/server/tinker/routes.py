@@ -115,11 +115,11 @@ class _Handlers:
         return _sent(answers.ClientConfig())
 
     async def dynamic_config(self, request: Request) -> Response:
-        """What may change while the client runs. A body is not read."""
+        """Settings that may change while the client runs. A body is not read."""
         return _sent(answers.DynamicConfig())
 
     async def capabilities(self, request: Request) -> Response:
-        """Which bases there are."""
+        """The base models of the server."""
         found = {"supported_models": self._service.capabilities()}
         return _sent(answers.Capabilities.model_validate(found))
 
@@ -156,7 +156,7 @@ class _Handlers:
         )
 
     async def get_info(self, request: Request) -> Response:
-        """What a model is."""
+        """A model's base and adapter."""
         model = (await self._read(request, requests.GetInfo)).model_id
         return _sent(answers.Info.model_validate(await self._service.training.info(model)))
 
@@ -196,12 +196,12 @@ class _Handlers:
         return _sent(answers.SamplerMade(sampling_session_id=sampler))
 
     async def sampler(self, request: Request) -> Response:
-        """What a sampler was made of."""
+        """The model of a sampler."""
         found = self._service.sampling.sampler(request.path_params["sampler"])
         return _sent(answers.SamplerInfo.model_validate(found))
 
     async def weights_info(self, request: Request) -> Response:
-        """What kind of model saved the weights at a path."""
+        """The kind of model that saved the weights at a path."""
         path = (await self._read(request, requests.WeightsInfo)).tinker_path
         found = await self._service.training.weights_info(path)
         return _sent(answers.AboutWeights.model_validate(found))
@@ -214,7 +214,7 @@ class _Handlers:
         return _sent(answers.SamplePromise(request_id=id, sample_sequence_ids=sequences))
 
     async def retrieve(self, request: Request) -> Response:
-        """What a call came to; 408 where it has come to nothing yet, after a while."""
+        """The result of a call; 408 if it has none after a while."""
         id = (await self._read(request, requests.Retrieve)).request_id
         answer = await self._service.answer(id, self._poll)
         if answer is None:

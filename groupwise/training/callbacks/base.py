@@ -1,14 +1,13 @@
-"""Callbacks: code of others that is told what a training run does, and may ask it for something.
+"""Callbacks: user code that receives the events of a training run, and may make requests of it.
 
-The loop announces an event when what it tells of is durable. `Callbacks` passes it on: one callback after the other, in their order,
-and the loop waits for each, so that what they see and ask does not depend on time. A plain method runs in a thread of its
-own (one for all of them), so that rewards and completions under way go on meanwhile; an async one runs in the event loop. What a
-callback is given are copies: nothing that it does to them reaches the run. One that fails is reported, and the run goes on,
-unless it says that it is `critical`.
+The loop announces an event once its effect is durable. `Callbacks` passes it to one callback after the other, in their order, and the
+loop waits for each, so that what they see and request does not depend on time. A plain method runs in a separate thread (one for all
+callbacks), so that rewards and completions under way go on meanwhile; an async one runs in the event loop. Callbacks receive copies:
+changes to them do not reach the run. One that fails is reported, and the run goes on, unless the callback is `critical`.
 
-A checkpoint holds what the callbacks knew (`Callback.state`) between two steps. A resume gives it back, and announces again all
-that came after it: first that checkpoint, then evaluations and steps. So a callback that keeps its state never sees
-anything twice, and one that acts on the world outside may do so again after a crash.
+A checkpoint holds the callbacks' state (`Callback.state`) between two steps. A resume restores it, and announces again everything that
+came after it: first that checkpoint, then evaluations and steps. So a callback that keeps its state never sees an event twice, and one
+with effects outside the run may repeat them after a crash.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ EVENTS = {
     "on_save": ("run", "checkpoint"),
     "on_run_end": ("run", "end"),
 }
-"""The methods of a callback that are called, in the order of a step, with what they are given."""
+"""The events: methods of a callback in the order of a step, with their arguments."""
 
 SLOW = 60.0
 """Seconds after which the log says which callback the run waits for."""
@@ -65,10 +64,10 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A callback's wish that the run ends."""
+    """The request of a callback to end the run."""
 
     by: str
-    """Its name."""
+    """Name of the callback."""
     reason: str
 
 
@@ -97,7 +96,7 @@ class Observed(Protocol):
 
 
 class RunHandle:
-    """The run as one callback sees it: what it may read, and what it may ask for."""
+    """The run as one callback sees it: what it may read, and the requests that it may make."""
 
     def __init__(self, run: Observed, asked: ControlRequests, name: str) -> None:
         self._run = run
@@ -159,7 +158,7 @@ class RunHandle:
         self._run.keep_for_replay(draws)
 
     def record_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Put one of the callback's own into the record, in place of an earlier one of the same step, name and policy."""
+        """Record an evaluation by the callback; it replaces an earlier one of the same step, name and policy."""
         self._run.folder.store.add_evaluation(evaluation)
 
     def say(self, text: str) -> None:
@@ -189,7 +188,7 @@ class RunHandle:
         self._asked.evaluate = True
 
 
-Told = Awaitable[None] | None
+EventResult = Awaitable[None] | None
 """Return type of an event's method: None, or an awaitable if it is async."""
 
 
@@ -208,25 +207,27 @@ class Callback:
     def check(self, config: View) -> None:
         """Before anything is loaded: raise ValueError if this callback has nothing to do, or no means, in such a run."""
 
-    def on_run_begin(self, run: RunHandle) -> Told:
+    def on_run_begin(self, run: RunHandle) -> EventResult:
         """Everything is built, and a resumed run taken back to its checkpoint; `load_state` was called before."""
 
-    def on_step_begin(self, run: RunHandle) -> Told:
+    def on_step_begin(self, run: RunHandle) -> EventResult:
         """The next step begins: its groups are asked for, or waited for."""
 
-    def on_groups(self, run: RunHandle, groups: Sequence[Group], rejected: Sequence[Group]) -> Told:
+    def on_groups(
+        self, run: RunHandle, groups: Sequence[Group], rejected: Sequence[Group]
+    ) -> EventResult:
         """The groups of the step are drawn and scored, and not yet learnt from. Others were drawn for the `rejected` ones."""
 
-    def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> Told:
+    def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> EventResult:
         """A step is committed, and `run.step` counts it; these are all its metrics."""
 
-    def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> Told:
+    def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> EventResult:
         """Held-out data were answered by the policy after `evaluation.step` steps; metrics and rows are recorded."""
 
-    def on_save(self, run: RunHandle, checkpoint: Path) -> Told:
+    def on_save(self, run: RunHandle, checkpoint: Path) -> EventResult:
         """The checkpoint after `run.step` steps stands complete in this folder."""
 
-    def on_run_end(self, run: RunHandle, end: RunEnd) -> Told:
+    def on_run_end(self, run: RunHandle, end: RunEnd) -> EventResult:
         """The run ended, and its folder says how."""
 
     def state(self) -> Any:
@@ -263,31 +264,29 @@ class _Member:
 
 
 class Callbacks:
-    """Those of one run: tells them what happens, and keeps what they ask for."""
+    """The callbacks of one run: passes events to them, and keeps their requests."""
 
     def __init__(self, callbacks: Iterable[tuple[str, Callback]] = ()) -> None:
         self._members: list[_Member] = []
         for name, callback in sorted(callbacks, key=lambda named: named[1].last):
-            self._members.append(_Member(self._free(name), callback))
+            # A name that is taken gets a number.
+            taken = sum(m.name == name or m.name.startswith(f"{name}-") for m in self._members)
+            self._members.append(_Member(f"{name}-{taken + 1}" if taken else name, callback))
         self._asked = ControlRequests()
         self._run: Observed | None = None
         self._thread: DaemonThreads[Callable[[], Any]] | None = None
-        self._told: list[str] = []
-        """The evaluations of the policy as it is that were announced."""
-        self._told_save: int | None = None
+        self._announced: list[str] = []
+        """The announced evaluations of the present policy."""
+        self._announced_save: int | None = None
         self._between_steps: dict[str, Any] | None = None
         """While a step is under way: the state before it."""
-
-    def _free(self, name: str) -> str:
-        taken = sum(m.name == name or m.name.startswith(f"{name}-") for m in self._members)
-        return f"{name}-{taken + 1}" if taken else name
 
     @property
     def names(self) -> list[str]:
         """Their names in messages and checkpoints, in order."""
         return [member.name for member in self._members]
 
-    # What they ask for
+    # Their requests
 
     @property
     def stop(self) -> Stop | None:
@@ -310,10 +309,10 @@ class Callbacks:
         return self._asked.evaluate
 
     def give_up_evaluation(self) -> None:
-        """The evaluation that was asked for cannot be made."""
+        """Drop the request for an evaluation, because it cannot be made."""
         self._asked.evaluate = False
 
-    # What they are told
+    # Events
 
     async def begin(self, run: Observed) -> None:
         """The run begins or goes on. The checkpoint that it goes on from is announced: it was not when it was written."""
@@ -324,48 +323,48 @@ class Callbacks:
         for member in self._members:
             member.handle = RunHandle(run, self._asked, member.name)
         logger.info("callbacks: %s", ", ".join(self.names))
-        await self._tell("on_run_begin")
+        await self._announce("on_run_begin")
         await self.saved()
 
     async def step_begins(self) -> None:
         """A step is about to be drawn."""
         self._between_steps = self._state_now()
-        await self._tell("on_step_begin")
+        await self._announce("on_step_begin")
 
     async def groups_scored(self, groups: Sequence[Group], rejected: Sequence[Group] = ()) -> None:
         """The groups of a step are there."""
-        await self._tell("on_groups", lambda: (_copied(groups), _copied(rejected)))
+        await self._announce("on_groups", lambda: (_copied(groups), _copied(rejected)))
 
     async def step_committed(self, metrics: Mapping[str, float]) -> None:
-        """A step stands in the record, and the run stands after it."""
+        """A step is committed to the record."""
         self._between_steps = None
-        self._told.clear()
-        await self._tell("on_step_end", lambda: (dict(metrics),))
+        self._announced.clear()
+        await self._announce("on_step_end", lambda: (dict(metrics),))
 
     async def evaluated(self, record: EvaluationRecord) -> None:
-        """An evaluation stands in the record, now or since before a resume. Told once, if it is of the policy as it is."""
+        """An evaluation is in the record, now or since before a resume. Announced once, if it is of the present policy."""
         if self._run is None or record.step != self._run.step:
             return
         self._asked.evaluate = False
-        told = f"{record.name} {record.asked}".strip()  # what asks something else is another one
-        if told in self._told:
+        key = f"{record.name} {record.asked}".strip()  # other prompts make it another evaluation
+        if key in self._announced:
             return
-        self._told.append(told)
-        await self._tell("on_evaluate", lambda: (copy.deepcopy(record),))
+        self._announced.append(key)
+        await self._announce("on_evaluate", lambda: (copy.deepcopy(record),))
 
     async def saved(self) -> None:
-        """The checkpoint of the steps done, if there is one that was not told of yet."""
+        """Announce the checkpoint of the steps done, if there is one that was not announced yet."""
         run = self._run
-        if run is None or run.saved_step != run.step or self._told_save == run.step:
+        if run is None or run.saved_step != run.step or self._announced_save == run.step:
             return
-        self._told_save = run.step
+        self._announced_save = run.step
         folder = run.folder.checkpoints / f"step-{run.step}"
-        await self._tell("on_save", lambda: (folder,))
+        await self._announce("on_save", lambda: (folder,))
 
     async def end(self, end: RunEnd) -> None:
-        """The run ended. Where it failed, that is the failure to speak of, and no callback's.
+        """The run ended. If it failed, its own error is reported, and errors of callbacks are only logged.
 
-        Once one leaves work to a resume, the others are told of an interrupted run.
+        Once one callback leaves work to a resume, the later ones see an interrupted run.
         """
 
         def ended() -> tuple[RunEnd]:
@@ -373,7 +372,7 @@ class Callbacks:
             return (replace(end, state=state, summary=dict(end.summary)),)
 
         try:
-            await self._tell("on_run_end", ended)
+            await self._announce("on_run_end", ended)
         except CallbackError as error:
             if end.state != "failed":
                 raise
@@ -384,11 +383,11 @@ class Callbacks:
                 logger.warning("the callback %s failed: %s; see log.txt", member.name, what)
 
     def close(self) -> None:
-        """Let the thread go; one that hangs in a callback does not keep the process."""
+        """End the thread; one that hangs in a callback does not keep the process alive."""
         if self._thread is not None:
             self._thread.close()
 
-    # What a checkpoint keeps
+    # Their state in checkpoints
 
     def state(self) -> dict[str, Any]:
         """Their state after the steps done, as plain JSON."""
@@ -402,7 +401,7 @@ class Callbacks:
                 self._guarded(
                     member, "load_state", lambda m=member: m.callback.load_state(states[m.name])
                 )
-        self._told = list(kept.get("told", ()))
+        self._announced = list(kept.get("told", ()))
         self._asked.evaluate = kept.get("evaluate", False)
         stop = kept.get("stop")
         if stop and stop["by"] in self.names:
@@ -410,27 +409,31 @@ class Callbacks:
 
     def _state_now(self) -> dict[str, Any]:
         keeping = [member for member in self._members if overrides(member.callback, "state")]
-        found = {m.name: self._guarded(m, "state", lambda m=m: _plain(m.callback)) for m in keeping}
+        found = {
+            m.name: self._guarded(m, "state", lambda m=m: _json_state(m.callback)) for m in keeping
+        }
         return {
             "states": {name: state for name, state in found.items() if state is not None},
-            "told": list(self._told),
+            "told": list(self._announced),
             "evaluate": self._asked.evaluate,
             "stop": asdict(self._asked.stop) if self._asked.stop else None,
         }
 
     # Calling them
 
-    async def _tell(self, event: str, given: Callable[[], tuple[Any, ...]] = lambda: ()) -> None:
+    async def _announce(
+        self, event: str, given: Callable[[], tuple[Any, ...]] = lambda: ()
+    ) -> None:
         for member in self._members:
             if overrides(member.callback, event):
-                error = await self._waited(self._attempt(member, event, given), member, event)
+                error = await self._wait_for(self._call(member, event, given), member, event)
                 if error is not None:
-                    self._failed(member, event, error)
+                    self._report_failure(member, event, error)
 
-    async def _attempt(
+    async def _call(
         self, member: _Member, event: str, given: Callable[[], tuple[Any, ...]]
     ) -> BaseException | None:
-        """Call one; returns what it raised."""
+        """Call one callback; returns what it raised."""
         assert self._thread is not None
         try:
             method, arguments = getattr(member.callback, event), (member.handle, *given())
@@ -447,10 +450,10 @@ class Callbacks:
             return raised
         return error
 
-    async def _waited(
+    async def _wait_for(
         self, work: Coroutine[Any, Any, BaseException | None], member: _Member, event: str
     ) -> BaseException | None:
-        """Wait as long as it takes. A task of its own, so that code that cancels itself does not cancel the run."""
+        """Wait as long as it takes. The work is a task of its own, so that code that cancels itself does not cancel the run."""
         task = asyncio.ensure_future(work)
         try:
             done, _ = await asyncio.wait((task,), timeout=SLOW)
@@ -471,11 +474,11 @@ class Callbacks:
             with redirect_stdout(sys.stderr):
                 return call()
         except (Exception, SystemExit) as error:  # noqa: BLE001 — any code of users may run here
-            self._failed(member, method, error)
+            self._report_failure(member, method, error)
             return None
 
-    def _failed(self, member: _Member, event: str, error: BaseException) -> None:
-        """Report it: whole the first time, afterwards in the log only, unless the callback is critical."""
+    def _report_failure(self, member: _Member, event: str, error: BaseException) -> None:
+        """Raise if the callback is critical; otherwise warn the first time, and log it afterwards."""
         shown = explain(error)
         if member.callback.critical:
             raise CallbackError(
@@ -494,7 +497,7 @@ class Callbacks:
 
 
 class _Caller:
-    """The thread of the plain methods. What they raise is a result: some errors cannot be put into a future."""
+    """Runs plain methods in a thread. Their errors are returned, because some cannot be put into a future."""
 
     def begin(self) -> None:
         pass
@@ -509,8 +512,8 @@ class _Caller:
         pass
 
 
-def _plain(callback: Callback) -> Any:
-    """A callback's state, as a resume will give it back. Raises ValueError if that would be another one."""
+def _json_state(callback: Callback) -> Any:
+    """A callback's state, as a resume will return it. Raises ValueError if JSON would change it."""
     state = callback.state()
     try:
         kept = json.loads(json.dumps(state, allow_nan=False))
@@ -527,7 +530,7 @@ def _plain(callback: Callback) -> Any:
 
 
 def _copied(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Groups of which nothing that can be changed is the run's own."""
+    """Copies of groups: nothing mutable in them belongs to the run."""
     return tuple(
         replace(
             group,

@@ -41,7 +41,7 @@ from groupwise.engine.models.artefact import keep_artefact, weight_files
 from groupwise.engine.models.card import model_card
 from groupwise.runs import checkpoints
 from groupwise.runs.config import RUN_NAME
-from groupwise.runs.evaluated_metrics import OF_TRAINING
+from groupwise.runs.curves import OF_TRAINING
 from groupwise.runs.folder import RESULTS, add_result
 from groupwise.runs.records import EvaluationRecord
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
@@ -53,13 +53,13 @@ FILES = "files"
 WEIGHTS = "weights.json"
 LOG = "log.txt"
 OPTIONS = {"samples": "--samples-per-prompt", "max_questions": "--max-prompts"}
-"""Options of `groupwise eval` that have other names."""
+"""Options of `groupwise eval` whose names differ from the parameters."""
 POLL_INTERVAL = 0.1
 """Seconds between two looks at processes that a finished run waits for."""
 REMINDER = 60.0
 """Seconds between two lines that say what it waits for."""
 NICENESS = 10
-"""By how much a process gives way to the training."""
+"""The niceness of the processes, so that the training has priority."""
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class BenchmarkOnCheckpoint(Callback):
         self._verbatim: tuple[str, ...] = ()
         """Words behind the command in which nothing is filled in."""
         self._program: tuple[str, ...] | None = None
-        """What runs lighteval, where suites are asked."""
+        """The command that runs lighteval, if suites are asked."""
         given = {
             "samples": samples_per_prompt,
             "temperature": temperature,
@@ -162,7 +162,7 @@ class BenchmarkOnCheckpoint(Callback):
         self._started: list[_Started] = []
 
     def claim(self) -> str:
-        """What two with one label evaluate would be taken for each other."""
+        """The results of two with the same label would be mixed up."""
         return f"the label {self.label!r}"
 
     def check(self, config: View) -> None:
@@ -174,11 +174,11 @@ class BenchmarkOnCheckpoint(Callback):
         if self._program is not None:
             from groupwise.training.suites.lighteval import find_program
 
-            with _refusing():
+            with _usage_as_value_error():
                 find_program(self._program)
 
     def on_run_begin(self, run: RunHandle) -> None:
-        """Take up what an earlier process had prepared, and record again what the record lost."""
+        """Continue with what an earlier process had prepared, and record again what the record lost."""
         for folder in sorted(self._folder(run).glob("step-*"), key=_step_of):
             step = _step_of(folder)
             if step > run.step or not (folder / FILES).is_dir():
@@ -188,18 +188,18 @@ class BenchmarkOnCheckpoint(Callback):
                 shutil.rmtree(folder)
             else:
                 self._waiting.append(step)
-        self._look(run)
+        self._poll(run)
 
     def on_step_begin(self, run: RunHandle) -> None:
-        """See what has ended."""
-        self._look(run)
+        """Record what has ended."""
+        self._poll(run)
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
-        """See what has ended."""
-        self._look(run)
+        """Record what has ended."""
+        self._poll(run)
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
-        """Another one to evaluate, unless these weights have been."""
+        """Queue the checkpoint, unless its weights have been evaluated."""
         known = self._result(run, run.step, _weights_of(checkpoint))
         if known is not None:
             self._record(run, run.step, known)
@@ -210,10 +210,10 @@ class BenchmarkOnCheckpoint(Callback):
             atomic_files.write_json(place / WEIGHTS, _weights_of(checkpoint))
             keep_artefact(place / FILES, checkpoint, card, run.tokenizer)
             self._waiting.append(run.step)
-        self._look(run)
+        self._poll(run)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
-        """A finished run waits for what is under way, until Ctrl-C; any other ends it, and evaluates it when it goes on."""
+        """A finished run waits for its processes, until Ctrl-C; any other ends them, and starts them again when it is resumed."""
         if end.state == "finished":
             self._wait(run)
         if self._waiting or self._started:
@@ -233,7 +233,7 @@ class BenchmarkOnCheckpoint(Callback):
                     f"{again}waiting for {self.label}: {self._left()}. Ctrl-C leaves that to --resume"
                 )
                 said = time.monotonic()
-            self._look(run)
+            self._poll(run)
             time.sleep(POLL_INTERVAL)
 
     def _left(self) -> str:
@@ -242,16 +242,18 @@ class BenchmarkOnCheckpoint(Callback):
 
     # Processes
 
-    def _look(self, run: RunHandle) -> None:
-        """Record what has ended, and start what there is room for."""
+    def _poll(self, run: RunHandle) -> None:
+        """Record the processes that have ended, and start new ones in free places."""
         for each in list(self._started):
             if each.family.ended:
                 self._started.remove(each)
-                self._ended(run, each)
+                self._finish(run, each)
             elif time.monotonic() - each.began > self.time_limit:
                 self._started.remove(each)
                 each.family.end()
-                self._failed(run, each.step, f"it took longer than {self.time_limit:g} seconds")
+                self._report_failure(
+                    run, each.step, f"it took longer than {self.time_limit:g} seconds"
+                )
         while self._waiting and len(self._started) < self.max_processes:
             self._start(run, self._waiting.pop(0))
 
@@ -270,26 +272,28 @@ class BenchmarkOnCheckpoint(Callback):
         logger.info("%s of step-%d begins", self.label, step)
         self._started.append(_Started(step, family, output, time.monotonic()))
 
-    def _ended(self, run: RunHandle, ended: _Started) -> None:
+    def _finish(self, run: RunHandle, ended: _Started) -> None:
         code = ended.family.end()
         if code != 0 and not (self._program is not None and ended.output.exists()):
-            self._failed(run, ended.step, how_it_ended(code))
+            self._report_failure(run, ended.step, how_it_ended(code))
             return
         try:
-            content = _read(ended.output)
+            content = _read_result(ended.output)
         except ValueError as error:
-            self._failed(run, ended.step, str(error))
+            self._report_failure(run, ended.step, str(error))
             return
         place = self._place(run, ended.step)
         found = {**content, "step": ended.step, "weights": _weights_in(place)}
         add_result(run.folder, f"{self.label}-step-{ended.step}", found)
         self._record(run, ended.step, found)
         if self._program is not None and "failed" in content:  # some suites of several
-            self._failed(run, ended.step, "; ".join(map(": ".join, content["failed"].items())))
+            self._report_failure(
+                run, ended.step, "; ".join(map(": ".join, content["failed"].items()))
+            )
         else:
             shutil.rmtree(place)
 
-    def _failed(self, run: RunHandle, step: int, reason: str) -> None:
+    def _report_failure(self, run: RunHandle, step: int, reason: str) -> None:
         place = self._place(run, step)
         logger.warning(
             "%s of step-%d failed: %s. The run goes on; what it said is in %s",
@@ -309,7 +313,7 @@ class BenchmarkOnCheckpoint(Callback):
         run.say(f"{self.label} of step-{step}: {shown}")
 
     def _result(self, run: RunHandle, step: int, weights: str) -> dict[str, Any] | None:
-        """What was found for these weights, if it was."""
+        """The stored result for these weights, if there is one."""
         ours = re.compile(
             rf"{re.escape(self.label)}-step-{step}(-\d+)?"
         )  # not one of a longer label
@@ -328,7 +332,7 @@ class BenchmarkOnCheckpoint(Callback):
 
 
 def _checked_label(label: str) -> str:
-    """ValueError for what can name no folder, or names something else."""
+    """Raise ValueError for a label that cannot name a folder, or has another meaning."""
     if not RUN_NAME.fullmatch(label):
         raise ValueError(
             f"label is {label!r}; it names a folder, so use letters, digits, `.`, `_` and `-`, beginning with a letter or digit."
@@ -343,7 +347,7 @@ def _checked_label(label: str) -> str:
 def _checked_suites(
     suites: tuple[str, ...], serve: tuple[str, ...], asking: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """The suites by name. ValueError for what could not be asked."""
+    """The full names of the suites. Raises ValueError for what could not be asked."""
     if not serve:
         raise ValueError(
             "suites are asked of a server: give `serve`, a list of words that serve the weights, such as "
@@ -353,15 +357,15 @@ def _checked_suites(
     from groupwise.training.suites.serving import check_words
     from groupwise.training.suites.table import chosen_suites
 
-    with _refusing():
+    with _usage_as_value_error():
         check_words(serve)
         asked = Asking(base_url="", **asking)
         return chosen_suites(suites, asked.samples)
 
 
 @contextmanager
-def _refusing() -> Generator[None]:
-    """What a callback refuses is a ValueError."""
+def _usage_as_value_error() -> Generator[None]:
+    """Turn a UsageError into the ValueError of a callback."""
     try:
         yield
     except UsageError as error:
@@ -369,7 +373,7 @@ def _refusing() -> Generator[None]:
 
 
 def _evaluation_by_suites(suites: tuple[str, ...], given: Mapping[str, object]) -> tuple[str, ...]:
-    """The command that asks suites; what is None is left to `groupwise eval`."""
+    """The command that asks suites; options that are None are left to `groupwise eval`."""
     named = [word for suite in suites for word in ("--suite", suite)]
     options = [
         word
@@ -405,19 +409,19 @@ def _step_of(folder: Path) -> int:
 
 
 def _weights_in(place: Path) -> str:
-    """Which weights were kept for an evaluation."""
+    """The hash of the weights that were kept for an evaluation."""
     return json.loads((place / WEIGHTS).read_bytes())
 
 
 def _weights_of(checkpoint: Path) -> str:
-    """Which weights a checkpoint holds: the hashes in its manifest."""
+    """The hashes of a checkpoint's weights, from its manifest."""
     files = checkpoints.read(checkpoint).files
     names = [file.name for file in weight_files(checkpoint) if file.suffix == ".safetensors"]
     return " ".join(files[name].sha256[:16] for name in names)
 
 
-def _read(output: Path) -> dict[str, Any]:
-    """What a process wrote. Raises ValueError where that is not what it was to write."""
+def _read_result(output: Path) -> dict[str, Any]:
+    """Read what a process wrote. Raises ValueError if it is not what it was to write."""
     try:
         content = json.loads(output.read_bytes())
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The callback `early_stop`: end a run that has not got better for a while."""
+"""The callback `early_stop`: ends a run that has stopped improving."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from groupwise.training.callbacks.base import Callback, RunHandle
 class EarlyStop(Callback):
     """Ends the run after `patience` evaluations (or steps) in a row in which a metric did not get better.
 
-    Better is more than `min_delta` above the best so far, or below it with `mode: min`. Without a mode, it is `min` where the
-    metric's name speaks of a loss. The evaluation before training counts: it is what training has to beat.
+    Better is more than `min_delta` above the best so far, or below it with `mode: min`. Without a mode, it is `min` if the
+    metric's name contains "loss". The evaluation before training counts: it is what training has to beat.
     """
 
     def __init__(
@@ -46,21 +46,26 @@ class EarlyStop(Callback):
 
     def check(self, config: View) -> None:
         """There must be something to observe."""
-        if self.observe == "evaluations" and _only_before_and_after(config):
+        # An RL run has evaluations during training only with eval_steps; an SFT run has them by default.
+        rl = "before_and_after" in config.eval
+        if self.observe == "evaluations" and rl and config.eval.eval_steps is None:
             raise ValueError(
                 "it observes evaluations, but eval.eval_steps is null, so there are none during training. Set "
                 "eval.eval_steps, or let it `observe: steps`."
             )
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
-        """One observation, where steps are observed."""
+        """One observation, if steps are observed."""
         if self.observe == "steps":
             self._look(run, metrics)
 
     def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> None:
-        """One observation, where evaluations are observed."""
+        """One observation, if evaluations are observed."""
         if self.observe == "evaluations":
-            self._forget_unless_comparable(evaluation.asked)
+            # A best value on other held-out prompts does not compare.
+            if self._asked and evaluation.asked != self._asked:
+                self.best, self.best_step, self.not_better = None, 0, 0
+            self._asked = evaluation.asked
             self._look(run, dict(evaluation.metrics))
 
     def state(self) -> dict[str, Any]:
@@ -78,16 +83,19 @@ class EarlyStop(Callback):
         self.not_better = state["not_better"]
         self._asked = state.get("asked", "")
 
-    def _forget_unless_comparable(self, asked: str) -> None:
-        """Forget the best value if it was measured on other held-out prompts."""
-        if self._asked and asked != self._asked:
-            self.best, self.best_step, self.not_better = None, 0, 0
-        self._asked = asked
-
     def _look(self, run: RunHandle, metrics: dict[str, float]) -> None:
         value = metrics.get(self.metric)
         if value is None:
-            self._miss(run, metrics)
+            # A step may lack a metric, as a loss if no group taught; say so once, because the name
+            # may be wrong.
+            if not self._missed:
+                self._missed = True
+                near = nearest(self.metric, metrics)
+                hint = f" Did you mean {' or '.join(near)}?" if near else ""
+                run.say(
+                    f"early_stop: there is no metric {self.metric!r} in the {self.observe} so far.{hint} There are: "
+                    f"{', '.join(sorted(metrics))}"
+                )
         elif self._is_better(value):
             self.best, self.best_step, self.not_better = value, run.step, 0
         else:
@@ -110,19 +118,3 @@ class EarlyStop(Callback):
             f"{self.metric} has not {more} {way} {self.best:.4g} (after {self.best_step} steps){least} in "
             f"{self.not_better} {self.observe}"
         )
-
-    def _miss(self, run: RunHandle, metrics: dict[str, float]) -> None:
-        """A step may lack a metric, as a loss where nothing taught; say so once, in case that the name is wrong."""
-        if not self._missed:
-            self._missed = True
-            near = nearest(self.metric, metrics)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            run.say(
-                f"early_stop: there is no metric {self.metric!r} in the {self.observe} so far.{hint} There are: "
-                f"{', '.join(sorted(metrics))}"
-            )
-
-
-def _only_before_and_after(config: View) -> bool:
-    """Whether a run of RL has no evaluations on its way; one of SFT has them by default."""
-    return "before_and_after" in config.eval and config.eval.eval_steps is None

@@ -1,5 +1,5 @@
-"""The sink `jsonl`: `metrics.jsonl` in the run's folder, `completions.jsonl` with the rollouts that are to be shown, and
-`evaluations.jsonl` with what was found of checkpoints beside the training.
+"""The sink `jsonl`: `metrics.jsonl` in the run's folder, `completions.jsonl` with the rollouts to show, and `evaluations.jsonl` with the
+evaluations that other processes made of checkpoints.
 
 All are only added to, so that a program may follow them, and each line is on the disk before the next step begins. A process that was
 killed may leave half a line, or rollouts and findings whose line of metrics was not written yet; and a run that goes on from a
@@ -40,13 +40,13 @@ class JsonlSink:
     def begin(self, run: Reported) -> int:
         """Keep the whole lines of the steps done."""
         self._folder = run.folder
-        held = _mended(run.folder / METRICS, run.steps)
-        _mended(run.folder / COMPLETIONS, held)
-        _mended(run.folder / EVALUATIONS, held, KNOWN_AFTER)
+        held = _truncate(run.folder / METRICS, run.steps)
+        _truncate(run.folder / COMPLETIONS, held)
+        _truncate(run.folder / EVALUATIONS, held, KNOWN_AFTER)
         return held
 
     def line(self, line: MetricsRow) -> None:
-        """First rollouts and findings: without the line of metrics they do not count."""
+        """Write rollouts and findings first: they count only once the line of metrics follows."""
         if line.findings:
             found = [
                 {"step": each.steps, KNOWN_AFTER: line.steps, **each.values}
@@ -70,8 +70,8 @@ def _encoded(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return "".join(lines).encode("utf-8", "backslashreplace")
 
 
-def _mended(file: Path, last: int, key: str = "step") -> int:
-    """Cut off what is torn, and what comes after these steps; returns the steps of the last line that is left, which `key` has."""
+def _truncate(file: Path, last: int, key: str = "step") -> int:
+    """Cut off torn lines and those after `last` steps; `key` holds the steps of a line. Returns the steps of the last line that is left."""
     held, size = NOTHING, 0
     if not file.exists():
         return held
@@ -87,7 +87,7 @@ def _mended(file: Path, last: int, key: str = "step") -> int:
 
 
 def _steps(line: bytes, key: str) -> int | None:
-    """The steps done of a line; None where it is not whole."""
+    """The steps done of a line; None if the line is not whole."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:

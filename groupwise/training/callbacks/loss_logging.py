@@ -15,7 +15,7 @@ from groupwise.training.callbacks.base import Callback, RunHandle
 logger = logging.getLogger(__name__)
 
 FILE = "loss_history.csv"
-"""Where the table stands, if no other file is named."""
+"""Default name of the table's file."""
 COLUMNS = ("loss", "reward", "reward_std", "kl", "entropy", "grad_norm", "learning_rate")
 
 
@@ -23,7 +23,7 @@ class LossLogging(Callback):
     """Writes `file` into the run's folder: a row for each step (from 0), a column for each of `metrics`.
 
     A metric that a step does not have stays empty; one that none has had is named once, unless it is a default. When a run begins or
-    goes on, the file is made anew from its record, so that it has each step once, however the run ended before. Every
+    is resumed, the file is written again from its record, so that it has each step once, however the run ended before. Every
     `run.logging_steps` steps the same numbers go to the log.
     """
 
@@ -58,14 +58,15 @@ class LossLogging(Callback):
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
         """One more."""
         row = [run.step - 1, *(metrics.get(name, "") for name in self.metrics)]
-        _append(run.folder / self.file, _table([row]))
-        self._name_unknown(run, metrics)
+        with (run.folder / self.file).open("a", encoding="utf-8", newline="") as opened:
+            opened.write(_table([row]))
+        self._warn_of_unknown(run, metrics)
         if run.step % run.config.run.logging_steps == 0:
             there = [f"{name} {metrics[name]:.4g}" for name in self.metrics if name in metrics]
             logger.info("step %d/%d: %s", run.step, run.max_steps, ", ".join(there))
 
-    def _name_unknown(self, run: RunHandle, metrics: Mapping[str, float]) -> None:
-        """Once: a step may lack a metric, as a loss where nothing taught, but a name may also be wrong."""
+    def _warn_of_unknown(self, run: RunHandle, metrics: Mapping[str, float]) -> None:
+        """Warn once of metrics that are missing: a step may lack one, as a loss if no group taught, but the name may also be wrong."""
         unknown, self._doubted = [name for name in self._doubted if name not in metrics], ()
         for name in unknown:
             near = nearest(name, metrics)
@@ -80,8 +81,3 @@ def _table(rows: Sequence[Sequence[object]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
-
-
-def _append(file: Path, text: str) -> None:
-    with file.open("a", encoding="utf-8", newline="") as opened:
-        opened.write(text)

@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 EXPERIMENT = "groupwise"
 STATUS: dict[State, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 LONGEST_VALUE = 500
-"""Characters of a param; older servers take no more. The file `config.json` has all of them."""
-LONGEST_TOLD = 400
-"""Characters of what the client said."""
+"""Longest param in characters; older servers take no more. The file `config.json` has the whole values."""
+LONGEST_MESSAGE = 400
+"""Longest quotation of the client's messages, in characters."""
 
 QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -44,17 +44,17 @@ QUIET = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 AT_ONCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""Somebody waits for the answer whether the config is right: half a minute at most."""
+"""A user waits for the answer whether the config is right: half a minute at most."""
 PATIENTLY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
 """The run waits: a minute for a server that starts again. The client's own 7 retries are four minutes, and 120 s for each answer."""
 
 
 class MlflowError(Exception):
-    """What the client said, without passwords: an address may hold one."""
+    """An error of the client, without passwords: an address may hold one."""
 
 
 class Refusal(ValueError):
-    """What this sink says itself."""
+    """A refusal of this sink itself."""
 
 
 class MlflowSink:
@@ -67,7 +67,7 @@ class MlflowSink:
         self._run_id = ""
         self._tag = ""
         self._ours = True
-        """Whether the sink made the run; the state of one that MLFLOW_RUN_ID names is for those to say who made it."""
+        """True if the sink made the run; a run that MLFLOW_RUN_ID names is closed by its maker."""
         self._reached: Mapping[str, int] = {}
         """The last steps of each metric that was there when the run was taken up."""
         self._takes_files = True
@@ -76,7 +76,7 @@ class MlflowSink:
         """A server must answer, and a database file needs its packages."""
         place = "the place that it was told"
         try:
-            with _asking(AT_ONCE):
+            with _client_settings(AT_ONCE):
                 place = str(import_module("mlflow").get_tracking_uri())
                 if urlsplit(place).scheme in ("", "file", "sqlite"):
                     _check_files(place)
@@ -92,21 +92,29 @@ class MlflowSink:
 
     def begin(self, run: Reported) -> int:
         """Take the run up by its tag, or as MLFLOW_RUN_ID says."""
-        with _asking(PATIENTLY):
+        with _client_settings(PATIENTLY):
             self._client = _client()
             self._tag = f"groupwise.{run.id}"
-            found = self._found(run)
+            found = self._find_run(run)
             self._run_id = found.info.run_id
             held = int(found.data.tags.get(self._tag, NOTHING))
             if self._tag in found.data.tags:
                 self._reached = {point.key: point.step for point in found.data.to_proto().metrics}
-            self._tell_config(run.config.to_dict(), found.data.params)
+            # A param cannot be changed: what a resume changed is in the file only.
+            config = run.config.to_dict()
+            param = import_module("mlflow.entities").Param
+            values = {_name(key): _shortened(value) for key, value in _flat(config)}
+            params = [
+                param(key, value) for key, value in values.items() if key not in found.data.params
+            ]
+            self._client.log_batch(self._run_id, params=params)
+            self._keep("config.json", json.dumps(config, indent=2, ensure_ascii=False))
         logger.info("mlflow has it as the run %s", self._run_id)
         return held
 
     def line(self, line: MetricsRow) -> None:
-        """Its metrics, the table, and then that they are there."""
-        with _asking(PATIENTLY):
+        """Send the metrics and the table, then set the tag that says so."""
+        with _client_settings(PATIENTLY):
             point = import_module("mlflow.entities").Metric
             at = round(1000 * line.finished_at)
             named = [(_name(name), value) for name, value in line.values.items()]
@@ -122,24 +130,27 @@ class MlflowSink:
             ]
             self._client.log_batch(self._run_id, metrics=points)
             if line.table:
-                self._keep(f"{TABLE}/step-{line.steps:08d}.csv", _csv(line))
+                columns, rows = line.cells()
+                text = io.StringIO()
+                csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+                self._keep(f"{TABLE}/step-{line.steps:08d}.csv", text.getvalue())
             self._client.set_tag(self._run_id, self._tag, str(line.steps))
 
     def end(self, state: State) -> None:
-        """Say how it ended."""
+        """Set the run's final state."""
         if self._ours:
-            with _asking(PATIENTLY):
+            with _client_settings(PATIENTLY):
                 self._client.set_terminated(self._run_id, STATUS[state])
 
     def _missing(self, finding: Finding) -> Iterator[tuple[str, float]]:
-        """The metrics of a finding that are not there; it may come after one of later steps, so the last step of a metric says little."""
+        """The metrics of a finding that are not there yet. Findings may come out of order, so the last step of a metric does not tell."""
         for name, value in ((_name(name), value) for name, value in finding.values.items()):
             known = name in self._reached
             there = self._client.get_metric_history(self._run_id, name) if known else ()
             if finding.steps not in [point.step for point in there]:
                 yield name, value
 
-    def _found(self, run: Reported) -> Any:
+    def _find_run(self, run: Reported) -> Any:
         """The run in MLflow; it is made with its tag, so that no crash can make a second one."""
         if run_id := os.environ.get("MLFLOW_RUN_ID"):
             self._ours = False
@@ -158,14 +169,6 @@ class MlflowSink:
             run_name=run.name,
         )
 
-    def _tell_config(self, config: dict[str, Any], known: Mapping[str, str]) -> None:
-        """A param cannot be changed: what a resume changed is in the file only."""
-        param = import_module("mlflow.entities").Param
-        values = {_name(key): _shortened(value) for key, value in _flat(config)}
-        params = [param(key, value) for key, value in values.items() if key not in known]
-        self._client.log_batch(self._run_id, params=params)
-        self._keep("config.json", json.dumps(config, indent=2, ensure_ascii=False))
-
     def _keep(self, file: str, text: str) -> None:
         """Files have a store of their own, which may be missing; metrics go on without it."""
         if not self._takes_files:
@@ -174,12 +177,12 @@ class MlflowSink:
             self._client.log_text(self._run_id, text.encode("utf-8", "replace").decode(), file)
         except Exception as error:  # noqa: BLE001 — each kind of store raises errors of its own package
             self._takes_files = False
-            logger.warning("mlflow takes no files: %s. Only metrics are sent", _told(error))
+            logger.warning("mlflow takes no files: %s. Only metrics are sent", _message(error))
 
 
 @contextmanager
-def _asking(limits: Mapping[str, str]) -> Generator[None, None, None]:
-    """The client talks as it should; its environment is the only place to say so, and what stands there already holds."""
+def _client_settings(limits: Mapping[str, str]) -> Generator[None, None, None]:
+    """Configure the client by its environment, its only configuration; variables that are set already are kept. Wraps its errors."""
     ours = {key: value for key, value in {**QUIET, **limits}.items() if key not in os.environ}
     os.environ.update(ours)
     try:
@@ -187,22 +190,22 @@ def _asking(limits: Mapping[str, str]) -> Generator[None, None, None]:
     except Refusal:
         raise
     except Exception as error:  # noqa: BLE001 — the client's own errors, and those of databases and of HTTP
-        raise MlflowError(_told(error)) from None
+        raise MlflowError(_message(error)) from None
     finally:
         for key in ours:
             os.environ.pop(key, None)
 
 
-def _told(error: Exception) -> str:
-    """The first line of it."""
+def _message(error: Exception) -> str:
+    """The first line of the error."""
     first = _without_password(str(error).strip().partition("\n")[0]).removesuffix(".")
-    return (first if len(first) <= LONGEST_TOLD else f"{first[:LONGEST_TOLD]}…") or type(
+    return (first if len(first) <= LONGEST_MESSAGE else f"{first[:LONGEST_MESSAGE]}…") or type(
         error
     ).__name__
 
 
 def _without_password(text: str) -> str:
-    """Without user and password of an address."""
+    """Remove user and password from addresses."""
     return re.sub(r"://[^/\s]*@", "://", text)
 
 
@@ -211,7 +214,7 @@ def _client() -> Any:
 
 
 def _check_files(place: str) -> None:
-    """Without making any."""
+    """Check that mlflow can write to a file or database, without creating any."""
     if urlsplit(place).scheme != "sqlite":
         if not import_module("mlflow.environment_variables").MLFLOW_ALLOW_FILE_STORE.get():
             raise Refusal(
@@ -255,14 +258,14 @@ def _experiment(client: Any, config: View) -> str | None:
 
 
 def _name(name: str) -> str:
-    """As MLflow takes it, on any system: a path of plain characters. `pass@4` becomes `pass_at_4`."""
+    """A name that MLflow accepts on any system: a path of plain characters. `pass@4` becomes `pass_at_4`."""
     plain = re.sub(r"[^\w.\- /]", "_", name.replace("@", "_at_"))
     parts = [part.strip(" ") for part in plain.split("/") if part.strip(" .")]
     return "/".join(parts).lstrip(".")[:250].rstrip("/") or "_"
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys."""
+    """The config as dotted keys with values."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(cast("Mapping[str, Any]", value), f"{above}{key}.")
@@ -273,11 +276,3 @@ def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 def _shortened(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
-
-
-def _csv(line: MetricsRow) -> str:
-    """As the pages of MLflow show a table."""
-    columns, rows = line.cells()
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
-    return text.getvalue()

@@ -30,10 +30,10 @@ MAX_WAIT = 600.0
 """Seconds that a finished run waits for its uploads."""
 MAX_WAITING = 10
 """Checkpoints of which a hub that is away may take the place on the disk."""
-GLANCE = 0.2
-"""Seconds after which whoever waits looks whether it is to end."""
+CHECK_INTERVAL = 0.2
+"""Seconds between two checks for Ctrl-C while a run waits."""
 AWAY = "away"
-"""How the causes of warnings begin that the hub fails; they count until an upload succeeds."""
+"""Prefix of warning causes that are failures of the hub; they are forgotten once an upload succeeds."""
 
 
 class PushToHubRevision(Callback):
@@ -65,23 +65,23 @@ class PushToHubRevision(Callback):
         self.max_waiting = max_waiting
         self._thread: DaemonThreads[Callable[[], None]] | None = None
         self._round: Future[None] | None = None
-        """The last that was asked for: it uploads all that was there when it was."""
-        self._told: set[str] = set()
-        """What was warned of: the branches that refuse, and why the hub cannot be reached."""
+        """The last requested round: it uploads everything that waits when it begins."""
+        self._warned: set[str] = set()
+        """Causes that were warned of: branches that refuse, failures of the hub."""
         self._no_answer: str | None = None
-        """Why nobody knows whether one may write, where the hub did not answer before the run."""
+        """Why it is not known whether the run may write: the hub did not answer before the run."""
         self._lock = threading.Lock()
         self._uploading: int | None = None
-        """The step of the entry that the thread is at, which nobody may give up; set under the lock."""
+        """The step of the entry that the thread is uploading, which must not be given up; set under the lock."""
         self._given_up: list[int] = []
-        """Steps."""
+        """Steps of the checkpoints that were given up."""
 
     def claim(self) -> str:
-        """What two upload to one branch they would take for somebody else's."""
+        """Two callbacks that upload to one branch would refuse each other's files."""
         return f"the branches {self.repo_id}@{self.revision}-step-…"
 
     def check(self, config: View) -> None:
-        """One must be allowed to write there. That a hub does not answer now is no reason not to train."""
+        """The user must be allowed to write there. A hub that does not answer now does not stop a training."""
         self.repo_id = self.repo_id or config["run"]["hub"]["repo_id"]
         if self.repo_id is None:
             raise ValueError("repo_id is not given: name OWNER/NAME, here or as run.hub.repo_id.")
@@ -96,7 +96,7 @@ class PushToHubRevision(Callback):
 
     def on_run_begin(self, run: RunHandle) -> None:
         """Go on with what an earlier process has left."""
-        if self._no_answer:  # there was no log when that was told
+        if self._no_answer:  # there was no log yet when it was found
             logger.info("push_to_hub_revision: before the run %s", self._no_answer)
         queue = self._queue(run)
         queue.drop_after(run.step)
@@ -112,7 +112,20 @@ class PushToHubRevision(Callback):
         target = self._target(run.step)
         place = WeightsLocation(target.repo_id, target.revision)
         card = model_card(run.folder, checkpoint, run.step, place=place)
-        self._make_room(run, queue)
+        # Give up the oldest entries if one more would be too many, but not the one that is being
+        # uploaded.
+        with self._lock:
+            waiting = queue.waiting()
+            free = [entry for entry in waiting if entry.step != self._uploading]
+            for entry in free[: max(0, len(waiting) + 1 - self.max_waiting)]:
+                entry.drop()
+                self._given_up.append(entry.step)
+                self._warn_once(
+                    "given up",
+                    f"{entry.target} is given up, because {self.max_waiting} later checkpoints wait for the hub (max_waiting). As long "
+                    f"as its checkpoint is there, `groupwise runs export {run.name}@{entry.step} --dir {run.folder.parent} --to adapter "
+                    "-o FOLDER` writes it (merged, where there is no adapter), and `hf upload` brings it there",
+                )
         queue.add(run.step, target, checkpoint, card, run.tokenizer)
         self._upload(queue)
 
@@ -153,34 +166,19 @@ class PushToHubRevision(Callback):
         self._round = self._thread.submit(lambda: self._upload_all(queue))
 
     def _wait(self, run: RunHandle) -> None:
-        """For the round that was asked for, until the time is up or Ctrl-C."""
+        """Wait for the last round, until the time is up or Ctrl-C."""
         assert self._round is not None
         run.say("waiting for the hub; Ctrl-C leaves what is not uploaded to `groupwise runs push`")
         end = time.monotonic() + self.max_wait
-        while not wait((self._round,), timeout=min(GLANCE, self.max_wait)).done:
+        while not wait((self._round,), timeout=min(CHECK_INTERVAL, self.max_wait)).done:
             if run.interrupted:
                 return
             if time.monotonic() >= end:
                 logger.warning("gave up waiting for the hub after %g seconds", self.max_wait)
                 return
 
-    def _make_room(self, run: RunHandle, queue: Queue) -> None:
-        """Give up the oldest entries where one more would be too many, but not the one that is being uploaded."""
-        with self._lock:
-            waiting = queue.waiting()
-            free = [entry for entry in waiting if entry.step != self._uploading]
-            for entry in free[: max(0, len(waiting) + 1 - self.max_waiting)]:
-                entry.drop()
-                self._given_up.append(entry.step)
-                self._warn_once(
-                    "given up",
-                    f"{entry.target} is given up, because {self.max_waiting} later checkpoints wait for the hub (max_waiting). As long "
-                    f"as its checkpoint is there, `groupwise runs export {run.name}@{entry.step} --dir {run.folder.parent} --to adapter "
-                    "-o FOLDER` writes it (merged, where there is no adapter), and `hf upload` brings it there",
-                )
-
     def _upload_all(self, queue: Queue) -> None:
-        """All that waits, in order. A hub that fails ends the round; a branch that refuses is passed over."""
+        """Upload all waiting entries in order. A hub that fails ends the round; a branch that refuses is skipped."""
         for entry in queue.waiting():
             with self._lock:
                 if not entry.is_there:
@@ -189,12 +187,14 @@ class PushToHubRevision(Callback):
             try:
                 pushed = entry.push()
                 logger.info("uploaded %s, commit %s", pushed.url, pushed.commit)
-                self._told = {cause for cause in self._told if not cause.startswith(AWAY)}
+                self._warned = {cause for cause in self._warned if not cause.startswith(AWAY)}
             except UsageError as error:
                 self._warn_once(entry.target.revision, str(error))
             except EndpointError as error:
+                # Equal for equal failures, whose texts may differ by the number of a request.
+                answer = getattr(error.__cause__, "response", None)
                 self._warn_once(
-                    _cause(error),
+                    f"{AWAY} {type(error.__cause__).__name__} {getattr(answer, 'status_code', '')}",
                     f"{error} The run goes on; it is tried again at each checkpoint",
                 )
                 return
@@ -202,15 +202,9 @@ class PushToHubRevision(Callback):
                 self._uploading = None
 
     def _warn_once(self, cause: str, text: str) -> None:
-        """Afterwards only the log has it."""
-        logger.log(logging.INFO if cause in self._told else logging.WARNING, "%s", text)
-        self._told.add(cause)
-
-
-def _cause(error: EndpointError) -> str:
-    """Equal for equal failures, whose texts may differ by the number of a request."""
-    answer = getattr(error.__cause__, "response", None)
-    return f"{AWAY} {type(error.__cause__).__name__} {getattr(answer, 'status_code', '')}"
+        """Warn the first time; log it afterwards."""
+        logger.log(logging.INFO if cause in self._warned else logging.WARNING, "%s", text)
+        self._warned.add(cause)
 
 
 class _Uploader:
@@ -222,7 +216,7 @@ class _Uploader:
     def do(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except Exception as error:  # noqa: BLE001 — nobody else would hear of it
+        except Exception as error:  # noqa: BLE001 — otherwise it would go unnoticed
             logger.warning("uploading failed: %s: %s", type(error).__name__, error)
 
     def end(self) -> None:

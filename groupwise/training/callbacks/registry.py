@@ -1,9 +1,9 @@
-"""From what a config or a task names to callbacks that a run can call.
+"""Builds the callbacks that a config or a task names.
 
 An entry of the config's `callbacks` is a name (a built-in, or one that an installed package announces under the entry point
 `groupwise.training.callbacks`), a class (`module:Class`, `path/to/file.py:Class`), or either with parameters (`{name: …, patience: 5}`).
 The hook `get_rl_callbacks` of a task returns objects. Both may be classes of our own base or of transformers' TrainerCallback.
-Whatever cannot work is refused before a model is loaded: unknown names and parameters, methods that would never be called.
+Mistakes are refused before a model is loaded: unknown names and parameters, methods that would never be called.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from groupwise.training.callbacks.base import EVENTS, Callback, overrides
 from groupwise.training.callbacks.benchmark_on_checkpoint import BenchmarkOnCheckpoint
 from groupwise.training.callbacks.early_stop import EarlyStop
 from groupwise.training.callbacks.loss_logging import LossLogging
-from groupwise.training.callbacks.parquet_record import NAME as PARQUET
-from groupwise.training.callbacks.parquet_record import ParquetRecord
 from groupwise.training.callbacks.push_to_hub_revision import PushToHubRevision
-from groupwise.training.callbacks.reporting import NAME, Reporting
+from groupwise.training.callbacks.reporting import NAME, PARQUET, ParquetRecord, Reporting
 from groupwise.training.callbacks.success_cache import SuccessCache
 from groupwise.training.callbacks.trainer import TrainerCallbackAdapter, is_trainer_callback
 
@@ -51,22 +49,29 @@ KINDS = "groupwise.Callback, or of transformers' TrainerCallback"
 def configured_callbacks(
     entries: Sequence[str | Mapping[str, Any]], config: View, origin: str
 ) -> tuple[Named, ...]:
-    """Those of the config's `callbacks`, and those that report to what `run.report_to` names.
+    """Build the config's `callbacks`, and those that `run.report_to` needs.
 
-    Raises ConfigError with a line for each that cannot be had; `origin` is where they stand.
+    Raises ConfigError with a line for each that cannot be built; `origin` says where they are in the config.
     """
     found: list[Named] = []
     problems: list[str] = []
     for entry in entries:
         try:
             with redirect_stdout(sys.stderr):  # standard output belongs to the command's result
-                made = _configured(entry, config)
+                made = _build_entry(entry, config)
             _refuse_equal_claims([*found, made])
             found.append(made)
         except TaskError as error:
             problems.append(f"{origin}: callbacks: {error}")
     try:
-        found += _reporting(config)
+        given = config["run"].get("report_to", ())
+        sinks = [given] if isinstance(given, str) else given
+        names = dict.fromkeys(word for word in sinks if word != "none")
+        shown = tuple(word for word in names if word != PARQUET)
+        if shown:
+            found.append((NAME, _checked(Reporting(shown), config, NAME)))
+        if PARQUET in names:
+            found.append((PARQUET, _checked(ParquetRecord(), config, NAME)))
     except TaskError as error:
         problems.append(str(error))
     if problems:
@@ -74,21 +79,8 @@ def configured_callbacks(
     return tuple(found)
 
 
-def _reporting(config: View) -> list[Named]:
-    given = config["run"].get("report_to", ())
-    sinks = [given] if isinstance(given, str) else given
-    names = dict.fromkeys(name for name in sinks if name != "none")
-    shown = tuple(name for name in names if name != PARQUET)
-    found: list[Named] = []
-    if shown:
-        found.append((NAME, _checked(Reporting(shown), config, NAME)))
-    if PARQUET in names:
-        found.append((PARQUET, _checked(ParquetRecord(), config, NAME)))
-    return found
-
-
 def given_callbacks(given: Sequence[object], config: View, where: str) -> tuple[Named, ...]:
-    """Those that a task's hook returned, instances or classes. Raises TaskError, which begins with `where`."""
+    """Build the callbacks that a task's hook returned, instances or classes. Raises TaskError, which begins with `where`."""
     found: list[Named] = []
     for each in given:
         kind = _kind(each)
@@ -99,7 +91,7 @@ def given_callbacks(given: Sequence[object], config: View, where: str) -> tuple[
     return tuple(found)
 
 
-def _configured(entry: str | Mapping[str, Any], config: View) -> Named:
+def _build_entry(entry: str | Mapping[str, Any], config: View) -> Named:
     parameters = {} if isinstance(entry, str) else {k: v for k, v in entry.items() if k != "name"}
     name = entry if isinstance(entry, str) else str(entry["name"])
     if name in BUILTIN:
@@ -107,7 +99,11 @@ def _configured(entry: str | Mapping[str, Any], config: View) -> Named:
     found = _loaded(name)
     _check_kind(_kind(found), name)
     if inspect.isclass(found):
-        _refuse_hidden_parameter(found, name)
+        if any(parameter.name == "name" for parameter in taken_by(found)):
+            raise TaskError(
+                f"{name} has a parameter `name`, which no entry can give: there it says which callback is meant. Give the parameter "
+                "another name, or return an instance from the task's get_rl_callbacks."
+            )
         made = instance(found, parameters, name)
     elif parameters:
         raise TaskError(
@@ -119,16 +115,8 @@ def _configured(entry: str | Mapping[str, Any], config: View) -> Named:
     return name if announced else _kind(found).__name__, _checked(made, config, name)
 
 
-def _refuse_hidden_parameter(kind: type, what: str) -> None:
-    if any(parameter.name == "name" for parameter in taken_by(kind)):
-        raise TaskError(
-            f"{what} has a parameter `name`, which no entry can give: there it says which callback is meant. Give the parameter "
-            "another name, or return an instance from the task's get_rl_callbacks."
-        )
-
-
 def _refuse_equal_claims(named: Sequence[Named]) -> None:
-    """Raises TaskError for the last one, if another one has what it needs for itself."""
+    """Raise TaskError if the last callback claims the same thing as one before it."""
     name, callback = named[-1]
     claim = callback.claim()
     for other, each in named[:-1]:
@@ -140,7 +128,7 @@ def _refuse_equal_claims(named: Sequence[Named]) -> None:
 
 
 def unknown_callback(name: str) -> str | None:
-    """What is to be said of a name that stands for nothing, as far as that shows without running code; None otherwise."""
+    """The message about an unknown name, as far as that shows without running code; None otherwise."""
     return missing(name, kind="callback", builtins=_KNOWN, entry_points=ENTRY_POINTS)
 
 
@@ -180,7 +168,7 @@ def _check_kind(kind: type, what: str) -> None:
 
 
 def _checked(made: object, config: View, what: str) -> Callback:
-    """As one that a run can call, and that has something to do in it."""
+    """Check a callback's methods and its `check`; wraps one of transformers."""
     if not isinstance(made, Callback):
         return TrainerCallbackAdapter(made)
     _check_methods(made, what)
@@ -214,7 +202,7 @@ def _check_methods(callback: Callback, what: str) -> None:
 def callbacks_of_task(
     task: Task, config: View, tokenizer: Any, output_dir: str, beside: Sequence[Named] = ()
 ) -> tuple[Named, ...]:
-    """Those that the hook `get_rl_callbacks` returns; none where there is no such hook. `beside` are those of the config."""
+    """The callbacks that the hook `get_rl_callbacks` returns, if the task has it. `beside` are those of the config."""
     with redirect_stdout(sys.stderr):  # as above
         given = task.rl_callbacks(config, tokenizer, output_dir)
         found = given_callbacks(given, config, f"{task.described}: get_rl_callbacks")

@@ -1,10 +1,10 @@
-"""The callback behind `run.report_to`: hands a run to its sinks, line by line.
+"""The callbacks behind `run.report_to`: `Reporting` sends a run to its sinks line by line, `ParquetRecord` writes files at its end.
 
-The record is the truth. When a run begins or goes on, each sink says what it holds, and is sent what the record has beyond that. Then
-each step adds a line, which is sent when the next step begins, once what was evaluated after it is known as well. So a sink
-never gets half a line, a line twice, or misses one. Evaluations that other callbacks record go with the line that is sent next, once
-`sinks.json` in the run's folder says so: a resume knows by it which of them a sink holds, as it knows that of lines. After a crash some
-lines are drawn again that a sink has already; those it keeps.
+The record is the truth. When a run begins or is resumed, each sink says what it holds, and gets what the record has beyond that. Then
+each step adds a line, which is sent when the next step begins, because by then the evaluation after the step is known as well. So a sink
+never gets half a line or the same line twice, and misses none. Evaluations that other callbacks record go with the next line, after
+`sinks.json` in the run's folder has noted them: from it a resume knows which of them a sink holds, as it does for lines. After a crash
+some steps are drawn again whose lines a sink has already; it keeps the old ones.
 
 A sink that fails is named once in the log and gets nothing more; the run goes on.
 """
@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core import atomic_files
+from groupwise.core.errors import UsageError
 from groupwise.core.settings.view import View
 from groupwise.runs.config import WITH_TABLES
-from groupwise.runs.evaluated_metrics import EVAL, OF_TRAINING, metrics_of, prefix_of
+from groupwise.runs.curves import EVAL, OF_TRAINING, metrics_of, prefix_of
 from groupwise.runs.folder import RECORD
+from groupwise.runs.record_files import check_can_write, steps_of, write_record
 from groupwise.runs.records import EvaluationRecord, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
@@ -42,10 +44,12 @@ logger = logging.getLogger(__name__)
 
 NAME = "report_to"
 """The name of the callback in messages."""
+PARQUET = "parquet"
+"""The word in `run.report_to` for `ParquetRecord`, its name in messages, and its folder."""
 IDENTITY = "sinks.json"
 """File of a run that holds what sinks know it by, and with which line of each sink which finding went."""
 SENT = "sent"
-"""Its key for findings."""
+"""The key in this file for the findings that were sent."""
 SINKS: dict[str, Callable[[], Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
@@ -56,7 +60,7 @@ SINKS: dict[str, Callable[[], Sink]] = {
 
 
 class Reporting(Callback):
-    """Reports to these sinks."""
+    """Reports to the named sinks."""
 
     last = True
 
@@ -65,12 +69,12 @@ class Reporting(Callback):
         self._held: dict[str, int] = {}
         """The last line that each sink has."""
         self._next: MetricsRow | None = None
-        """After the steps done; not sent yet."""
+        """The line after the steps done, which is not sent yet."""
         self._sent: dict[str, dict[str, int]] = {}
-        """By sink: the findings that it was sent, and with which line."""
+        """By sink: the findings that were sent to it, and with which line."""
 
     def check(self, config: View) -> None:
-        """What is reported to must be installed, and ready to write."""
+        """Every sink must be installed, and ready to write."""
         for name, sink in self._sinks.items():
             if importlib.util.find_spec(sink.package) is None:
                 raise ValueError(
@@ -82,8 +86,17 @@ class Reporting(Callback):
 
     def on_run_begin(self, run: RunHandle) -> None:
         """Bring every sink up to the steps done."""
+        # The id is made once, and moves with the folder.
+        file = run.folder / IDENTITY
+        if not file.exists():
+            atomic_files.write_json(file, {"id": secrets.token_hex(4), SENT: {}})
         reported = Reported(
-            run.name, _identity(run.folder), run.folder, run.config, run.step, _began_at(run)
+            run.name,
+            json.loads(file.read_bytes())["id"],
+            run.folder,
+            run.config,
+            run.step,
+            _began_at(run),
         )
         for name, sink in list(self._sinks.items()):
             held = self._guarded(name, lambda sink=sink: sink.begin(reported))
@@ -98,22 +111,22 @@ class Reporting(Callback):
         self._next = next(iter(self._recorded(run, run.step, run.step)))
 
     def on_step_begin(self, run: RunHandle) -> None:
-        """Nothing more will be known of the steps done."""
+        """Send the last line: all results of the steps done are known now."""
         self._send(run, self._next)
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
-        """Another line."""
+        """Prepare the line of the step."""
         if self._sinks:
             self._next = self._with_table(run, MetricsRow(run.step, metrics, time.time()))
 
     def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> None:
-        """It belongs to the line of the steps done."""
+        """Add the metrics to the line of the steps done."""
         if self._next is not None:
             values = {**self._next.values, **_of_evaluation(evaluation)}
             self._next = replace(self._next, values=values)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
-        """A line that may still become longer when the run goes on is sent then."""
+        """Send the last line of a finished run; a resume may still add to the last line of any other."""
         if end.state == "finished":
             self._send(run, self._next)
         for name, sink in list(self._sinks.items()):
@@ -123,12 +136,25 @@ class Reporting(Callback):
         behind = [name for name in self._sinks if line and self._held[name] < line.steps]
         if line is None or not behind:
             return
-        findings = _findings(run, line.steps)
+        with _record(run) as store:
+            found = store.evaluations(rows=False)
+        findings = {
+            f"{record.name}@{record.step}": Finding(
+                prefix_of(record), record.step, metrics_of(record)
+            )
+            for record in found
+            if not OF_TRAINING.fullmatch(record.name) and record.step <= line.steps
+        }
         for name in behind:
             new = {k: each for k, each in findings.items() if k not in self._sent[name]}
             if new:
                 self._sent[name] |= dict.fromkeys(new, line.steps)
-                _note_sent(run.folder, self._sent)
+                # Noted before the line is sent: if sending fails, what the sink holds ends before
+                # it, and the finding counts as not sent.
+                known = json.loads((run.folder / IDENTITY).read_bytes())
+                atomic_files.write_json(
+                    run.folder / IDENTITY, {**known, SENT: {**known.get(SENT, {}), **self._sent}}
+                )
             if line.values or new:
                 full = replace(line, findings=tuple(new.values()))
                 self._guarded(name, lambda name=name, full=full: self._sinks[name].line(full))
@@ -136,7 +162,9 @@ class Reporting(Callback):
 
     def _guarded(self, name: str, call: Callable[[], Any]) -> Any:
         try:
-            with redirect_stdout(sys.stderr):  # some talk there; it belongs to the command's result
+            with redirect_stdout(
+                sys.stderr
+            ):  # some sinks print; stdout belongs to the command's result
                 return call()
         except Exception as error:  # noqa: BLE001 — whatever a sink raises, the run goes on without it
             del self._sinks[name]
@@ -162,7 +190,7 @@ class Reporting(Callback):
             yield self._with_table(run, line)
 
     def _with_table(self, run: RunHandle, line: MetricsRow) -> MetricsRow:
-        """With the rollouts of its step, where they are to be shown."""
+        """Add the rollouts of the step, if the config shows them."""
         section = run.config["run"]
         shown = section["num_completions_to_print"] if WITH_TABLES & self._sinks.keys() else 0
         if not shown or run.kind != "rl" or line.steps % section["logging_steps"] or not line.steps:
@@ -174,6 +202,33 @@ class Reporting(Callback):
         return replace(line, table=[_row(view) for view in found[:shown]])
 
 
+class ParquetRecord(Callback):
+    """The word `parquet` of `run.report_to`: writes the whole record as Parquet into `parquet/` of the run's folder.
+
+    Such a file cannot be appended to, so it is written when the run ends or stops, as `groupwise runs export` does; a resumed run
+    replaces it when it ends again.
+    """
+
+    last = True
+
+    def check(self, config: View) -> None:
+        """Parquet needs its package."""
+        try:
+            check_can_write("parquet")
+        except UsageError as error:
+            raise ValueError(f"run.report_to names {PARQUET}. {error}") from None
+
+    def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
+        """Write the files, however the run ended: the record says what was done."""
+        with Store.open(run.folder / RECORD, readonly=True) as store:
+            steps = steps_of(store)
+            atomic_files.make_folder(
+                run.folder / PARQUET,
+                lambda folder: write_record(store, "parquet", folder, steps),
+                replace=True,
+            )
+
+
 def _record(run: RunHandle) -> Store:
     return Store.open(run.folder / RECORD, readonly=True)
 
@@ -183,16 +238,8 @@ def _began_at(run: RunHandle) -> float:
         return store.get_meta().get("created_at") or time.time()
 
 
-def _identity(folder: Path) -> str:
-    """What sinks know the run by; it is made once, and moves with the folder."""
-    file = folder / IDENTITY
-    if not file.exists():
-        atomic_files.write_json(file, {"id": secrets.token_hex(4), SENT: {}})
-    return json.loads(file.read_bytes())["id"]
-
-
 def _sent_before(folder: Path, held: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """The findings that sinks hold, which have the lines up to `held`."""
+    """The findings that each sink holds, given the last line that it holds."""
     noted: dict[str, dict[str, int]] = json.loads((folder / IDENTITY).read_bytes()).get(SENT, {})
     return {
         name: {key: line for key, line in noted.get(name, {}).items() if line <= last}
@@ -200,25 +247,8 @@ def _sent_before(folder: Path, held: Mapping[str, int]) -> dict[str, dict[str, i
     }
 
 
-def _note_sent(folder: Path, sent: Mapping[str, Mapping[str, int]]) -> None:
-    """Before the line is sent: if it is not, what the sink holds ends before it, and the finding counts as not sent."""
-    known = json.loads((folder / IDENTITY).read_bytes())
-    atomic_files.write_json(folder / IDENTITY, {**known, SENT: {**known.get(SENT, {}), **sent}})
-
-
-def _findings(run: RunHandle, steps: int) -> dict[str, Finding]:
-    """What callbacks recorded of policies up to these steps, by name and steps."""
-    with _record(run) as store:
-        found = store.evaluations(rows=False)
-    return {
-        f"{record.name}@{record.step}": Finding(prefix_of(record), record.step, metrics_of(record))
-        for record in found
-        if not OF_TRAINING.fullmatch(record.name) and record.step <= steps
-    }
-
-
 def _values(store: Store, first: int) -> dict[int, dict[str, float]]:
-    """By steps done, from `first` on."""
+    """Metrics and evaluations by steps done, from `first` on."""
     found: dict[int, dict[str, float]] = {}
     for name, curve in store.metrics(since=max(first - 1, 0)).items():
         for step, value in curve:
@@ -230,12 +260,12 @@ def _values(store: Store, first: int) -> dict[int, dict[str, float]]:
 
 
 def _of_evaluation(record: EvaluationRecord) -> Mapping[str, float]:
-    """Its metrics as `eval/…`."""
+    """The metrics of an evaluation as `eval/…`."""
     return {f"{EVAL}/{name}": value for name, value in metrics_of(record).items()}
 
 
 def _row(view: RolloutView) -> dict[str, Any]:
-    """A rollout in columns that are the same for every one."""
+    """A rollout as a table row; every row has the same columns."""
     return {
         "step": view.step,
         "prompt": view.prompt,

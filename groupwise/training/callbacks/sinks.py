@@ -1,10 +1,10 @@
-"""What a sink is: something that shows metrics besides the run's own record, such as TensorBoard or Weights & Biases.
+"""The protocol of a sink, which shows metrics besides the run's own record, such as TensorBoard or Weights & Biases.
 
 `groupwise.training.callbacks.reporting` drives them. It hands each sink whole rows, in their order, and each row once: a row is all that is
 known after so many steps, and comes when the next step begins. A sink says with `begin` up to where it holds the run already,
 so that a run which goes on sends what is missing and nothing twice. Evaluations that something beside the training made of earlier
 policies, such as a benchmark of a checkpoint, come with the row that is sent next. `parquet` is none of them: it is a file of the whole
-record, which `groupwise.training.callbacks.parquet_record` writes when the run ends.
+record, which `groupwise.training.callbacks.reporting.ParquetRecord` writes when the run ends.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from groupwise.core.settings.view import View
 NOTHING = -1
 """The last row of a sink that holds none."""
 TABLE = "completions"
-"""What a sink calls the table of rollouts."""
+"""The name of the table of rollouts in a sink."""
 SEVERAL = "several"
-"""And one of findings, behind their name."""
+"""Suffix of the name of a table of findings."""
 
 State = Literal["finished", "interrupted", "failed"]
 """How a run ended."""
@@ -49,9 +49,9 @@ class Finding:
     """An evaluation that was not made by the training."""
 
     name: str
-    """What made it, as `eval/benchmark`."""
+    """The name of its origin, such as `eval/benchmark`."""
     steps: int
-    """After which its policy stands: those of its line, or fewer."""
+    """Steps of the evaluated policy: those of its line, or fewer."""
     metrics: Mapping[str, float]
 
     @property
@@ -62,7 +62,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class MetricsRow:
-    """All that is known after so many steps."""
+    """Everything that is known after `steps` steps."""
 
     steps: int
     """0: before training. The metrics of the step with index k stand in the line k + 1."""
@@ -70,12 +70,12 @@ class MetricsRow:
     finished_at: float
     """When the step was committed, in seconds since 1970."""
     table: Sequence[Mapping[str, Any]] = ()
-    """Rollouts of the step, one mapping each with the same keys; empty where none are to be shown."""
+    """Rollouts of the step, one mapping each with the same keys; empty if none are to be shown."""
     findings: Sequence[Finding] = ()
-    """What has become known since the line before, by steps; each comes with one line."""
+    """Findings since the line before, by steps; each comes with one line only."""
 
     def row(self) -> dict[str, float]:
-        """All values for those who cannot go back in steps: of findings with one name the last, and the steps that it is of."""
+        """All values, for sinks that cannot go back in steps: of several findings with one name only the last, with its steps."""
         newest = {each.name: each for each in self.findings}
         found = [
             {**each.values, f"{each.name}/step": float(each.steps)} for each in newest.values()
@@ -94,19 +94,25 @@ class MetricsRow:
         return found
 
     def cells(self) -> tuple[list[str], list[list[Any]]]:
-        """The names of the table's columns and its rows, for those who know no nested values."""
-        rows = [[_cell(value) for value in row.values()] for row in self.table]
+        """The table's column names and rows, for sinks without nested values."""
+        rows = [
+            [
+                json.dumps(cell, ensure_ascii=False) if isinstance(cell, Mapping) else cell
+                for cell in row.values()
+            ]
+            for row in self.table
+        ]
         return list(self.table[0]) if self.table else [], rows
 
 
 class Sink(Protocol):
-    """One way to show them. What its methods raise costs the run this sink and nothing else."""
+    """One way to show metrics. If a method raises, the run loses this sink and nothing else."""
 
     package: str
-    """What must be installed, and the extra of this package that brings it."""
+    """The package that must be installed, and the extra of this package that installs it."""
 
     def check(self, config: View) -> None:
-        """Before anything is loaded: ValueError where it could not write."""
+        """Called before anything is loaded; raises ValueError if the sink could not write."""
         ...
 
     def begin(self, run: Reported) -> int:
@@ -118,13 +124,9 @@ class Sink(Protocol):
         ...
 
     def end(self, state: State) -> None:
-        """Write what is buffered, and let go. A run that has not finished may go on later."""
+        """Flush and close. A run that has not finished may be resumed later."""
         ...
 
 
 def _name(finding: Finding) -> str:
     return finding.name
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping) else value

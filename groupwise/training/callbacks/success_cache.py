@@ -10,7 +10,7 @@ from groupwise.tasks.data.success import SoughtPart, successes
 from groupwise.training.callbacks.base import Callback, RunHandle
 
 PART = "success_cache: part"
-"""What messages call the parameter."""
+"""Name of the parameter in messages."""
 
 
 class SuccessCache(Callback):

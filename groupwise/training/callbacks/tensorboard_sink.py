@@ -1,7 +1,7 @@
 """The sink `tensorboard`: event files in `tensorboard/` of the run's folder, which `tensorboard --logdir runs` finds.
 
 They are written by tensorboard's own writer, because torch's would load torch. An event file can only be appended to, and a killed
-process leaves it anywhere; so the files are made anew from the run's record whenever the run is taken up.
+process leaves it incomplete; so the files are written again from the record whenever the run begins or is resumed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class TensorBoardSink:
     def __init__(self) -> None:
         self._writer: Any = None
         self._event: Any = None
-        """What makes an event."""
+        """The class of an event."""
 
     def check(self, config: View) -> None:
         """Nothing can be missing but the package."""
 
     def begin(self, run: Reported) -> int:
-        """Make the file anew."""
+        """Start a new file."""
         messages = import_module(
             "tensorboard.compat.proto.event_pb2"
         )  # no types are known of these
@@ -43,7 +43,7 @@ class TensorBoardSink:
             old.unlink()
         self._event = messages.Event
         self._writer = writing.EventFileWriter(str(folder))
-        # Whoever watches holds the old curves: a session that starts at 0 makes it forget them.
+        # A running tensorboard shows the old curves: a session that starts at 0 makes it drop them.
         begun = messages.SessionLog(status=messages.SessionLog.START)
         self._writer.add_event(messages.Event(step=0, session_log=begun))
         config = json.dumps(run.config.to_dict(), indent=2, ensure_ascii=False)

@@ -43,7 +43,7 @@ OF_THE_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 
 
 def is_trainer_callback(kind: type) -> bool:
-    """Whether a class was written for the Trainer of transformers."""
+    """True if a class was written for the Trainer of transformers."""
     return _base(kind) is not None
 
 
@@ -52,7 +52,7 @@ def _base(kind: type) -> type | None:
 
 
 class TrainerArgs:
-    """What a callback reads as `args`: the config's keys, and the names that a Trainer has beside them."""
+    """The `args` of a callback: the config's keys, and the names that a Trainer has beside them."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         vars(self).update(values)
@@ -65,13 +65,13 @@ class TrainerArgs:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All of them."""
+        """All names with their values."""
         return dict(vars(self))
 
 
 @dataclass(slots=True)
 class TrainerState:
-    """What a callback reads as `state`."""
+    """The `state` of a callback."""
 
     max_steps: int
     logging_steps: int
@@ -86,7 +86,7 @@ class TrainerState:
     total_flos: float = 0.0
     log_history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     best_metric: float | None = None
-    """Of `args.metric_for_best_model`, in the evaluations before this one."""
+    """Best value of `args.metric_for_best_model` in the evaluations before this one."""
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
     is_local_process_zero: bool = True
@@ -98,7 +98,7 @@ class TrainerState:
 
 @dataclass(slots=True)
 class TrainerControl:
-    """What a callback sets to ask for something."""
+    """The `control` of a callback, with which it makes requests."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
@@ -109,7 +109,7 @@ class TrainerControl:
 
 
 class TrainerCallbackAdapter(Callback):
-    """One of them, as a callback of this package. Its own state is kept if it is an `ExportableState`."""
+    """Wraps a callback of transformers as one of this package. Its own state is kept if it is an `ExportableState`."""
 
     def __init__(self, wrapped: Any) -> None:
         self.wrapped = wrapped
@@ -124,7 +124,7 @@ class TrainerCallbackAdapter(Callback):
 
     @property
     def never_called(self) -> list[str]:
-        """Its methods for events that do not happen here."""
+        """Methods of the callback for events that do not happen here."""
         kind = cast("type[Any]", type(self.wrapped))
         base = _base(kind)
         events = [name for name in dir(base) if name.startswith("on_") and name not in HAPPEN]
@@ -279,9 +279,13 @@ def _args(run: RunHandle) -> dict[str, Any]:
 
 
 def _state(run: RunHandle) -> TrainerState:
-    """Where the run stands, with the logs of the steps before as the record has them."""
+    """The state of the run, with the logs of earlier steps from the record."""
     settings = run.config.run
     epochs = _section(run.config, "training").get("num_train_epochs")
+    logs: dict[int, dict[str, Any]] = {}
+    for name, curve in run.metrics().items():
+        for step, value in curve:
+            logs.setdefault(step + 1, {})[name] = value
     return TrainerState(
         max_steps=run.max_steps,
         logging_steps=settings.logging_steps,
@@ -291,16 +295,12 @@ def _state(run: RunHandle) -> TrainerState:
         train_batch_size=_rows_per_step(run.config),
         epoch=run.epoch,
         global_step=run.step,
-        log_history=_logged(run, settings.logging_steps),
+        log_history=[
+            {**logs[done], "step": done}
+            for done in sorted(logs)
+            if done % settings.logging_steps == 0
+        ],
     )
-
-
-def _logged(run: RunHandle, every: int) -> list[dict[str, Any]]:
-    logs: dict[int, dict[str, Any]] = {}
-    for name, curve in run.metrics().items():
-        for step, value in curve:
-            logs.setdefault(step + 1, {})[name] = value
-    return [{**logs[done], "step": done} for done in sorted(logs) if done % every == 0]
 
 
 def _rows_per_step(config: View) -> int | None:

@@ -1,7 +1,7 @@
 """The sink `wandb`: Weights & Biases, online or offline (WANDB_MODE=offline), where `wandb sync` sends the run later.
 
-Online, the service knows up to where it has the run. Offline nobody does, and each session writes a folder of its own; so there the
-newest folder gets the whole run from its record, and those of earlier sessions go. Who writes, and to which server, is wandb's affair
+Online, the service knows up to which step it has the run. Offline nothing knows, and each session writes a folder of its own; so the
+newest folder gets the whole run from its record, and those of earlier sessions are deleted. Login and server are configured in wandb
 (WANDB_API_KEY or `wandb login`).
 """
 
@@ -27,10 +27,10 @@ class WandbSink:
         self._wandb: Any = None
         self._run: Any = None
         self._defined: set[str] = set()
-        """Names of findings whose curves are drawn over the steps that they are of."""
+        """Names of findings whose curves already have their own steps as x-axis."""
 
     def check(self, config: View) -> None:
-        """Online it needs a login, which nobody is asked for in the middle of a run."""
+        """Online it needs a login, and a run must not stop to ask for one."""
         import wandb
 
         offline = wandb.setup().settings.mode in ("offline", "disabled")
@@ -58,7 +58,10 @@ class WandbSink:
             settings=wandb.Settings(console="off", silent=True),
         )
         if self._run.offline:
-            _remove_earlier_sessions(Path(self._run.dir).parent)
+            own = Path(self._run.dir).parent
+            for folder in own.parent.glob("offline-run-*"):
+                if folder.name != own.name:
+                    shutil.rmtree(folder)
             return NOTHING
         return self._run.starting_step - 1
 
@@ -75,9 +78,3 @@ class WandbSink:
     def end(self, state: State) -> None:
         """Wait until all is sent or written."""
         self._run.finish(exit_code=0 if state == "finished" else 1)
-
-
-def _remove_earlier_sessions(own: Path) -> None:
-    for folder in own.parent.glob("offline-run-*"):
-        if folder.name != own.name:
-            shutil.rmtree(folder)

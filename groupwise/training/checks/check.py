@@ -29,7 +29,6 @@ from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.tools import Schema
 from groupwise.training import placement, rollout_builder
-from groupwise.training.checks import check_games
 from groupwise.training.checks.check_data import (
     check_dataset,
     check_hooks,
@@ -40,7 +39,12 @@ from groupwise.training.checks.check_data import (
     prompt_lengths,
     spread,
 )
-from groupwise.training.checks.check_environment import check_environment
+from groupwise.training.checks.check_environment import (
+    check_environment,
+    games_table,
+    judge_games,
+    play,
+)
 from groupwise.training.checks.check_given import GivenGroup, judge_given, load_given, score_given
 from groupwise.training.checks.check_gold import (
     GOLD_COMPLETION,
@@ -71,7 +75,7 @@ from groupwise.training.config import RunConfig, load_config, view, with_task_sc
 from groupwise.training.evaluation.evaluate import success_of
 
 ROWS = 16
-"""Rows on which rewards are tried, where nobody says."""
+"""Default number of rows on which rewards are tried."""
 SHOWN_PROMPTS = 2
 SHOWN_LAYOUTS = 4
 
@@ -83,18 +87,18 @@ class Subject:
     config: RunConfig
     task: Task
     tokenizer: Any
-    """None where no library for tokenizers is installed."""
+    """None if no library for tokenizers is installed."""
     own_model: bool
-    """Whether the config was given; otherwise the tokenizer is that of `tiny`, and lengths in tokens say nothing."""
+    """False if no config was given: the tokenizer is then that of `tiny`, and lengths in tokens say nothing."""
     train: list[Example]
     held_out: list[Example]
     rubric: Rubric | None
     tools: tuple[Schema, ...] = ()
-    """Those that the prompts of chats describe."""
+    """The tools that the prompts of chats describe."""
 
     @property
     def examples(self) -> list[Example]:
-        """Those on which rewards are tried."""
+        """The examples on which rewards are tried."""
         return self.train or self.held_out
 
 
@@ -133,7 +137,25 @@ def check(
     }
     given = _given(subject, completions)
     if subject.examples:
-        findings.add(_rendering(subject))
+        if subject.own_model:
+            rendering = Finding(
+                "rendering", "ok", f"by the tokenizer of {subject.config.model.name}"
+            )
+        elif subject.tokenizer is None:
+            rendering = Finding(
+                "rendering",
+                "skipped",
+                "no tokenizer is installed here, so prompts are shown as the task gives them",
+                remedy="install groupwise[train] and give --config",
+            )
+        else:
+            rendering = Finding(
+                "rendering",
+                "ok",
+                "by the tokenizer of tiny, because no config was given; lengths are in characters",
+                "--config C.yaml shows prompts and lengths as your own model has them",
+            )
+        findings.add(rendering)
         details["table"] = run_to_end(_try_everything(subject, rows, given, findings))
     return Report(subject.task.described, tuple(findings.found), "check_failed", details)
 
@@ -146,7 +168,12 @@ def _subject(
 ) -> Subject:
     """Load everything that can be loaded; what is broken raises, as it does in training."""
     given_task = None if task is None else load_task(task)
-    loaded = load_config(_stand_in(given_task) if config is None else config, overrides)
+    if config is None:
+        in_turns = given_task is not None and given_task.has("get_environment")
+        rollout = {"type": "environment"} if in_turns else {}
+        loaded = load_config({"model": {"name": "tiny"}, "rollout": rollout}, overrides)
+    else:
+        loaded = load_config(config, overrides)
     found = rollout_builder.task_of(loaded.config, given_task)
     findings.add(check_hooks(found))
     loaded = with_task_schema(loaded, found.config_schema())
@@ -170,19 +197,13 @@ def _subject(
 
 
 def _machine(rubric: Rubric) -> Finding | None:
-    """What the rewards say of this machine; the training may be for another one."""
+    """Report what the rewards say of this machine. It is a warning at most, because the training may run on another one."""
     said = "; ".join(rubric.check_machine(refuse=False))
     try:
         rubric.check_machine()
     except TaskError:
         return Finding("machine", "warning", said, "a training would not begin here")
     return Finding("machine", "ok", said) if said else None
-
-
-def _stand_in(task: Task | None) -> dict[str, Any]:
-    """The config where none is given."""
-    rollout = {"type": "environment"} if task and task.has("get_environment") else {}
-    return {"model": {"name": "tiny"}, "rollout": rollout}
 
 
 def _draws(config: RunConfig) -> int | None:
@@ -192,7 +213,7 @@ def _draws(config: RunConfig) -> int | None:
 
 
 def _tokenizer(config: RunConfig, *, required: bool) -> Any:
-    """That of the config's model. Its libraries may be missing, unless somebody asked for it."""
+    """Load the tokenizer of the config's model; None if its libraries are not installed, which raises if it is `required`."""
     if importlib.util.find_spec("transformers") is None:
         if required:
             raise UsageError(
@@ -217,7 +238,7 @@ def _room(subject: Subject) -> int | None:
 
 
 def _shown_prompts(subject: Subject) -> list[str]:
-    """The first prompts; those that environments begin with, unless they cannot, which is found out elsewhere."""
+    """Render the first prompts: those with which environments begin, or the rows' own if an environment fails, which has its own check."""
     tokenizer, examples = subject.tokenizer, subject.examples
     if tokenizer is not None and examples and subject.task.has("get_environment"):
         asked = rollout_builder.first_prompts(
@@ -226,25 +247,6 @@ def _shown_prompts(subject: Subject) -> list[str]:
         with suppress(TaskError, EnvironmentWorkerError):
             return [rendered(tokenizer, ids) for ids in run_to_end(asked)]
     return first_prompts(examples, tokenizer, SHOWN_PROMPTS, subject.tools)
-
-
-def _rendering(subject: Subject) -> Finding:
-    """What the prompts below are rendered by."""
-    if subject.own_model:
-        return Finding("rendering", "ok", f"by the tokenizer of {subject.config.model.name}")
-    if subject.tokenizer is None:
-        return Finding(
-            "rendering",
-            "skipped",
-            "no tokenizer is installed here, so prompts are shown as the task gives them",
-            remedy="install groupwise[train] and give --config",
-        )
-    return Finding(
-        "rendering",
-        "ok",
-        "by the tokenizer of tiny, because no config was given; lengths are in characters",
-        "--config C.yaml shows prompts and lengths as your own model has them",
-    )
 
 
 def _given(subject: Subject, completions: str | None) -> list[GivenGroup]:
@@ -262,29 +264,30 @@ async def _try_everything(
         played = await check_environment(subject.task, subject.config, subject.examples[0])
         findings.add(played)
         if subject.rubric is None and subject.tokenizer is not None and played.level == "ok":
-            return await _try_games(subject, findings)
+            config, tokenizer, examples = subject.config, subject.tokenizer, subject.examples
+            room = None
+            if subject.own_model:
+                lengths, _ = prompt_lengths(examples, tokenizer, subject.tools)
+                room = placement.key_length(config, max(lengths))
+            try:
+                games = await play(config, subject.task, tokenizer, examples, room)
+            except EnvironmentWorkerError as error:
+                findings.add(
+                    Finding(
+                        "games",
+                        "problem",
+                        str(error),
+                        "a training would stop here",
+                        "make it faster",
+                    )
+                )
+                return []
+            findings.extend(judge_games(games))
+            return games_table(games)
     if subject.rubric is not None:
         return await _try_rewards(subject, rows, given, findings)
     findings.add(Finding("rewards", "skipped", "the task has no get_reward_funcs"))
     return []
-
-
-async def _try_games(subject: Subject, findings: Findings) -> list[dict[str, Any]]:
-    """Games in an environment that is to give the rewards itself, and the table of what was earned."""
-    config, tokenizer, examples = subject.config, subject.tokenizer, subject.examples
-    room = None
-    if subject.own_model:
-        lengths, _ = prompt_lengths(examples, tokenizer, subject.tools)
-        room = placement.key_length(config, max(lengths))
-    try:
-        games = await check_games.play(config, subject.task, tokenizer, examples, room)
-    except EnvironmentWorkerError as error:
-        findings.add(
-            Finding("games", "problem", str(error), "a training would stop here", "make it faster")
-        )
-        return []
-    findings.extend(check_games.judge_games(games))
-    return check_games.table(games)
 
 
 # --- rewards -------------------------------------------------------------------------------------
@@ -299,9 +302,12 @@ async def _try_rewards(
     trial = Trial(scorer, subject.tokenizer)
     try:
         await scorer.start()
-        chosen = _chosen(subject, rows)
-        gold = await _gold(trial, subject, chosen, findings)
-        verdicts = await _on_known(subject, trial, chosen, gold, findings)
+        # As many examples of every label.
+        own_by_label = _by_label(subject.rubric, subject.examples)
+        each = -(-rows // len(own_by_label))
+        chosen = [example for own in own_by_label.values() for example in spread(own, each)]
+        gold = await _find_gold(trial, subject, chosen, findings)
+        verdicts = await _try_known(subject, trial, chosen, gold, findings)
         if given:
             answers = await score_given(trial, given)
             findings.extend(judge_given(given, answers, success_of(subject.config)))
@@ -324,14 +330,14 @@ async def _try_rewards(
     return table(verdicts)
 
 
-async def _on_known(
+async def _try_known(
     subject: Subject,
     trial: Trial,
     chosen: Sequence[Example],
     gold: Gold | None,
     findings: Findings,
 ) -> list[Verdict]:
-    """Gold and wrong completions, and everything that can be told from them."""
+    """Score gold and wrong completions, and report everything that follows from their rewards."""
     config, rubric = subject.config, subject.rubric
     assert rubric is not None
     tried = await try_cases(trial, chosen, gold)
@@ -345,14 +351,14 @@ async def _on_known(
     findings.extend(judge_parts(verdicts, with_gold=gold is not None and gold.is_read))
     group = config.training.num_generations
     findings.add(judge_latency(trial, config.rewards.time_limit, group))
-    findings.extend(await _again(trial, rubric, chosen, tried))
+    findings.extend(await _score_again(trial, rubric, chosen, tried))
     return verdicts
 
 
 def _by_label(
     rubric: Rubric | None, examples: Sequence[Example]
 ) -> dict[str | None, list[Example]]:
-    """The examples by whose rewards they have; together, where all have the same."""
+    """Group the examples by the label that decides their rewards; one group if all have the same rewards."""
     if not isinstance(rubric, Router):
         return {None: list(examples)}
     found: dict[str | None, list[Example]] = {}
@@ -361,20 +367,13 @@ def _by_label(
     return found
 
 
-def _chosen(subject: Subject, rows: int) -> list[Example]:
-    """The examples on which rewards are tried: of every label as many."""
-    labels = _by_label(subject.rubric, subject.examples)
-    each = -(-rows // len(labels))
-    return [example for own in labels.values() for example in spread(own, each)]
-
-
-async def _gold(
+async def _find_gold(
     trial: Trial, subject: Subject, chosen: Sequence[Example], findings: Findings
 ) -> Gold | None:
-    """Where gold completions come from, for each label of its own; says so."""
+    """Find where gold completions come from, separately for each label, and report it."""
     labels = _by_label(subject.rubric, chosen)
     found = {
-        label: await _gold_of(trial, subject, own, f" of {label}" if label else "", findings)
+        label: await _find_gold_of(trial, subject, own, f" of {label}" if label else "", findings)
         for label, own in labels.items()
     }
     golds = {label: gold for label, gold in found.items() if gold is not None}
@@ -383,7 +382,7 @@ async def _gold(
     return next(iter(golds.values()), None)
 
 
-async def _gold_of(
+async def _find_gold_of(
     trial: Trial, subject: Subject, chosen: Sequence[Example], of: str, findings: Findings
 ) -> Gold | None:
     """The gold of rows that have the same rewards; `of` says in the report whose they are."""
@@ -421,10 +420,10 @@ async def _gold_of(
     return gold
 
 
-async def _again(
+async def _score_again(
     trial: Trial, rubric: Rubric, chosen: Sequence[Example], tried: Sequence[Sequence[Verdict]]
 ) -> list[Finding]:
-    """The same calls a second time, and some completions one by one."""
+    """Repeat the same calls, then score some completions one by one: are rewards deterministic and independent?"""
     if rubric.stateful:
         return _not_again("a reward says that it keeps state, so calls may differ")
     if trial.given_up:
@@ -463,7 +462,7 @@ def _not_again(why: str) -> list[Finding]:
 async def _metrics_on_gold(
     subject: Subject, scorer: Scorer, rows: int, gold: Gold | None
 ) -> Finding:
-    """Whether `compute_metrics` works: on gold, or on nothing said where there is none."""
+    """Call `compute_metrics` on gold completions, or on empty ones if there is no gold, and report whether it works."""
     examples = spread(subject.held_out or subject.train, rows)
     texts = [next(iter(gold.texts(example)), "") if gold else "" for example in examples]
     what = "gold completions" if any(texts) else "empty completions"

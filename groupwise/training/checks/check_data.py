@@ -1,4 +1,4 @@
-"""What `groupwise check` finds out about a task before a reward is called: its hooks, its datasets, its prompts."""
+"""The checks of `groupwise check` that need no reward: a task's hooks, its datasets and its prompts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_hooks(task: Task) -> Finding:
 
 
 def suffices(task: Task, verb: Verb) -> bool:
-    """Whether the task has all that a verb needs."""
+    """True if the task has every hook that the command needs."""
     try:
         require(task, verb)
     except TaskError:
@@ -114,11 +114,21 @@ def check_dataset(
     odd = (*odd_prompts(tokenizer, examples), *text_prompts(tokenizer, examples))
     yield from _hardly_meant(name, odd)
     yield from _repeated(name, examples, same)
-    yield from _incomplete(name, examples)
+    counts = Counter(column for example in examples for column in example.columns)
+    partial = sorted(column for column, count in counts.items() if count < len(examples))
+    if partial:
+        yield Finding(
+            f"{name}: columns",
+            "warning",
+            f"only some rows have {', '.join(f'`{column}`' for column in partial)}",
+            "a reward function that asks for it by name would be refused",
+            "give every row the same columns, None where there is nothing",
+            {"partial": partial},
+        )
 
 
 def check_left_out(accounts: Mapping[str, Account]) -> Iterator[Finding]:
-    """Which rows the hooks left out, by reason."""
+    """Report the rows that the hooks left out, by reason."""
     for hook, account in accounts.items():
         if account.left_out:
             reasons = "; ".join(f"{count} × {reason}" for reason, count in account.left_out.items())
@@ -166,7 +176,7 @@ def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) ->
 
 
 def check_overlap(train: Sequence[Example], held_out: Sequence[Example], same: SameAs) -> Finding:
-    """Whether held-out prompts are trained on."""
+    """Report whether held-out prompts are also in the training data."""
     shared = trained_on(train, held_out, same)
     data = {"shared": len(shared), "examples": [example.index for example in shared[:5]]}
     if not shared:
@@ -214,7 +224,7 @@ def prompt_lengths(
 
 
 def spread(found: Sequence[T], count: int) -> list[T]:
-    """At most `count` of them, evenly from the first to the last."""
+    """Pick at most `count` items, evenly spaced from the first to the last."""
     if len(found) <= count:
         return list(found)
     return [found[index * len(found) // count] for index in range(count)]
@@ -235,7 +245,7 @@ def described_columns(examples: Sequence[Example]) -> dict[str, str]:
 
 
 def kind(value: Any) -> str:
-    """What a value is, in a word."""
+    """Name the type of a value in a word or two."""
     if value is None:
         return "nothing"
     if isinstance(value, str):
@@ -283,18 +293,3 @@ def _repeated(name: str, examples: Sequence[Example], same: SameAs) -> Iterator[
         "leave them out, unless they are meant to weigh more",
         {"surplus": surplus, "most": most, "rows": places},
     )
-
-
-def _incomplete(name: str, examples: Sequence[Example]) -> Iterator[Finding]:
-    """Columns that only some rows have."""
-    counts = Counter(column for example in examples for column in example.columns)
-    partial = sorted(column for column, count in counts.items() if count < len(examples))
-    if partial:
-        yield Finding(
-            f"{name}: columns",
-            "warning",
-            f"only some rows have {', '.join(f'`{column}`' for column in partial)}",
-            "a reward function that asks for it by name would be refused",
-            "give every row the same columns, None where there is nothing",
-            {"partial": partial},
-        )

@@ -1,73 +1,84 @@
-"""What `groupwise check` finds out about an environment: it can be made, begins alike for all members, and answers a turn.
+"""What `groupwise check` finds out about an environment: it can be made, begins alike for all members, answers a turn, and gives rewards.
 
-Whether it gives the right rewards only its task knows: there is no gold for a conversation.
+Whether it gives the right rewards only its task knows: there is no gold for a conversation. If the environment gives the rewards itself,
+players that need no model play some games in it: some say nothing or nonsense, some guess among the words that they have read or among
+numbers, some say what the row holds, which is often the answer. They play as in training: the prompts, limits and parts are those of
+`EnvironmentRollouts`, only the sampler is replaced.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, cast
 
 from groupwise.core.errors import EnvironmentWorkerError
-from groupwise.core.types import Example
+from groupwise.core.types import Completion, Example, GroupRequest, Rollout, Sampler, SamplingParams
 from groupwise.tasks.contract import Task
-from groupwise.tasks.rollouts.hosts import EnvironmentHost, LocalHost, WorkerHost
+from groupwise.tasks.rollouts.asking import Ask
+from groupwise.tasks.rollouts.dialogue import first_ids
+from groupwise.tasks.rollouts.hosts import LocalHost, WorkerHost
 from groupwise.tasks.rollouts.sessions import Reply, SessionCall, Sessions
-from groupwise.training.checks.check_data import written
+from groupwise.training import rollout_builder
+from groupwise.training.checks.check_data import spread, written
 from groupwise.training.checks.check_gold import GARBAGE
+from groupwise.training.checks.check_rewards import distribution, is_constant, mean_or_none
 from groupwise.training.checks.findings import Finding
 from groupwise.training.config import RunConfig, view
 
-NAME = "environment"
-SEED = 0
+ROWS = 8
+"""Rows whose games are played, spread over the data."""
+BUDGET = 20.0
+"""Seconds after which no further row is begun."""
+NUMBERS = 10
+"""Numbers are guessed from 0 to this one."""
 
 
 async def check_environment(task: Task, config: RunConfig, example: Example) -> Finding:
     """Begin two members of a group, take one turn with nonsense, and end."""
-    host = _host(task, config)
+    if task.spec is None or config.rollout.in_process:
+        host = LocalHost(Sessions(task.environment(view(config))))
+    else:
+        host = WorkerHost(
+            "groupwise.training.rollout_builder:environments_for_worker",
+            {"config": config.model_dump(mode="json"), "task": task.spec},
+            start_limit=config.rollout.start_limit,
+        )
     try:
         await host.start()
-        return await _played(host, example, config.rollout.time_limit)
+        first = SessionCall(0, example.index, 0, 0, example.prompt, example.columns)
+        begun = await host.ask(first, config.rollout.time_limit)
+        if begun.reason is not None:
+            return _broken(f"the first prompt: {begun.reason}")
+        again = await host.ask(replace(first, session=1), config.rollout.time_limit)
+        turn = replace(first, completions=(GARBAGE,), heard=(begun.digest,))
+        answer = await host.ask(turn, config.rollout.time_limit)
+        if answer.reason is not None:
+            return _broken(f"a turn with {GARBAGE!r}: {answer.reason}")
+        ended = await host.ask(
+            replace(turn, heard=(begun.digest, answer.digest), ending=True),
+            config.rollout.time_limit,
+        )
+        if ended.reason is not None:
+            return _broken(f"the end of a rollout: {ended.reason}")
+        return _judge_replies(begun, again, answer, ended)
     except EnvironmentWorkerError as error:
         return _broken(str(error))
     finally:
         await host.close()
 
 
-def _host(task: Task, config: RunConfig) -> EnvironmentHost:
-    """In a process that can be killed, where the task can be imported by one."""
-    if task.spec is None or config.rollout.in_process:
-        return LocalHost(Sessions(task.environment(view(config))))
-    return WorkerHost(
-        "groupwise.training.rollout_builder:environments_for_worker",
-        {"config": config.model_dump(mode="json"), "task": task.spec},
-        start_limit=config.rollout.start_limit,
-    )
-
-
-async def _played(host: EnvironmentHost, example: Example, limit: float) -> Finding:
-    first = SessionCall(0, example.index, 0, SEED, example.prompt, example.columns)
-    begun = await host.ask(first, limit)
-    if begun.reason is not None:
-        return _broken(f"the first prompt: {begun.reason}")
-    again = await host.ask(replace(first, session=1), limit)
-    turn = replace(first, completions=(GARBAGE,), heard=(begun.digest,))
-    answer = await host.ask(turn, limit)
-    if answer.reason is not None:
-        return _broken(f"a turn with {GARBAGE!r}: {answer.reason}")
-    ended = await host.ask(replace(turn, heard=(begun.digest, answer.digest), ending=True), limit)
-    if ended.reason is not None:
-        return _broken(f"the end of a rollout: {ended.reason}")
-    return _told(begun, again, answer, ended)
-
-
-def _told(begun: Reply, again: Reply, answer: Reply, ended: Reply) -> Finding:
+def _judge_replies(begun: Reply, again: Reply, answer: Reply, ended: Reply) -> Finding:
     earned: dict[str, float] = {}
     for part in (*answer.parts, *ended.parts):
         if part.weight and part.value is not None:
             earned[part.name] = earned.get(part.name, 0.0) + part.value
     opening = "the row's prompt" if begun.prompt is None else repr(written(begun.prompt)[:80])
-    said = "nothing" if answer.observation is None else repr(_text(answer)[:80])
+    said = "nothing" if answer.observation is None else repr(written(answer.observation)[:80])
     measured = (
         f"begins with {opening}; answers nonsense with {said}{' and ends' if answer.done else ''}; "
         f"rewards so far: {json.dumps(earned) if earned else 'none'}"
@@ -75,25 +86,219 @@ def _told(begun: Reply, again: Reply, answer: Reply, ended: Reply) -> Finding:
     data = {"done": answer.done, "rewards": earned, "seconds": begun.seconds + answer.seconds}
     if begun.digest != again.digest:
         return Finding(
-            NAME,
+            "environment",
             "problem",
             "two members of a group begin differently with the same seed",
             "they are compared with each other, and a lost process cannot be replaced",
             "draw what is random from the `seed` that `reset` is given",
             data,
         )
-    return Finding(NAME, "ok", measured, data=data)
-
-
-def _text(answer: Reply) -> str:
-    return "" if answer.observation is None else written(answer.observation)
+    return Finding("environment", "ok", measured, data=data)
 
 
 def _broken(reason: str) -> Finding:
     return Finding(
-        NAME,
+        "environment",
         "problem",
         reason,
         "in training such rollouts are failed and do not teach",
         "let the environment take any text",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a player knows when it answers."""
+
+    example: Example
+    context: str
+    """All that was said so far, the prompt included."""
+    turn: int
+    random: Random
+
+
+Player = Callable[[Seen], str]
+
+
+def _random_word(seen: Seen) -> str:
+    return seen.random.choice(seen.context.split() or [GARBAGE])
+
+
+def _random_number(seen: Seen) -> str:
+    return str(seen.random.randint(0, NUMBERS))
+
+
+def _columns_in_turn(seen: Seen) -> str:
+    """One column of the row in each turn."""
+    held = [text for value in seen.example.columns.values() for text in _texts(value)]
+    return held[seen.turn % len(held)] if held else GARBAGE
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, list | tuple):
+        return [text for each in cast("Sequence[Any]", value) for text in _texts(each)]
+    return [str(value)] if isinstance(value, str | int | float) else []
+
+
+PLAYERS: tuple[tuple[str, Player], ...] = (
+    ("nothing", lambda _: ""),
+    ("nonsense", lambda _: GARBAGE),
+    ("the row", _columns_in_turn),
+    *[("a word of the prompt", _random_word)] * 3,
+    *[("a number", _random_number)] * 3,
+)
+"""The members of each group, with what they say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Game:
+    """One rollout of a player."""
+
+    player: str
+    rollout: Rollout
+
+    @property
+    def failed(self) -> bool:
+        return self.rollout.outcome != "pending"
+
+    @property
+    def given(self) -> list[float]:
+        """The weighted rewards that the environment gave; parts without weight are left out."""
+        parts = self.rollout.parts
+        return [
+            part.weight * part.value for part in parts if part.weight and part.value is not None
+        ]
+
+
+class Crowd:
+    """Writes the completions of one group's players, where training has a sampler; seeds say who is asked in which turn."""
+
+    def __init__(self, tokenizer: Any, example: Example) -> None:
+        self._tokenizer = tokenizer
+        self._example = example
+
+    async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
+        """See `Sampler.generate`."""
+        context = self._tokenizer.decode(list(request.prompt_ids), skip_special_tokens=True)
+        return tuple(self._said(seed, context, request.params) for seed in request.seeds)
+
+    def _said(self, seed: int, context: str, params: SamplingParams) -> Completion:
+        turn, member = divmod(seed, len(PLAYERS))
+        random = Random(f"{self._example.index} {seed}")
+        text = PLAYERS[member][1](Seen(self._example, context, turn, random))
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ended = [*ids, *params.stop_token_ids]
+        taken = tuple(ended[: params.max_tokens])
+        finish = "stop" if len(taken) == len(ended) else "length"
+        return Completion(taken, (0.0,) * len(taken), finish, seed, 0, "")
+
+
+# --- games ---------------------------------------------------------------------------------------
+
+
+async def play(
+    config: RunConfig, task: Task, tokenizer: Any, examples: Sequence[Example], room: int | None
+) -> list[Game]:
+    """A game of each player for some of the rows. Raises EnvironmentWorkerError where no environment can be held."""
+    tools = rollout_builder.check_rollouts(config, task, ())
+    rollouts = rollout_builder.build_rollouts(config, task, tokenizer, room)
+    end: int | None = tokenizer.eos_token_id
+    params = SamplingParams(
+        max_tokens=config.sampler.max_completion_length,
+        stop_token_ids=() if end is None else (end,),
+    )
+    games: list[Game] = []
+    begun = time.perf_counter()
+    try:
+        await rollouts.start()
+        for draw, example in enumerate(spread(examples, ROWS)):
+            if time.perf_counter() - begun > BUDGET:
+                break
+            ask = Ask(
+                draw=draw,
+                example=example,
+                prompt_ids=first_ids(tokenizer, example.prompt, tools, example.columns),
+                members=len(PLAYERS),
+                seed=lambda member, turn: max(turn, 0) * len(PLAYERS) + member,
+                params=params,
+            )
+            group = await rollouts.sample(cast("Sampler", Crowd(tokenizer, example)), ask)
+            games += [Game(PLAYERS[each.member][0], each) for each in group.rollouts]
+    finally:
+        await rollouts.close()
+    return games
+
+
+def judge_games(games: Sequence[Game]) -> Iterator[Finding]:
+    """Games that failed, then what the others earned."""
+    failed = [game for game in games if game.failed]
+    if failed:
+        reasons = Counter(game.rollout.reason or game.rollout.outcome for game in failed)
+        shown = "\n".join(f"{count} × {reason}" for reason, count in reasons.most_common(3))
+        yield Finding(
+            "games",
+            "problem",
+            f"{len(failed)} of {len(games)} games failed:\n{shown}",
+            "in training such rollouts do not teach",
+            "let the environment take any text",
+            {"failed": len(failed), "reasons": dict(reasons)},
+        )
+    played = [game for game in games if not game.failed]
+    if not played:
+        return
+    count = f"{len(played)} games of players without a model"
+    if not any(game.given for game in played):
+        yield Finding(
+            "rewards",
+            "problem",
+            f"the environment gave no reward in {count}, and there is no get_reward_funcs",
+            "a rollout that is given nothing counts as 0, and from rewards that never vary nothing is learnt",
+            "return Step(reward=...), or add a method `reward` or the hook get_reward_funcs; where only a win is rewarded, give "
+            "0 for what is lost",
+            {"games": len(played), "rewarded": 0},
+        )
+        return
+    earned = [sum(game.given) for game in played]
+    data = {
+        **distribution(earned),
+        "games": len(played),
+        "rewarded": sum(bool(game.given) for game in played),
+    }
+    if is_constant(earned):
+        yield Finding(
+            "rewards",
+            "skipped",
+            f"all of {count} earn {earned[0]:.4g}, but none of them knows how to play",
+            "whether a good one earns more could not be checked",
+            data=data,
+        )
+        return
+    yield Finding(
+        "rewards",
+        "ok",
+        "{games} games earn {min:.4g} to {max:.4g}, mean {mean:.4g}".format_map(data),
+        "of players without a model; the environment gives them itself",
+        data=data,
+    )
+
+
+def games_table(games: Iterable[Game]) -> list[dict[str, Any]]:
+    """A table of what each player earned, with the columns of `check_rewards.table`."""
+    by_player: dict[str, list[Game]] = {}
+    for game in games:
+        by_player.setdefault(game.player, []).append(game)
+    return [
+        {
+            "completion": player,
+            "count": len(found),
+            "failed": sum(game.failed for game in found),
+            "reward": mean_or_none(None if game.failed else sum(game.given) for game in found),
+            "parts": {
+                name: mean_or_none(game.rollout.part_values.get(name) for game in found)
+                for name in dict.fromkeys(
+                    name for each in found for name in each.rollout.part_values
+                )
+            },
+        }
+        for player, found in by_player.items()
+    ]

@@ -1,4 +1,4 @@
-"""Completions that somebody wrote: from a JSONL file, from an evaluation's results, or from the record of a run.
+"""Scores given completions: from a JSONL file, from an evaluation's results, or from the record of a run.
 
     {"prompt": …, "completion": "…"}      the prompt as the task gives it: text or messages
     {"example": 3, "completion": "…"}     row 3 of the training data, from 0
@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any, cast
 
 from groupwise.core.errors import RunNotFoundError, UsageError
-from groupwise.core.types import Example, Group
+from groupwise.core.types import Example
 from groupwise.runs import find
 from groupwise.runs.advice import DISTINCT, LEAST_DISTINCT, MOST_WITHOUT_SIGNAL
 from groupwise.runs.folder import RECORD
@@ -34,7 +34,7 @@ from groupwise.training.checks.findings import Finding
 from groupwise.training.evaluation.measures import Success, distinct_share
 
 MOST_ROLLOUTS = 512
-"""Of a run, the newest steps with about so many rollouts are scored again."""
+"""Approximate number of rollouts of a run that are scored again, from its newest steps."""
 FEW = 8
 """Completions below which it means little that none of them is right."""
 NEAR = 1e-6
@@ -48,7 +48,7 @@ class GivenGroup:
     example: Example
     texts: tuple[str, ...]
     recorded: tuple[float | None, ...] = ()
-    """What each earned in its run; empty where nobody knows."""
+    """The reward that each earned in its run; empty if it is not known."""
 
 
 def load_given(
@@ -64,7 +64,24 @@ def load_given(
         raise UsageError(
             f"--completions {source}: there is no file of that name, and it names no run: {error}"
         ) from error
-    return _of_run(address.path)
+    groups: list[GivenGroup] = []
+    with Store.open(address.path / RECORD, readonly=True) as store:
+        for record in reversed(store.steps()):
+            groups += [
+                GivenGroup(
+                    group.example,
+                    tuple(rollout.completion for rollout in group.rollouts),
+                    tuple(rollout.reward for rollout in group.rollouts),
+                )
+                for group in store.groups(record.step)
+            ]
+            if sum(len(group.texts) for group in groups) >= MOST_ROLLOUTS:
+                break
+    if not groups:
+        raise UsageError(
+            f"--completions {address.path}: the run has no committed step, so no rollouts."
+        )
+    return groups
 
 
 async def score_given(trial: Trial, groups: Sequence[GivenGroup]) -> list[list[Verdict]]:
@@ -216,26 +233,6 @@ def _compared(groups: Sequence[GivenGroup], tried: Sequence[Sequence[Verdict]]) 
 
 
 # --- reading -------------------------------------------------------------------------------------
-
-
-def _of_run(path: Path) -> list[GivenGroup]:
-    groups: list[GivenGroup] = []
-    with Store.open(path / RECORD, readonly=True) as store:
-        for record in reversed(store.steps()):
-            groups += [_recorded(group) for group in store.groups(record.step)]
-            if sum(len(group.texts) for group in groups) >= MOST_ROLLOUTS:
-                break
-    if not groups:
-        raise UsageError(f"--completions {path}: the run has no committed step, so no rollouts.")
-    return groups
-
-
-def _recorded(group: Group) -> GivenGroup:
-    return GivenGroup(
-        group.example,
-        tuple(rollout.completion for rollout in group.rollouts),
-        tuple(rollout.reward for rollout in group.rollouts),
-    )
 
 
 def _of_file(path: Path, train: Sequence[Example], held_out: Sequence[Example]) -> list[GivenGroup]:

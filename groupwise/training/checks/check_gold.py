@@ -44,13 +44,13 @@ OTHERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Gold:
-    """Where the gold completions come from."""
+    """The source of the gold completions: a column and how its answers are written."""
 
     column: str
     layout: str | None
     """A key of LAYOUTS; None where the column holds whole completions."""
     is_read: bool = field(default=True, kw_only=True)
-    """Whether the rewards tell right from wrong in this layout."""
+    """True if the rewards tell right from wrong in this layout."""
 
     def texts(self, example: Example) -> tuple[str, ...]:
         """The right completions of a row, one for each accepted form; empty where the row has no gold."""
@@ -61,7 +61,7 @@ class Gold:
 
     @property
     def described(self) -> str:
-        """For the report."""
+        """A description for the report."""
         if self.layout is None:
             return f"column `{self.column}`"
         return f"column `{self.column}`, written {self.layout}"
@@ -69,7 +69,7 @@ class Gold:
 
 @dataclass(frozen=True, slots=True)
 class GoldByLabel(Gold):
-    """Where the rows of several tasks have rewards of their own, the gold of each label."""
+    """The gold of each label, if the rows of several tasks have rewards of their own."""
 
     golds: Mapping[str | None, Gold]
     label_of: Callable[[Mapping[str, Any]], str | None]
@@ -99,7 +99,7 @@ class Case:
 
 
 def gold_columns(answer_column: str | None = None) -> tuple[str, ...]:
-    """Where gold may stand, the completion itself before an answer; `answer_column` is `rewards.answer_column`."""
+    """The columns that may hold gold, whole completions before answers; `answer_column` is `rewards.answer_column`."""
     return (GOLD_COMPLETION, *(GOLD_COLUMNS if answer_column is None else (answer_column,)))
 
 
@@ -155,7 +155,7 @@ def cases_of(example: Example, others: Sequence[Example], gold: Gold | None) -> 
 
 
 def echo(example: Example) -> str:
-    """What a model writes that repeats the question: the prompt, or its last message of a user."""
+    """The completion of a model that repeats the question: the prompt, or its last user message."""
     if isinstance(example.prompt, str):
         return example.prompt
     asked = [message for message in example.prompt if message.get("role") == "user"]

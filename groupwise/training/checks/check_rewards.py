@@ -38,7 +38,7 @@ MAX_TIMEOUTS_IN_A_ROW = 3
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one completion earned."""
+    """The score of one completion."""
 
     example: int
     kind: str
@@ -56,20 +56,20 @@ class Trial:
 
     scorer: Scorer
     tokenizer: Any
-    """None where none is known: functions that ask for `completion_ids` then get empty lists."""
+    """None if there is none: functions that ask for `completion_ids` then get empty lists."""
     seconds: list[float] = field(default_factory=list[float])
-    """Of each call."""
+    """Duration of each call in seconds."""
     most: int = 0
-    """Completions of the largest call."""
+    """Number of completions in the largest call."""
     too_long: int = 0
-    """Calls in a row, up to the last one, that took too long."""
+    """Number of calls in a row, up to the last one, that took too long."""
     reason: str | None = None
-    """What the last of these took too long with."""
+    """The reason of the last time-out."""
     _ids_of: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
     @property
     def given_up(self) -> str | None:
-        """Why the rewards are called no more; None as long as they are."""
+        """Why the rewards are no longer called; None as long as they are."""
         if self.too_long < MAX_TIMEOUTS_IN_A_ROW:
             return None
         return f"given up after {self.too_long} time-outs in a row; the last one: {self.reason}"
@@ -92,14 +92,11 @@ class Trial:
         score = await self.scorer.score(request)
         self.seconds.append(time.perf_counter() - begun)
         self.most = max(self.most, count)
-        self._note_time_out(score.members)
-        return score.members
-
-    def _note_time_out(self, members: Sequence[MemberScore]) -> None:
-        """A call is stopped as a whole, so one member tells of all."""
-        reasons = [member.reason for member in members if member.outcome == "timed_out"]
+        # A call is stopped as a whole, so the reason of one member applies to all.
+        reasons = [member.reason for member in score.members if member.outcome == "timed_out"]
         self.too_long = self.too_long + 1 if reasons else 0
         self.reason = reasons[0] if reasons else None
+        return score.members
 
     def _ids(self, text: str) -> list[int]:
         """The tokens of a completion; most are tried on many rows and more than once, so each is cut up only once."""
@@ -123,7 +120,11 @@ async def find_layout(
     with_gold = [each for each in examples if accepted_forms(each.columns.get(column))]
     for example in with_gold[:LAYOUT_ROWS]:
         stored = accepted_forms(example.columns[column])[0]
-        other = _other_answer(example, with_gold, column)
+        # The gold answer of another row that is not an accepted form of this one; the same answer
+        # if there is none.
+        forms = accepted_forms(example.columns[column])
+        others = (accepted_forms(each.columns[column])[0] for each in with_gold)
+        other = next((answer for answer in others if answer not in forms), forms[0])
         texts = [laid_out(answer, layout) for answer in (stored, other) for layout in LAYOUTS]
         members = await trial.score(example, texts)
         halves = members[: len(LAYOUTS)], members[len(LAYOUTS) :]
@@ -136,13 +137,6 @@ async def find_layout(
     read = {layout: round(fmean(values), 6) for layout, values in margins.items()}
     best = max(means, key=lambda way: (read[way], means[way]), default="plain")
     return best, means, any(read.values())
-
-
-def _other_answer(example: Example, examples: Sequence[Example], column: str) -> str:
-    """The gold answer of another row that is none of this one; the same one where there is no such row."""
-    forms = accepted_forms(example.columns[column])
-    others = (accepted_forms(each.columns[column])[0] for each in examples)
-    return next((answer for answer in others if answer not in forms), forms[0])
 
 
 async def try_cases(
@@ -199,7 +193,8 @@ def judge_failures(verdicts: Sequence[Verdict]) -> Iterator[Finding]:
 
 
 def judge_spread(tried: Sequence[Sequence[Verdict]], gold: Gold | None) -> Finding:
-    """Whether the reward tells completions apart at all. Without gold all that were tried are wrong, and may well earn the same."""
+    """Report whether the reward tells completions apart at all. Without gold all tried completions are wrong, and may well earn the
+    same."""
     with_gold = gold is not None
     every = [rewards_of(verdicts) for verdicts in tried]
     every = [rewards for rewards in every if len(rewards) > 1]
@@ -249,7 +244,7 @@ def judge_spread(tried: Sequence[Sequence[Verdict]], gold: Gold | None) -> Findi
 
 
 def judge_order(tried: Sequence[Sequence[Verdict]], gold: Gold) -> Finding:
-    """Whether the right completion earns most."""
+    """Report whether the right completion earns most."""
     pairs = [
         (right, max(wrong, key=_reward))
         for right, wrong in map(_right_and_wrong, tried)
@@ -309,7 +304,7 @@ def judge_order(tried: Sequence[Sequence[Verdict]], gold: Gold) -> Finding:
 
 
 def judge_forms(tried: Sequence[Sequence[Verdict]]) -> Iterator[Finding]:
-    """Whether every accepted form of an answer is accepted."""
+    """Report whether the rewards accept every accepted form of an answer."""
     unequal: list[tuple[Verdict, Verdict]] = []
     rows = 0
     for verdicts in tried:
@@ -387,7 +382,7 @@ def judge_parts(verdicts: Sequence[Verdict], *, with_gold: bool) -> Iterator[Fin
 
 
 def judge_repetition(first: Sequence[MemberScore], second: Sequence[MemberScore]) -> Finding:
-    """Whether the same call gives the same rewards."""
+    """Report whether the same call gives the same rewards."""
     changed = _differences(first, second)
     data = {"changed": len(changed), "completions": len(first)}
     if not changed:
@@ -408,7 +403,7 @@ def judge_repetition(first: Sequence[MemberScore], second: Sequence[MemberScore]
 
 
 def judge_alone(together: Sequence[MemberScore], alone: Sequence[MemberScore]) -> Finding:
-    """Whether a completion's reward depends on the others of its call."""
+    """Report whether a completion's reward depends on the others of its call."""
     changed = _differences(together, alone)
     data = {"changed": len(changed), "completions": len(alone)}
     name = "independence"
@@ -459,7 +454,7 @@ def judge_latency(trial: Trial, limit: float, group: int) -> Finding:
 
 
 def table(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
-    """What each kind of completion earned: a row with its count, total and parts (means), and failures."""
+    """A table of what each kind of completion earned: count, failures, and means of total and parts."""
     by_kind: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         by_kind.setdefault(verdict.kind, []).append(verdict)
@@ -495,7 +490,7 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def is_constant(values: Sequence[float]) -> bool:
-    """Whether all are the same."""
+    """True if all values are the same, up to `SAME`."""
     return max(values) - min(values) <= SAME
 
 
@@ -534,7 +529,7 @@ def _share_of_gold(verdicts: Sequence[Verdict], kind: str) -> float | None:
 
 
 def _differences(first: Sequence[MemberScore], second: Sequence[MemberScore]) -> list[str]:
-    """What differs between two verdicts on the same completions, in words."""
+    """Describe each difference between two scores of the same completions."""
     found: list[str] = []
     for before, after in zip(first, second, strict=True):
         values = _values(before), _values(after)

@@ -1,11 +1,11 @@
-"""The command `groupwise doctor`: whether model, template and engine work on this machine, and what a run will cost.
+"""`groupwise doctor`: checks that model, template and engine work on this machine, and estimates what a run will cost.
 
     machine      libraries, cores, device, memory, disk, random numbers        (doctor_machine)
     tokenizer    template, beginnings and ends, what further turns change      (doctor_template)
     engine       masks, log-probability gap, batch invariance, publication     (doctor_engine)
     cost         peak memory, tokens per second, seconds of a step             (doctor_cost)
 
-It builds what `groupwise rl` would build from the same config, samples a few short completions, makes one update that nobody keeps,
+It builds what `groupwise rl` would build from the same config, samples a few short completions, makes one update that is thrown away,
 and writes nothing but publications, which it removes.
 """
 

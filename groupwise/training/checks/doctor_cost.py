@@ -1,4 +1,4 @@
-"""What a run will cost on this machine: a short measurement of sampling and learning, and what follows for a step.
+"""Estimates what a run will cost on this machine, from a short measurement of sampling and learning.
 
 Completions are sampled to a fixed length with all slots occupied, because a decode step costs the same however many slots are.
 What is learnt from are whole groups. Scoring is left out: rewards run beside it in other processes, and only the task knows. So is
@@ -30,7 +30,7 @@ BUDGET = 12.0
 FEW_TOKENS, MANY_TOKENS = 4, 64
 """The first measurement is of few, which says how many the second may have."""
 READ_TOKENS = 512
-"""Of a conversation that is read again, at most."""
+"""Longest conversation, in tokens, whose reading is measured."""
 MIB = 2**20
 
 Clock = Callable[[], float]
@@ -38,7 +38,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Measured."""
+    """Measured speeds of an rl run."""
 
     sampling: float
     """Tokens per second, with all slots occupied."""
@@ -47,7 +47,7 @@ class Speeds:
     publishing: float
     """Seconds of an update, its publication, and loading it."""
     tokens: int
-    """Of a completion that was measured."""
+    """Length of the measured completions."""
     reading: float = float("inf")
     """Tokens of a prompt per second; infinite where nothing is read twice, and was not measured."""
 
@@ -59,13 +59,13 @@ async def measure(
     limit = rollout_builder.longest_written(config)
     members = config.training.num_generations
     groups = max(1, min(slots // members, config.training.prompts_per_step))
-    _, few = await _sampled(engine, groups, members, min(FEW_TOKENS, limit), clock)
+    _, few = await _sample(engine, groups, members, min(FEW_TOKENS, limit), clock)
     affordable = int(BUDGET * min(FEW_TOKENS, limit) / few) if few else MANY_TOKENS
     tokens = max(min(FEW_TOKENS, limit), min(affordable, MANY_TOKENS, limit))
-    rows, seconds = await _sampled(engine, groups, members, tokens, clock)
-    learning = await _learnt(engine, rows, members, clock)
+    rows, seconds = await _sample(engine, groups, members, tokens, clock)
+    learning = await _learning_speed(engine, rows, members, clock)
     turns = _turns(config)
-    reading = await _read(engine, config, clock) if turns > 1 else float("inf")
+    reading = await _reading_speed(engine, config, clock) if turns > 1 else float("inf")
     begun = clock()
     await engine.learner.update(OptimiserParams(learning_rate=config.training.learning_rate))
     await engine.sampler.load(await engine.learner.publish(version))
@@ -83,16 +83,16 @@ def _turns(config: RunConfig) -> int:
     return config.rollout.max_turns if config.rollout.type == "environment" else 1
 
 
-async def _read(engine: Engine, config: RunConfig, clock: Clock) -> float:
+async def _reading_speed(engine: Engine, config: RunConfig, clock: Clock) -> float:
     """Tokens of a prompt per second, from the first token after one that is as long as a conversation becomes."""
     prompt = engine.prompts[0]
     length = min(READ_TOKENS, len(prompt) + rollout_builder.longest_completion(config) - 1)
     conversation = (prompt * (length // len(prompt) + 1))[:length]
-    _, seconds = await _sampled(replace(engine, prompts=(conversation,)), 1, 1, 1, clock)
+    _, seconds = await _sample(replace(engine, prompts=(conversation,)), 1, 1, 1, clock)
     return _rate(length, seconds)
 
 
-async def _sampled(
+async def _sample(
     engine: Engine, groups: int, members: int, tokens: int, clock: Clock
 ) -> tuple[list[Row], float]:
     """Groups of completions of exactly so many tokens, as rows, and the seconds that they took."""
@@ -125,7 +125,7 @@ async def _sampled(
     return rows, seconds
 
 
-async def _learnt(engine: Engine, rows: Sequence[Row], members: int, clock: Clock) -> float:
+async def _learning_speed(engine: Engine, rows: Sequence[Row], members: int, clock: Clock) -> float:
     """Tokens per second of forward and backward: of one group, and then of as many as there is time for."""
     seconds = await _backward(engine, rows[:members], clock)
     engine.learner.discard()
@@ -154,13 +154,19 @@ def estimate(
     usual_length: float | None,
     longest_prompt: int = 0,
 ) -> Finding:
-    """Seconds of a step and of the run. `usual_length`: tokens of completions that ended by themselves; None where few did.
+    """Estimate the seconds of a step and of the run. `usual_length`: mean tokens of completions that ended by themselves, None if some did
+    not.
 
-    How many turns are usual in an environment nobody knows: there is only a bound.
+    The usual number of turns in an environment is not known: there is only a bound.
     """
     completions = config.training.prompts_per_step * config.training.num_generations
     turns = _turns(config)
-    most = _most_seconds(speeds, config, completions, longest_prompt)
+    # The bound is for rollouts that reach every limit; the learner also goes through what the environment said.
+    written = rollout_builder.longest_written(config)
+    whole = written if turns == 1 else rollout_builder.longest_completion(config)
+    most = _step_seconds(
+        speeds, completions, written, whole, (turns - 1) * (longest_prompt + whole)
+    )
     usual = None
     if usual_length is not None and turns == 1:
         usual = _step_seconds(speeds, completions, usual_length, usual_length)
@@ -198,23 +204,14 @@ def estimate(
 def _step_seconds(
     speeds: Speeds, rollouts: int, written: float, learnt: float, read: float = 0.0
 ) -> float:
-    """Of rollouts with so many tokens each: written by the policy, learnt from, and read again in later turns."""
+    """Seconds of a step with these tokens per rollout: written by the policy, learnt from, and read again in later turns."""
     each = written / speeds.sampling + learnt / speeds.learning + read / speeds.reading
     return rollouts * each + speeds.publishing
 
 
-def _most_seconds(speeds: Speeds, config: RunConfig, rollouts: int, longest_prompt: int) -> float:
-    """Of rollouts that reach every limit; the learner also goes through what the environment said."""
-    written, turns = rollout_builder.longest_written(config), _turns(config)
-    if turns == 1:
-        return _step_seconds(speeds, rollouts, written, written)
-    whole = rollout_builder.longest_completion(config)
-    return _step_seconds(speeds, rollouts, written, whole, (turns - 1) * (longest_prompt + whole))
-
-
 @dataclass(frozen=True, slots=True)
 class LessonSpeeds:
-    """Measured, of a supervised run."""
+    """Measured speeds of a supervised run."""
 
     learning: float
     """Tokens of rows per second, forward and backward."""
@@ -230,25 +227,22 @@ async def measure_lessons(
     order = Order(count, training.seed, shuffle=config.data.shuffle)
     drawn = (lessons.lessons[order.example(draw)] for draw in range(training.examples_per_step))
     rows = [teacher_row(row) for lesson in drawn for row in lesson.rows]
-    seconds = await _taught(learner, rows[:1], clock)
+    seconds = await _supervised_backward(learner, rows[:1], clock)
     learner.discard()
     affordable = max(1, int(BUDGET / seconds)) if seconds else len(rows)
     chosen = rows[:affordable]
-    seconds = await _taught(learner, chosen, clock)
+    seconds = await _supervised_backward(learner, chosen, clock)
     begun = clock()
     await learner.update(OptimiserParams(learning_rate=training.learning_rate))
-    return LessonSpeeds(_rate(sum(map(_length, chosen)), seconds), clock() - begun)
+    tokens = sum(len(row.prompt_ids) + len(row.completion_ids) for row in chosen)
+    return LessonSpeeds(_rate(tokens, seconds), clock() - begun)
 
 
-async def _taught(learner: Learner, rows: Sequence[Row], clock: Clock) -> float:
+async def _supervised_backward(learner: Learner, rows: Sequence[Row], clock: Clock) -> float:
     tokens = float(sum(sum(row.mask) for row in rows))
     begun = clock()
     await learner.forward_backward(rows, Sft().loss_spec(), {Sft.name: tokens})
     return clock() - begun
-
-
-def _length(row: Row) -> int:
-    return len(row.prompt_ids) + len(row.completion_ids)
 
 
 def estimate_lessons(
@@ -278,7 +272,7 @@ def estimate_lessons(
 
 
 def peak(planned: float, peak_bytes: int | None) -> Finding:
-    """What was really held here, beside the plan of a whole step (MiB)."""
+    """Compare the peak memory so far with the plan of a whole step (MiB)."""
     if peak_bytes is None:
         said = f"this system does not say what processes share; the plan for a whole step is {planned:,.0f} MiB"
         return Finding(

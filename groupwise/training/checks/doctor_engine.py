@@ -1,12 +1,12 @@
-"""What `groupwise doctor` finds out about sampler and learner together: that what was sampled is what is trained.
+"""The checks of `groupwise doctor` on sampler and learner together: what was sampled must be what is trained.
 
-The functions below need no more than the two protocols, so that they hold for every engine. They work on a learner that nobody
-keeps: `check_publication` makes one coarse update.
+The functions below need no more than the two protocols, so that they hold for every engine. They work on a learner that is thrown
+away: `check_publication` makes one coarse update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -36,7 +36,7 @@ from groupwise.training.loops.recording import MAX_GAP
 PROMPTS = 3
 MEMBERS = 4
 TOKENS = 32
-"""Of a completion that is sampled here; enough to see, little enough to wait for."""
+"""Longest completion that is sampled here: long enough to compare, short enough to wait for."""
 EXACT_GAP = 1e-3
 """Mean difference of log-probabilities (nats) for float32, where rounding explains less than 0.0001."""
 COARSE_RATE = {"adapter": 3e-3, "full": 1e-4}
@@ -49,13 +49,13 @@ SURELY = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What is examined, and what it is asked."""
+    """The sampler and learner under examination, with the prompts that they get."""
 
     sampler: Sampler
     learner: Learner
     tokenizer: Any
     params: SamplingParams
-    """As in training, but for the number of tokens."""
+    """The sampling parameters of the training, except for the number of tokens."""
     examples: tuple[Example, ...]
     prompts: tuple[tuple[int, ...], ...]
     dtype: str
@@ -64,17 +64,17 @@ class Engine:
     async def sample(self, places: Sequence[int] | None = None) -> list[Group]:
         """A group for each prompt, all at once, with the same seeds each time."""
         chosen = range(len(self.prompts)) if places is None else places
-        return await gather_all(self._group(place) for place in chosen)
-
-    async def _group(self, place: int) -> Group:
-        return await sample_group(
-            self.sampler,
-            self.examples[place],
-            place,
-            self.prompts[place],
-            [member_seed(self.seed, place, member) for member in range(MEMBERS)],
-            self.params,
-            lambda ids: completion_text(self.tokenizer, ids),
+        return await gather_all(
+            sample_group(
+                self.sampler,
+                self.examples[place],
+                place,
+                self.prompts[place],
+                [member_seed(self.seed, place, member) for member in range(MEMBERS)],
+                self.params,
+                lambda ids: completion_text(self.tokenizer, ids),
+            )
+            for place in chosen
         )
 
 
@@ -105,7 +105,11 @@ def judge_masks(groups: Sequence[Group], rows: Sequence[Row], stops: Sequence[in
             wrong.append(
                 f"{len(row.sampling_logprobs)} log-probabilities for {len(row.completion_ids)} tokens"
             )
-        wrong += _misplaced_stops(row.completion_ids, stopped, set(stops))
+        *before_end, last = (token in stops for token in row.completion_ids or (None,))
+        if any(before_end):
+            wrong.append(f"{sum(before_end)} stop tokens stand before the end")
+        if last and not stopped:
+            wrong.append("a completion that was cut off ends with a stop token")
     cut = len(rollouts) - ended
     data = {"rows": len(rows), "stopped": ended, "cut_off": cut, "wrong": len(wrong)}
     if wrong:
@@ -124,14 +128,6 @@ def judge_masks(groups: Sequence[Group], rows: Sequence[Row], stops: Sequence[in
         "have none",
         data=data,
     )
-
-
-def _misplaced_stops(ids: Sequence[int], stopped: bool, stops: set[int]) -> Iterator[str]:
-    before = sum(token in stops for token in ids[:-1])
-    if before:
-        yield f"{before} stop tokens stand before the end"
-    if not stopped and ids and ids[-1] in stops:
-        yield "a completion that was cut off ends with a stop token"
 
 
 def judge_drift(tokenizer: Any, groups: Sequence[Group]) -> Finding:
@@ -156,7 +152,7 @@ def judge_drift(tokenizer: Any, groups: Sequence[Group]) -> Finding:
 
 
 async def check_gap(engine: Engine, rows: Sequence[Row], name: str) -> Finding:
-    """Whether sampler and learner give a token the same probability."""
+    """Report whether sampler and learner give a token the same probability."""
     found = await engine.learner.logprobs(rows)
     return judge_gap([row.sampling_logprobs for row in rows], found, engine.dtype, name)
 
@@ -206,7 +202,7 @@ def judge_gap(
 
 
 async def check_invariance(engine: Engine, together: Sequence[Group]) -> Finding:
-    """Whether a group sampled alone is, bit for bit, the one that was sampled among others."""
+    """Report whether a group sampled alone is bit-equal to the one that was sampled among others."""
     alone = await engine.sample([0])
     return judge_invariance(together[0], alone[0])
 
@@ -248,7 +244,7 @@ def judge_invariance(together: Group, alone: Group) -> Finding:
 
 
 async def publish(engine: Engine, version: int) -> Policy:
-    """What the learner has, to the sampler."""
+    """Publish the learner's weights and load them into the sampler."""
     policy = await engine.learner.publish(version)
     await engine.sampler.load(policy)
     return policy
@@ -356,7 +352,7 @@ def judge_slopes(slopes: Sequence[tuple[str, float, float]], learning_rate: floa
 
 
 def failed(error: RunError, name: str) -> Finding:
-    """What could not be looked at, because the engine refused."""
+    """The finding for a check that the engine refused."""
     return Finding(
         name,
         "problem",

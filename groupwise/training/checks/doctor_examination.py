@@ -51,12 +51,12 @@ from groupwise.training.placement import Layout
 
 MIB = 2**20
 QUESTIONS = ("What is two plus three?", "Name a colour.", "Say the word yes, and nothing else.")
-"""What is asked where there is no task."""
+"""The prompts if there is no task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """A config with everything that can be told before the model is loaded."""
+    """A config with everything that is known before the model is loaded."""
 
     config: RunConfig
     tokenizer: Any
@@ -67,7 +67,7 @@ class Patient:
 
     @property
     def steps(self) -> int | None:
-        """How many a run takes; None where only the task's data would say."""
+        """Number of steps of a run; None if only the task's data would say."""
         training = self.config.training
         if training.max_steps is not None:
             return training.max_steps
@@ -85,20 +85,33 @@ def examine_all(
     `load` is that of other programs, in cores, before anything was computed here.
     """
     wanted = task is not None or loaded.config.data.names_data
-    patient = _patient(loaded, find_task(task, view(loaded.config)) if wanted else None)
+    patient = _load_patient(loaded, find_task(task, view(loaded.config)) if wanted else None)
     findings.extend(_machine(patient, load))
     findings.extend(check_tokenizer(patient.tokenizer))
-    findings.add(_prompts(patient))
-    run_to_end(_engine(patient, findings))
+    longest = patient.prompts.longest
+    if patient.task is not None:
+        count = len(patient.prompts.examples)
+        prompts = Finding(
+            "prompts", "ok", f"{PROMPTS} of the task's {count:,}, of up to {longest} tokens"
+        )
+    else:
+        prompts = Finding(
+            "prompts",
+            "ok",
+            f"{len(QUESTIONS)} of our own, of up to {longest} tokens",
+            "--task-module asks those of your task, and measures with their length",
+        )
+    findings.add(prompts)
+    run_to_end(_examine_engine(patient, findings))
     subject = f"{patient.config.model.name} on {patient.layout.device}"
     return subject, {"layout": asdict(patient.layout)}
 
 
-def _patient(loaded: LoadedConfig, task: Task | None) -> Patient:
-    """Load all but the model, as a training would."""
+def _load_patient(loaded: LoadedConfig, task: Task | None) -> Patient:
+    """Load everything but the model, as a training would."""
     schema = task.config_schema() if task else None
     config = (loaded if schema is None else with_task_schema(loaded, schema)).config
-    # The machine is this one, whoever would train.
+    # The examined machine is this one, even if the run would be sent to a server.
     config = config.model_copy(update={"run": config.run.model_copy(update={"server": None})})
     tokenizer = load_tokenizer(config.model)
     examples = _examples(config, task) if task else _own_examples(tokenizer)
@@ -165,26 +178,10 @@ def _machine(patient: Patient, load: float) -> Iterator[Finding]:
     yield doctor_machine.random_numbers(seed, uniform(seed, 0), start)
 
 
-def _prompts(patient: Patient) -> Finding:
-    """Which prompts the engine is asked."""
-    longest = patient.prompts.longest
-    if patient.task is not None:
-        count = len(patient.prompts.examples)
-        return Finding(
-            "prompts", "ok", f"{PROMPTS} of the task's {count:,}, of up to {longest} tokens"
-        )
-    return Finding(
-        "prompts",
-        "ok",
-        f"{len(QUESTIONS)} of our own, of up to {longest} tokens",
-        "--task-module asks those of your task, and measures with their length",
-    )
-
-
 # --- the engine ----------------------------------------------------------------------------------
 
 
-async def _engine(patient: Patient, findings: Findings) -> None:
+async def _examine_engine(patient: Patient, findings: Findings) -> None:
     """Build sampler and learner, look at them, measure them."""
     config = patient.config
     try:
@@ -251,7 +248,7 @@ async def engine_of(patient: Patient, parts: Parts) -> Engine:
 
 
 async def examine(engine: Engine, parts: Parts, patient: Patient, findings: Findings) -> None:
-    """From what is sampled to what it costs."""
+    """Run all checks of the engine, from the sampled tokens to the cost of a step."""
     config, layout = patient.config, patient.layout
     published = await publish(engine, 0)
     groups = await engine.sample()
@@ -272,7 +269,7 @@ async def examine(engine: Engine, parts: Parts, patient: Patient, findings: Find
 
 
 def usual_length(groups: Sequence[Group]) -> float | None:
-    """Mean tokens of completions, if all ended by themselves; otherwise nobody knows how long they would have become."""
+    """Mean tokens of completions; None if one was cut off, because its full length is not known."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if any(rollout.truncated for rollout in rollouts):
         return None

@@ -1,9 +1,10 @@
-"""What `groupwise doctor` finds out about the machine: libraries, cores, device, memory, disk, random numbers."""
+"""The checks of `groupwise doctor` on the machine: libraries, cores, device, memory, disk, random numbers."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from groupwise.engine.models.memory import NEEDS_LESS
 from groupwise.training.checks.findings import Finding
 
 LIBRARIES = ("torch", "transformers", "peft", "tokenizers", "safetensors", "huggingface_hub")
-"""What training imports."""
+"""Libraries that training imports."""
 NEARLY_FULL = 0.8
 """Share of the free memory above which a plan is called tight."""
 BUSY = 0.5
@@ -48,15 +49,12 @@ def libraries(versions: Mapping[str, str | None]) -> Finding:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """The release of each library; None where it is not installed. Imports none of them."""
-    return {name: _version(name) for name in ("groupwise", *LIBRARIES)}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "(not installed)" if name == "groupwise" else None
+    """The release of each library; None if it is not installed. Imports none of them."""
+    versions: dict[str, str | None] = {"groupwise": "(not installed)", **dict.fromkeys(LIBRARIES)}
+    for name in versions:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def cores(threads: int, processes: int, there: int, load: float) -> Finding:
@@ -87,7 +85,7 @@ def cores(threads: int, processes: int, there: int, load: float) -> Finding:
 
 
 def device(name: str, kind: str, dtype: str, has_bfloat16: bool) -> Finding:
-    """What computes, and in which number format."""
+    """Report the device and its number format."""
     data = {"device": kind, "name": name, "dtype": dtype, "bfloat16": has_bfloat16}
     measured = f"{kind} ({name}), weights in {dtype}"
     if dtype == "bfloat16" and not has_bfloat16:
@@ -111,7 +109,7 @@ def device(name: str, kind: str, dtype: str, has_bfloat16: bool) -> Finding:
 
 
 def memory(needed: float, free_mib: float | None) -> Finding:
-    """What a run needs by its plan (MiB) against what is free on the device."""
+    """Compare the memory that a run needs by its plan (MiB) with what is free on the device."""
     data = {"needed_mib": needed, "free_mib": free_mib}
     if free_mib is None:
         said = f"a run needs about {needed:,.0f} MiB; this system does not say what is free"
@@ -127,7 +125,7 @@ def memory(needed: float, free_mib: float | None) -> Finding:
 
 
 def disk(folder: Path, needed: int, free: int) -> Finding:
-    """What a run writes (checkpoints, the final weights, the record) against what is free where it is written."""
+    """Compare what a run writes (checkpoints, final weights, record) with the free space of its disk."""
     data = {"folder": str(folder), "needed_bytes": needed, "free_bytes": free}
     measured = f"a run writes about {size(needed)}, {size(free)} are free in {folder}"
     remedy = "make room, lower run.save_total_limit, or name another disk with run.dir"
@@ -152,7 +150,7 @@ def existing_parent(folder: Path) -> Path:
 
 
 def random_numbers(seed: int, uniform: float, start: Sequence[float]) -> Finding:
-    """Whether this machine draws the random numbers that every other one draws."""
+    """Report whether this machine draws the same random numbers as every other machine."""
     drawn = (seed, uniform) == (FIRST_SEED, FIRST_UNIFORM)
     begun = tuple(start) == FIRST_START
     data = {"seed": seed, "uniform": uniform, "start": list(start)}

@@ -1,4 +1,4 @@
-"""What `groupwise doctor` finds out about tokenizer and chat template, on a conversation of two turns.
+"""The checks of `groupwise doctor` on tokenizer and chat template, with a conversation of two turns.
 
 Training takes every prompt as one rendering and trains the tokens that were sampled, verbatim, so most oddities of a template are
 harmless here. They matter where text is rendered again: in the next turn of a conversation, and in SFT.
@@ -21,11 +21,11 @@ THOUGHT = "<think>\nTwo and three.\n</think>\n\n"
 AGAIN = "And plus four?"
 ROUND_TRIP = "A plain line, 3 + 4 = 7 (roughly).\n  And an indented one: don't trim it!"
 DATES = ("strftime_now", "datetime")
-"""What a template calls that writes today's date."""
+"""Functions with which a template writes today's date."""
 
 
 def check_tokenizer(tokenizer: Any) -> Iterator[Finding]:
-    """All that can be told without a model."""
+    """Run all checks that need no model."""
     yield round_trip(tokenizer)
     yield end_of_sequence(tokenizer)
     yield padding(tokenizer)
@@ -59,7 +59,7 @@ def opening_of(tokenizer: Any) -> list[Message]:
 
 
 def round_trip(tokenizer: Any) -> Finding:
-    """Whether ordinary text survives encoding and decoding."""
+    """Report whether ordinary text survives encoding and decoding."""
     ids = tokenizer(ROUND_TRIP, add_special_tokens=False)["input_ids"]
     back = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     if back == ROUND_TRIP:
@@ -75,7 +75,7 @@ def round_trip(tokenizer: Any) -> Finding:
 
 
 def end_of_sequence(tokenizer: Any) -> Finding:
-    """Whether there is a token that ends a completion."""
+    """Report whether there is a token that ends a completion."""
     name, token = "end of sequence", getattr(tokenizer, "eos_token_id", None)
     if token is None:
         return Finding(
@@ -90,7 +90,7 @@ def end_of_sequence(tokenizer: Any) -> Finding:
 
 
 def padding(tokenizer: Any) -> Finding:
-    """Which token pads; harmless, whatever it is."""
+    """Report the padding token, which is harmless, whatever it is."""
     pad, end = getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None)
     data = {"pad": pad, "eos": end}
     if pad is not None and pad == end:
@@ -122,7 +122,7 @@ def beginning(tokenizer: Any, prompt: str | list[Message]) -> Finding:
 
 
 def generation_prompt(tokenizer: Any, opening: list[Message]) -> Finding:
-    """Whether the template says where the answer begins."""
+    """Report whether the template says where the answer begins."""
     name = "generation prompt"
     bare, asked = _ids(tokenizer, opening, ask=False), _ids(tokenizer, opening, ask=True)
     added = tokenizer.decode(asked[len(bare) :], skip_special_tokens=False)
@@ -161,7 +161,7 @@ def own_turn(tokenizer: Any, opening: list[Message]) -> Finding:
 
 
 def earlier_turns(tokenizer: Any, opening: list[Message]) -> Finding:
-    """Whether a further turn leaves the earlier ones as they were."""
+    """Report whether a further turn leaves the earlier ones as they were."""
     name = "earlier turns"
     rewritten: list[str] = []
     for what, answer in (("answers", ANSWER), ("thoughts", THOUGHT + ANSWER)):

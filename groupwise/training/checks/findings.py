@@ -1,6 +1,6 @@
-"""What an examination found: one `Finding` for each thing that was looked at, and the `Report` that they make.
+"""The results of `groupwise check` and `groupwise doctor`: one `Finding` per check, and the `Report` that holds them.
 
-`groupwise check` and `groupwise doctor` both fill a `Findings`, which tells each finding to whoever watches as soon as it is there.
+`groupwise check` and `groupwise doctor` both fill a `Findings`, which passes each finding to a callback as soon as it is there.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Level = Literal["ok", "warning", "problem", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     """A few words, the same in every run: `log-probability gap`."""
     level: Level
     measured: str
-    """What was seen, with its numbers."""
+    """The observation, with its numbers."""
     meaning: str = ""
-    """What that means for training."""
+    """Its consequence for training."""
     remedy: str = ""
-    """What to do about it."""
+    """The remedy."""
     data: dict[str, Any] = field(default_factory=dict[str, Any])
     """The numbers behind `measured`, for programs."""
 
@@ -40,7 +40,7 @@ class Report:
     code: str
     """`error.code` of a report with problems."""
     details: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What is shown beside the findings: rendered prompts, tables."""
+    """Output beside the findings: rendered prompts, tables."""
 
     def of_level(self, level: Level) -> tuple[Finding, ...]:
         """The findings of one level."""
@@ -62,7 +62,7 @@ class Report:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The report as plain data for `--json`."""
         problems = [finding.name for finding in self.of_level("problem")]
         return {
             "subject": self.subject,
@@ -93,7 +93,7 @@ OnFinding = Callable[[Finding], None]
 
 
 class Findings:
-    """Collects findings, and tells each at once."""
+    """Collects findings, and passes each to the callback at once."""
 
     def __init__(self, on_finding: OnFinding | None = None) -> None:
         self._on_finding = on_finding

@@ -32,12 +32,12 @@ ALIASES = {
     "vllm_importance_sampling_clip_max": "vllm_importance_sampling_cap", "evaluation_strategy": "eval_strategy", "bias": "lora_bias",
     "nproc_per_node": "num_processes", "stop_strings": "stop", "min_new_tokens": "min_tokens",
 }  # fmt: skip
-"""Names that a value also has, in the calls of peft and Unsloth above all. The usual name goes before."""
+"""Other names of a key, mostly in calls of peft and Unsloth. The usual name has priority."""
 WITHIN = {
     ("lora", "alpha"): "lora_alpha", ("lora", "dropout"): "lora_dropout", ("lora", "rank"): "lora_r", ("peft", "alpha"): "lora_alpha",
     ("peft", "dropout"): "lora_dropout", ("model", "name"): "model_name_or_path", ("dataset", "name"): "dataset_name",
 }  # fmt: skip
-"""Short names within sections that people make."""
+"""Short names within sections that users make up."""
 MAPPINGS = frozenset(
     {"chat_template_kwargs", "dataset_mixture", "dataset_mixer", "lr_scheduler_kwargs"}
 )
@@ -53,15 +53,17 @@ SECTIONS = frozenset(
     }
 )
 """Keys of ours and theirs that may also be sections, whose keys are taken each."""
+MOST_KEYS = 12
+"""How many keys of another framework an error explains."""
 OF_GRPO = frozenset(
     "num_generations max_completion_length reward_funcs beta loss_type max_prompt_length".split()
 )  # fmt: skip
-"""Of which a config of GRPO has one."""
+"""Keys of which every GRPO config has at least one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """Another one than TRL, and by what its files are recognised."""
+    """A framework other than TRL, and how its files are recognised."""
 
     name: str
     keys: tuple[str, ...]
@@ -94,7 +96,7 @@ def read_foreign(file: Path) -> dict[str, Any]:
         raise UsageError(f"--from: there is no file {file}.")
     try:
         text = file.read_text()
-        found = _read(file, text)
+        found = _parse(file, text)
     except ConfigError:
         raise
     except (SyntaxError, RecursionError, ValueError) as error:
@@ -115,7 +117,7 @@ def read_foreign(file: Path) -> dict[str, Any]:
     return flat
 
 
-def _read(file: Path, text: str) -> Any:
+def _parse(file: Path, text: str) -> Any:
     match file.suffix:
         case ".py":
             return of_python(text)
@@ -132,7 +134,7 @@ def _read(file: Path, text: str) -> Any:
 
 
 _YAML_1_1 = {"yes": True, "on": True, "no": False, "off": False}
-"""What the parser of transformers takes for true and false."""
+"""Words that the YAML parser of transformers reads as true and false."""
 
 
 def _of_yaml(file: Path) -> dict[str, Any]:
@@ -163,7 +165,11 @@ def _of_command(file: Path, text: str) -> dict[str, Any]:
                 name = ""  # what was before it were the launcher's
             elif name:
                 before = flags[name]
-                flags[name] = _scalar(word) if before is True else [*_listed(before), _scalar(word)]
+                if before is True:
+                    flags[name] = _scalar(word)
+                else:
+                    listed = cast("list[Any]", before) if isinstance(before, list) else [before]
+                    flags[name] = [*listed, _scalar(word)]
     beside = flags.get("config")
     for path in (Path(str(beside)), file.parent / str(beside)):
         if beside is not None and path.is_file() and path.suffix in (".yaml", ".yml"):
@@ -182,10 +188,6 @@ def _commands(text: str) -> Iterator[list[str]]:
             continue
         yield words
         begun = ""
-
-
-def _listed(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else [value]
 
 
 def _scalar(word: str) -> Any:
@@ -212,10 +214,19 @@ def _refuse_others(file: Path, text: str, found: Mapping[str, Any]) -> None:
         said = None if "GRPOTrainer" in text else re.search(each.words, text, re.MULTILINE)
         if marks or (said and file.suffix in (".py", ".ipynb", ".sh", ".bash", ".txt")):
             by = marks[0].replace("&", " and ") if marks else said and said[0]
+            known = [
+                f"\n  {path} {value}: {advice}"
+                for path, value in paths.items()
+                if isinstance(value, str | int | float)
+                and not path.startswith("critic")
+                and (advice := FOREIGN_TO_RL.get(path.rpartition(".")[2], "")).startswith(
+                    "here it is"
+                )
+            ]
             raise UsageError(
                 f"--from: {file} is a config of {each.name} (it has {by}), and this reads those of TRL, open-r1 and Unsloth. "
                 "Begin with `groupwise init --task TASK --model MODEL`, and write its values where they belong."
-                + "".join(_keys_here(paths))
+                + "".join(known[:MOST_KEYS])
             )
 
 
@@ -229,21 +240,6 @@ def _paths(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield from _paths(cast("Mapping[str, Any]", value), f"{above}{name}.")
 
 
-MOST_KEYS = 12
-"""Keys of another framework of which is said what they are here."""
-
-
-def _keys_here(paths: Mapping[str, Any]) -> Iterator[str]:
-    known = [
-        f"\n  {path} {value}: {advice}"
-        for path, value in paths.items()
-        if isinstance(value, str | int | float)
-        and not path.startswith("critic")
-        and (advice := FOREIGN_TO_RL.get(path.rpartition(".")[2], "")).startswith("here it is")
-    ]
-    yield from known[:MOST_KEYS]
-
-
 # TRL's
 
 
@@ -252,7 +248,8 @@ def _flat(found: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     other: dict[str, Any] = {}
     for name, value in found.items():
-        if isinstance(value, Mapping) and (name in SECTIONS or not _is_key(name)):
+        is_key = name in {*MAPPINGS, *SAME, *WITHOUT_EFFECT, *NO_EQUAL, *DEFAULTS}
+        if isinstance(value, Mapping) and (name in SECTIONS or not is_key):
             inner = _flat(cast("Mapping[str, Any]", value), name)
             for key, each in inner.items():
                 _add(flat, key, f"{name}.{key}", each)
@@ -261,20 +258,13 @@ def _flat(found: Mapping[str, Any], section: str = "") -> dict[str, Any]:
         else:
             _add(flat, usual, f"{section}.{name}", value)
     for name, value in other.items():
-        _add(flat, ALIASES[name], name, _plain_alias(name, value))
+        unsloth = name.endswith("checkpointing") and value == "unsloth"
+        _add(flat, ALIASES[name], name, True if unsloth else value)
     return flat
 
 
-def _is_key(name: str) -> bool:
-    return name in MAPPINGS or name in {*SAME, *WITHOUT_EFFECT, *NO_EQUAL, *DEFAULTS}
-
-
-def _plain_alias(name: str, value: Any) -> Any:
-    return True if name.endswith("checkpointing") and value == "unsloth" else value
-
-
 def _add(flat: dict[str, Any], name: str, long: str, value: Any) -> None:
-    """A value under its name; under the longer one where another stands there already."""
+    """Add a value under its name, or under the longer name if the short one has another value already."""
     before = flat.get(name)
     if (
         name not in flat

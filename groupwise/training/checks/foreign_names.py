@@ -61,7 +61,7 @@ WITHOUT_EFFECT = frozenset(
     dataset_streaming ignore_bias_buffers reward_processing_classes optimizers offload_embedding dataset_num_proc
     """.split()
 )
-"""What decides how something is computed or shown there, and not what is learnt."""
+"""Keys that decide how something is computed or shown, not what is learnt."""
 
 REMARKS = {
     "use_liger_loss": "the loss is always computed in chunks here",
@@ -77,7 +77,7 @@ REMARKS = {
     "dataset": "the rows come from data.dataset_name, or from get_rl_dataset of a task file",
     "callbacks": "callbacks are named under `callbacks`; see docs/how-to/callbacks.md",
 }  # fmt: skip
-"""What to say of some of them that people miss."""
+"""Remarks on those of them that users look for."""
 
 NO_EQUAL = {
     "use_dora": "DoRA is not supported: only the low-rank factors are trained (lora, or lora: null for all weights)",
@@ -99,7 +99,7 @@ NO_EQUAL = {
     "dataset_mixer": "name the sets in data.dataset_mixture",
     "label_smoothing_factor": "TRL's loss of GRPO does not use it either",
 }  # fmt: skip
-"""Keys without an equal, and what there is instead."""
+"""Keys without an equivalent, and what to use instead."""
 
 TRL_BATCH, TRL_GENERATIONS = 8, 8
 """TRL's defaults of per_device_train_batch_size and num_generations."""
@@ -122,7 +122,7 @@ DEFAULTS: dict[str, Any] = {
     "finetune_vision_layers": False, "finetune_language_layers": True, "finetune_attention_modules": True, "finetune_mlp_modules": True,
     "load_in_16bit": True, "load_in_fp8": False,
 }  # fmt: skip
-"""What stands in a file without saying anything: TRL decides the same without it, and so do we."""
+"""Values that change nothing: TRL decides the same without the key, and so do we."""
 LORA_DEFAULTS = {"": (16, 32, 0.05), "LoraConfig": (8, 8, 0.0), "get_peft_model": (16, 16, 0.0)}
 """Rank, alpha and dropout of an adapter in TRL's own config, in peft's and in Unsloth's call."""
 LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo"}
@@ -132,7 +132,7 @@ LOSS_DIVISORS = {
     "bnpo": "divides by the tokens of each device's batch",
     "dr_grpo": "divides by max_completion_length",
 }
-"""What those of them divide by that have another mean than that of each rollout."""
+"""The divisor of each loss that does not average over each rollout first."""
 SCALES = {"True": "group", "False": "none", "group": "group", "batch": "batch", "none": "none"}
 
 SCHEDULES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -168,4 +168,4 @@ NUMBERS = WHOLE | frozenset(
 )
 MAY_BE_ZERO = frozenset({"warmup_steps", "seed", "max_steps", "min_tokens"})
 MAY_BE_NULL = frozenset({"max_grad_norm", "save_total_limit"})
-"""What null, or 0, switches off there, as null does here."""
+"""Keys that null or 0 switches off there, as null does here."""

@@ -26,22 +26,22 @@ class Unread:
 
     written: str
     line: int = 0
-    """In a Python file; 0: elsewhere."""
+    """Line in a Python file; 0 in other files."""
     why: str = "only running the file tells what `{}` is"
     remedy: str = "Write a literal value there, or edit the written config"
     of_library: bool = False
-    """Whether it calls a function of TRL or open-r1."""
+    """True if it calls a function of TRL or open-r1."""
 
     @property
     def told(self) -> str:
-        """Why, for a message about its key."""
+        """Why the value could not be read, for a message about its key."""
         at = f"line {self.line}: " if self.line else ""
         return at + self.why.replace("{}", f"{self.written:.60}")
 
 
 @dataclass(slots=True, eq=False)
 class Made:
-    """What a call makes whose arguments are settings."""
+    """The object that a call makes whose arguments are settings."""
 
     kind: str
     line: int
@@ -67,7 +67,7 @@ LOADED = "load_dataset"
 DATASET_ARGUMENTS = ("path", "name", "data_dir", "data_files", "split")
 """The first positional arguments of `load_dataset`."""
 FILE_FORMATS = ("json", "csv", "parquet", "text")
-"""What `load_dataset` calls the files that `data_files` names."""
+"""Names that `load_dataset` has for the formats of `data_files`."""
 OTHER_SET = "`{}` is no split of the set that is trained on"
 HELD_OUT = "data.dataset_test_split and data.test_split_size say what is held out"
 BY_COLUMNS = (
@@ -77,7 +77,7 @@ BY_COLUMNS = (
 BY_A_TASK = "A task file brings rows that Python makes (get_rl_dataset), or data.dataset_name names a file with them"
 
 OTHERS_OWN = re.compile(r"Tokenizer|Processor|Dataset|Generation|AutoConfig|Peft|Classification")
-"""Whose `from_pretrained` loads something else than the model that is trained."""
+"""Classes whose `from_pretrained` loads something else than the trained model."""
 
 LARGEST_EXPONENT, LARGEST_BASE, LONGEST = 64, 10**9, 10_000
 """A larger power and a longer text would fill the memory rather than be the value of a config."""
@@ -141,7 +141,7 @@ class _Reader:
     """Defaults of what a command line may give."""
     flags_read: set[str] = field(default_factory=set[str])
     unsure: int = 0
-    """In how many conditions and repetitions the statement stands."""
+    """Number of conditions and loops around the statement."""
     later: list[ast.FunctionDef | ast.AsyncFunctionDef] = field(
         default_factory=list[ast.FunctionDef | ast.AsyncFunctionDef]
     )
@@ -194,7 +194,7 @@ class _Reader:
                 self._other(node)
 
     def _other(self, node: ast.stmt) -> None:
-        """Whatever else has statements or values in it."""
+        """Visit the statements and values inside any other statement."""
         repeated = isinstance(node, ast.For | ast.AsyncFor | ast.While | ast.Match)
         with self._perhaps(repeated):
             if isinstance(node, ast.For | ast.AsyncFor):
@@ -257,7 +257,7 @@ class _Reader:
         *,
         new_is_sure: bool = False,
     ) -> None:
-        """A value of which a condition decides is unread, unless it is the same in any case."""
+        """Set a value. If a condition decides it, it counts as unread, unless it is the same in any case."""
         before = into.get(name)
         new = name not in into and new_is_sure
         if self.unsure and not new and not (name in into and before == value):
@@ -286,7 +286,12 @@ class _Reader:
             case ast.BinOp(left, operator, right):
                 return self._operation(node, self.value(left), operator, self.value(right))
             case ast.JoinedStr(parts):
-                return self._text(node, parts)
+                texts = [
+                    self.value(each.value if isinstance(each, ast.FormattedValue) else each)
+                    for each in parts
+                ]
+                plain = all(isinstance(each, str | int | float) for each in texts)
+                return "".join(map(str, texts)) if plain else _unread(node)
             case ast.Call():
                 return self._call(node)
             case _:
@@ -298,6 +303,13 @@ class _Reader:
         if isinstance(owner, Unread) and "parse" in owner.written and name in self.flags:
             self.flags_read.add(name)
             return self.flags[name]
+        return _unread(node)
+
+    def _unary(self, node: ast.expr, operator: ast.unaryop, value: Any) -> Any:
+        if isinstance(operator, ast.USub) and _is_number(value):
+            return -value
+        if isinstance(operator, ast.Not) and isinstance(value, bool):
+            return not value
         return _unread(node)
 
     def _container(self, node: ast.List | ast.Tuple | ast.Dict | ast.Subscript) -> Any:
@@ -315,21 +327,6 @@ class _Reader:
                 inside = isinstance(held, dict) and isinstance(key, str | int) and key in held
                 return cast("dict[Any, Any]", held)[key] if inside else _unread(node)
 
-    def _unary(self, node: ast.expr, operator: ast.unaryop, value: Any) -> Any:
-        if isinstance(operator, ast.USub) and _is_number(value):
-            return -value
-        if isinstance(operator, ast.Not) and isinstance(value, bool):
-            return not value
-        return _unread(node)
-
-    def _text(self, node: ast.expr, parts: Sequence[ast.expr]) -> Any:
-        texts = [
-            self.value(each.value if isinstance(each, ast.FormattedValue) else each)
-            for each in parts
-        ]
-        plain = all(isinstance(each, str | int | float) for each in texts)
-        return "".join(map(str, texts)) if plain else _unread(node)
-
     def _dict(self, keys: Sequence[ast.expr | None], values: Sequence[ast.expr]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in zip(keys, values, strict=True):
@@ -342,7 +339,7 @@ class _Reader:
         return found
 
     def _unpack(self, into: dict[str, Any], node: ast.expr) -> None:
-        """What `**` adds: keys that are known, or one that names what is not."""
+        """Add what `**` unpacks: the known keys, or one key that names what is unknown."""
         held = self.value(node)
         if isinstance(held, Made):
             held = held.given
@@ -372,7 +369,17 @@ class _Reader:
         if isinstance(node.func, ast.Attribute):
             owner = self.value(node.func.value)
             if isinstance(owner, dict | list) and called in ("update", "append", "extend"):
-                self._change(cast("Any", owner), called, node)
+                held = cast("Any", owner)
+                if called == "update":
+                    for name, value in self._merged(node).items():
+                        self._put(held, name, value, node)
+                elif isinstance(held, list):
+                    items = [self.value(each) for each in node.args]
+                    more = items if called == "append" else items[0] if items else []
+                    sure = isinstance(more, list) and not self.unsure
+                    cast("list[Any]", held).extend(
+                        cast("list[Any]", more) if sure else [_unread(node)]
+                    )
                 return None
             if isinstance(owner, Made) and owner.kind == LOADED:
                 return self._changed_dataset(owner, called, node)
@@ -412,7 +419,7 @@ class _Reader:
         return Made(LOADED, node.lineno, given)
 
     def _call_of_python(self, node: ast.Call, called: str) -> Any:
-        """What the functions of Python that make or change settings give."""
+        """Evaluate the Python built-ins that make or change settings."""
         match called, node.args:
             case "setattr", [whose, ast.Constant(str(name)), value]:
                 target = ast.Attribute(whose, name, ast.Store(), lineno=node.lineno)
@@ -440,7 +447,7 @@ class _Reader:
         return _unread(node)
 
     def _merged(self, node: ast.Call) -> dict[str, Any]:
-        """What `dict(…)` and `update(…)` are given, dicts and keyword arguments."""
+        """Merge the arguments of `dict(…)` and `update(…)`: dicts and keywords."""
         found: dict[str, Any] = {}
         for each in node.args:
             self._unpack(found, each)
@@ -460,20 +467,10 @@ class _Reader:
                 given[keyword.arg] = self.value(keyword.value)
         return given
 
-    def _change(self, held: Any, called: str, node: ast.Call) -> None:
-        if called == "update":
-            for name, value in self._merged(node).items():
-                self._put(held, name, value, node)
-        elif isinstance(held, list):
-            items = [self.value(each) for each in node.args]
-            more = items if called == "append" else items[0] if items else []
-            sure = isinstance(more, list) and not self.unsure
-            cast("list[Any]", held).extend(cast("list[Any]", more) if sure else [_unread(node)])
-
     # The result
 
     def settings(self) -> dict[str, Any]:
-        """Those of the last trainer, and what no trainer has: the last of each call, of models the first."""
+        """The settings of the last trainer; if no trainer has a call's settings, those of its last call (of models: the first)."""
         found: dict[str, Any] = {}
         reached: list[Made] = []
         trainers = [each for each in self.made if each.kind == "GRPOTrainer"]
@@ -499,7 +496,7 @@ class _Reader:
         return found
 
     def _take(self, found: dict[str, Any], made: Made, reached: list[Made]) -> None:
-        """Its settings and those of what it was given; a value that is known goes before one that is not."""
+        """Take an object's settings and those of its arguments; a known value has priority over an unread one."""
         if made in reached:
             return
         reached.append(made)
@@ -526,7 +523,7 @@ class _Reader:
                 found[name] = value
 
     def _take_dataset(self, found: dict[str, Any], value: Any) -> None:
-        """Where the rows of the trainer were loaded from, and what of their making is not taken over."""
+        """Take the dataset from which the trainer's rows were loaded, and report the transformations that are not taken over."""
         if not isinstance(value, Made) or value.kind != LOADED:
             line = value.line if isinstance(value, Unread) else 0
             found["train_dataset"] = Unread(_written(value), line, remedy=BY_A_TASK)
@@ -554,7 +551,7 @@ class _Reader:
             found["train_dataset"] = Unread(written, value.line, why, BY_COLUMNS)
 
     def _take_held_out(self, found: dict[str, Any], value: Any) -> None:
-        """Which rows are evaluated, where they are a split of the set that is trained on."""
+        """Take the evaluated rows if they are a split of the training dataset."""
         if not isinstance(value, Made) or value.kind != LOADED:
             line = value.line if isinstance(value, Unread) else 0
             found["eval_dataset"] = Unread(_written(value), line, remedy=HELD_OUT)
@@ -567,7 +564,7 @@ class _Reader:
             found.setdefault("dataset_test_split", split)
 
     def system_prompt(self, tree: ast.Module) -> dict[str, Any]:
-        """What the file's messages of the role `system` say, if they all say the same."""
+        """The system prompt of the file's messages, if all of them have the same one."""
         said: dict[str, Any] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Dict):

@@ -1,4 +1,4 @@
-"""What the rewards of a foreign config are here, each with what it needs to pay the same."""
+"""Translates the rewards of a foreign config, each with the parameters that make it pay the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from groupwise.training.checks.foreign_names import TRL_LENGTH
 from groupwise.training.checks.foreign_python import Unread
 
 OPEN_R1_REWARDS = ("accuracy", "format", "tag_count")
-"""What open-r1 rewards where a recipe does not say it."""
+"""The rewards of open-r1 for a recipe that names none."""
 LIBRARY_REWARDS = frozenset(
     """
     accuracy format tag_count reasoning_steps cosine repetition_penalty length code binary_code ioi_code cf_code code_format
@@ -21,7 +21,7 @@ LIBRARY_REWARDS = frozenset(
     get_soft_overlong_punishment think_format_reward reasoning_accuracy_reward
     """.split()
 )
-"""What open-r1 and TRL call rewards of their own: any other name is the user's, however much it sounds like one of ours."""
+"""Names of open-r1's and TRL's own rewards: any other name is the user's, however much it sounds like one of ours."""
 OF_CODE = ("code", "binary_code")
 """Those of open-r1 that read the column `verification_info`."""
 OF_OPEN_R1 = frozenset(
@@ -43,7 +43,7 @@ PARAMETERS: dict[str, dict[str, tuple[str, Any]]] = {
 }  # fmt: skip
 """open-r1's keys of its rewards, ours, and what they are where a recipe does not say it."""
 OVERLONG_OF_TRL = {"max_completion_len": 1280, "soft_punish_cache": 256}
-"""What TRL's command gives `get_soft_overlong_punishment`, which a config names without its arguments."""
+"""The arguments that TRL's command gives to `get_soft_overlong_punishment`, which a config names without them."""
 SAME_DEFAULT = {
     "max_length": 1000,
     "right_long": 0.5,
@@ -55,7 +55,7 @@ SAME_DEFAULT = {
 
 
 def is_open_r1(given: Mapping[str, Any]) -> bool:
-    """Whether a config is a recipe of open-r1, which makes a chat of every prompt."""
+    """True for a recipe of open-r1, which makes a chat of every prompt."""
     return bool(OF_OPEN_R1 & given.keys())
 
 

@@ -32,7 +32,6 @@ from groupwise.training import build, placement, rollout_builder
 from groupwise.training.checks import doctor_cost, doctor_machine
 from groupwise.training.checks.check_data import check_hooks, prompt_lengths, spread, suffices
 from groupwise.training.checks.check_gold import GOLD_COMPLETION, accepted_forms, gold_column
-from groupwise.training.checks.doctor_cost import Speeds
 from groupwise.training.checks.doctor_examination import Patient, measure_cost
 from groupwise.training.checks.findings import Finding, Findings, OnFinding, Report
 from groupwise.training.checks.init_choices import (
@@ -70,7 +69,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a run of the config would need."""
+    """The cost of a run with the config."""
 
     layout: placement.Layout
     findings: tuple[Finding, ...]
@@ -97,10 +96,18 @@ def init(
     findings = Findings(on_finding)
     found = load_task(task)
     findings.add(check_hooks(found))
-    kind = kind or _kind_of(found)
+    # Rewards if the task has rows for them, else a teacher; `require` says what is missing.
+    kind = kind or ("rl" if found.has("get_rl_dataset") or not suffices(found, "sft") else "sft")
     require(found, kind)
     file = out or Path(f"{stem_of(Path(found.name))}{'-sft' if kind == 'sft' else ''}.yaml")
-    _refuse_to_overwrite(file, force)
+    if file.is_dir():
+        raise UsageError(f"--out {file} is a folder; give the name of a file in it.")
+    if not file.parent.is_dir():
+        raise UsageError(f"--out {file}: there is no folder {file.parent}. Make it first.")
+    if file.exists() and not force:
+        raise UsageError(
+            f"{file} exists and is kept. Give --force to write it anew, or another name with --out."
+        )
     draft = Draft(kind, model, tuple(overrides), found.config_schema())
     choose_beside_given(draft)
     choose = _choose_rl if kind == "rl" else _choose_sft
@@ -112,7 +119,10 @@ def init(
     config = draft.loaded().config
     machine = cost.layout.processor or cost.layout.device
     title = f"Written by groupwise init for {found.name} with {config.model.name} on {machine}."
-    _write(file, rendered(title, words, draft.choices()))
+    try:
+        file.write_text(rendered(title, words, draft.choices()), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}.") from error
     return Report(
         f"{file} for {found.described}",
         tuple(findings.found),
@@ -125,29 +135,6 @@ def init(
             "next": words,
         },
     )
-
-
-def _kind_of(task: Task) -> Kind:
-    """Rewards where the task has rows for them, else a teacher; `require` says what is missing."""
-    return "rl" if task.has("get_rl_dataset") or not suffices(task, "sft") else "sft"
-
-
-def _refuse_to_overwrite(file: Path, force: bool) -> None:
-    if file.is_dir():
-        raise UsageError(f"--out {file} is a folder; give the name of a file in it.")
-    if not file.parent.is_dir():
-        raise UsageError(f"--out {file}: there is no folder {file.parent}. Make it first.")
-    if file.exists() and not force:
-        raise UsageError(
-            f"{file} exists and is kept. Give --force to write it anew, or another name with --out."
-        )
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}.") from error
 
 
 # --- groupwise rl --------------------------------------------------------------------------------
@@ -222,7 +209,12 @@ def _cost(draft: Draft, prepared: RlPrepared, free: float | None, measure: bool)
     )
     speeds, usual, peak = run_to_end(measure_cost(patient))
     held = doctor_cost.peak(sizes.memory.total, peak)
-    fit_time(draft, lambda: _step_seconds(draft, speeds, longest))
+
+    def step_seconds() -> float:
+        speed = doctor_cost.estimate(speeds, draft.config, None, None, longest)
+        return float(speed.data["step_seconds_at_most"])
+
+    fit_time(draft, step_seconds)
     config = draft.config
     memory = doctor_machine.memory(_planned(draft, longest), free)
     speed = doctor_cost.estimate(speeds, config, config.training.max_steps, usual, longest)
@@ -245,11 +237,6 @@ def _left_out(prepared: RlPrepared) -> Iterator[Finding]:
         )
 
 
-def _step_seconds(draft: Draft, speeds: Speeds, longest: int) -> float:
-    found = doctor_cost.estimate(speeds, draft.config, None, None, longest)
-    return float(found.data["step_seconds_at_most"])
-
-
 def _not_measured(memory: Finding) -> Finding:
     why = "the model does not fit into the free memory" if memory.level == "problem" else "as asked"
     return Finding("speed", "skipped", f"not measured: {why}", "no weights were loaded")
@@ -263,9 +250,9 @@ def known_answers(
         return None  # an answer is the end of several turns there
     column = gold_column(examples)
     if column != GOLD_COMPLETION:
-        taught = _taught(draft, task, tokenizer)
-        if taught is not None:
-            return taught
+        answers = _teacher_answers(draft, task, tokenizer)
+        if answers is not None:
+            return answers
     if column is None:
         return None
     texts = [
@@ -278,8 +265,8 @@ def known_answers(
     return Answers(max(lengths), f"column `{column}`", whole, len(lengths)) if lengths else None
 
 
-def _taught(draft: Draft, task: Task, tokenizer: Any) -> Answers | None:
-    """What a teacher writes, where the task has one whose rows can be read."""
+def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None:
+    """Measure what a teacher writes, if the task has one whose rows can be read."""
     if not suffices(task, "sft"):
         return None
     model = draft.config.model.model_dump(mode="json", exclude_unset=True)
@@ -306,15 +293,26 @@ def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     choose_teacher_step(draft, len(first.lessons.lessons), longest)
     device = first.layout.device
     free = _free(device)
-    fit_memory(draft, lambda: _planned_sft(draft, longest), free, BUDGETS[device])
+
+    def planned_memory() -> float:
+        config = draft.sft_config
+        return planned_sft_sizes(config, placement.supervised_layout(config), longest).memory.total
+
+    fit_memory(draft, planned_memory, free, BUDGETS[device])
     choose_dtype(draft, first.layout.dtype, has_bfloat16(device))
     prepared = prepare_sft(cast("LoadedSftConfig", draft.loaded()), source)
     planned = planned_sft_sizes(prepared.config, prepared.layout, longest).memory.total
     memory = doctor_machine.memory(planned, free)
-    told = (*_cut(prepared), memory)
+    findings = (*_cut(prepared), memory)
     if not measure or memory.level == "problem":
-        return Cost(prepared.layout, (*told, _not_measured(memory)))
-    return Cost(prepared.layout, (*told, *_measured_sft(prepared, planned)))
+        return Cost(prepared.layout, (*findings, _not_measured(memory)))
+    config, layout, lessons = prepared.config, prepared.layout, prepared.lessons
+    unused = Path(config.run.dir) / "init"
+    with closing(build.supervised_parts(config, layout, "init", unused)) as parts:
+        speeds = run_to_end(doctor_cost.measure_lessons(parts.learner, lessons, config))
+        peak = parts.peak_memory(layout.device)
+    speed = doctor_cost.estimate_lessons(speeds, lessons, config, prepared.max_steps)
+    return Cost(prepared.layout, (*findings, doctor_cost.peak(planned, peak), speed))
 
 
 def _cut(prepared: SftPrepared) -> Iterator[Finding]:
@@ -329,18 +327,3 @@ def _cut(prepared: SftPrepared) -> Iterator[Finding]:
             "raise it, where the model has room, or shorten the rows",
             {"cut": cut, "dropped": dropped},
         )
-
-
-def _planned_sft(draft: Draft, longest: int) -> float:
-    config = draft.sft_config
-    return planned_sft_sizes(config, placement.supervised_layout(config), longest).memory.total
-
-
-def _measured_sft(prepared: SftPrepared, planned: float) -> tuple[Finding, ...]:
-    config, layout, lessons = prepared.config, prepared.layout, prepared.lessons
-    unused = Path(config.run.dir) / "init"
-    with closing(build.supervised_parts(config, layout, "init", unused)) as parts:
-        speeds = run_to_end(doctor_cost.measure_lessons(parts.learner, lessons, config))
-        peak = parts.peak_memory(layout.device)
-    speed = doctor_cost.estimate_lessons(speeds, lessons, config, prepared.max_steps)
-    return doctor_cost.peak(planned, peak), speed

@@ -1,4 +1,4 @@
-"""What `groupwise init` chooses, and why: each choice is a key, a value and a reason, from measured facts to a config.
+"""The choices of `groupwise init`: each is a config key, a value and a reason, derived from measured facts.
 
 A `Draft` collects them. What the user gave on the command line always stands: a choice about such a key is not taken, nor one about
 a key that the user's own excludes (`EXCLUDED_BY`), and where a given key needs another one beside it, that is chosen first
@@ -81,29 +81,27 @@ class Draft:
     model: str
     overrides: tuple[str, ...] = ()
     schema: type[BaseModel] | None = None
-    """Of the task's own section."""
+    """Schema of the task's own section."""
     chosen: dict[KeyPath, Choice] = field(default_factory=dict[KeyPath, Choice])
     _given: dict[KeyPath, Any] = field(init=False, default_factory=dict[KeyPath, Any])
 
     def __post_init__(self) -> None:
         for path, value in map(parse_override, self.overrides):
-            self._give(path, value)
-
-    def _give(self, path: KeyPath, value: Any) -> None:
-        """As overrides are laid over each other: a section replaces its keys, a key goes into the section that was given."""
-        for known in [known for known in self._given if known[: len(path)] == path]:
-            del self._given[known]
-        section = next((known for known in self._given if path[: len(known)] == known), path)
-        self._given[section] = _with(self._given.get(section), path[len(section) :], value)
+            # As overrides are merged: a section replaces its keys, a key goes into the section that
+            # was given.
+            for known in [known for known in self._given if known[: len(path)] == path]:
+                del self._given[known]
+            section = next((known for known in self._given if path[: len(known)] == known), path)
+            self._given[section] = _with(self._given.get(section), path[len(section) :], value)
 
     def is_given(self, path: KeyPath) -> bool:
-        """Whether the user gave this key, a part of it, or a section that holds it."""
+        """True if the user gave this key, a part of it, or a section that holds it."""
         return any(
             path[: len(given)] == given or given[: len(path)] == path for given in self._given
         )
 
     def given(self, path: KeyPath) -> Any:
-        """What the user gave for this key, by itself or within its section; None where that is nothing, or null."""
+        """The value that the user gave for this key, by itself or within its section; None if there is none, or null."""
         found: Any = None
         for given, value in self._given.items():
             if path[: len(given)] == given:
@@ -115,7 +113,7 @@ class Draft:
         return found
 
     def is_open(self, path: KeyPath) -> bool:
-        """Whether a choice about this key may be taken."""
+        """True if a choice about this key may be taken."""
         other = EXCLUDED_BY.get(path)
         return not self.is_given(path) and (other is None or self.given(other) is None)
 
@@ -143,12 +141,12 @@ class Draft:
 
     @property
     def config(self) -> RunConfig:
-        """Of `groupwise rl`."""
+        """The config as one of `groupwise rl`."""
         return self.loaded().config
 
     @property
     def sft_config(self) -> SftConfig:
-        """Of `groupwise sft`."""
+        """The config as one of `groupwise sft`."""
         return cast("LoadedSftConfig", self.loaded()).config
 
     def choices(self) -> Iterator[Choice]:
@@ -163,16 +161,13 @@ class Draft:
         schema = RunConfig if self.kind == "rl" else SftConfig
         order = list(schema.model_fields)
         yield from sorted(every.values(), key=lambda choice: order.index(choice.path[0]))
-        yield from self._of_the_task()
-
-    def _of_the_task(self) -> Iterator[Choice]:
-        """Every key of the task's section with its value; the task's own description is the reason."""
+        # Then every key of the task's section, with the task's own description as the reason.
         known = keys_of(self.schema) if self.schema else {}
         values: Mapping[str, Any] = self.loaded().config.task
         for key, value in values.items():
             described = known[key].description if key in known else None
-            given = "given on the command line" if self.is_given(("task", key)) else ""
-            yield Choice(("task", key), value, described or given)
+            origin = "given on the command line" if self.is_given(("task", key)) else ""
+            yield Choice(("task", key), value, described or origin)
 
 
 def _with(section: Any, keys: KeyPath, value: Any) -> Any:
@@ -192,34 +187,44 @@ def rounded_up(tokens: float, to: int = ROUND) -> int:
 
 
 def choose_beside_given(draft: Draft) -> None:
-    """What given keys need beside them, so that the config is a right one before anything is measured; a later choice may be better."""
+    """Choose what given keys need beside them, so that the config is valid before anything is measured; a later choice may be better."""
     if draft.kind == "sft":
         if draft.is_given(("training", "num_train_epochs")):
             draft.choose(("training", "max_steps"), 100, "a first look")
         return
     if draft.is_given(("training", "max_steps")):
         draft.choose(("training", "num_train_epochs"), 1.0, "one pass, as max_steps is null")
-    _choose_rollout_type(draft)
-    _choose_completion_for_least(draft)
-    _choose_step_for_minibatches(draft)
-    _choose_lag_for_free(draft)
-    _choose_samples(draft)
-
-
-def _choose_rollout_type(draft: Draft) -> None:
-    for kind, keys in OWN_KEYS.items():
-        for key in keys:
-            if draft.given(("rollout", key)) is not None:
-                draft.choose(("rollout", "type"), kind, f"rollout.{key} belongs to it")
-                return
-
-
-def _choose_completion_for_least(draft: Draft) -> None:
+    kinds = (
+        (kind, key)
+        for kind, keys in OWN_KEYS.items()
+        for key in keys
+        if draft.given(("rollout", key)) is not None
+    )
+    if (first := next(kinds, None)) is not None:
+        draft.choose(("rollout", "type"), first[0], f"rollout.{first[1]} belongs to it")
+    # The completion must hold what was given.
     least, reason = _least_completion(draft)
     chosen = draft.chosen.get(("rollout", "type"))
     two_stage = "two_stage" in (draft.given(("rollout", "type")), chosen and chosen.value)
     if least > SamplerConfig().max_completion_length and not two_stage:
         draft.choose(("sampler", "max_completion_length"), rounded_up(least), reason)
+    minibatches = _whole(draft.given(("training", "minibatches")))
+    if minibatches > TrainingConfig().prompts_per_step:
+        path = ("training", "prompts_per_step")
+        draft.choose(path, minibatches, "groups of a step, one for each of training.minibatches")
+    if draft.given(("training", "schedule")) == "free":
+        draft.choose(
+            ("training", "max_off_policy_steps"), 1, "the least that the schedule free takes"
+        )
+    # Enough samples for pass@k, and a temperature at which they differ.
+    ks: Any = draft.given(("eval", "pass_at_k"))
+    most = max(map(_whole, cast("list[Any]", ks)), default=0) if isinstance(ks, list) else 0
+    if most > 1:
+        draft.choose(("eval", "samples_per_prompt"), most, f"pass@{most} is estimated from as many")
+    samples = _whole(draft.given(("eval", "samples_per_prompt")))
+    restricted = (draft.given(("eval", key)) for key in ("top_k", "top_p", "min_p"))
+    if max(most, samples) > 1 or any(value is not None for value in restricted):
+        draft.choose(("eval", "temperature"), 1.0, "at 0, always the most probable token is taken")
 
 
 def _least_completion(draft: Draft) -> tuple[int, str]:
@@ -231,34 +236,8 @@ def _least_completion(draft: Draft) -> tuple[int, str]:
     return least, "sampler.min_completion_length asks for it"
 
 
-def _choose_step_for_minibatches(draft: Draft) -> None:
-    minibatches = _whole(draft.given(("training", "minibatches")))
-    if minibatches > TrainingConfig().prompts_per_step:
-        path = ("training", "prompts_per_step")
-        draft.choose(path, minibatches, "groups of a step, one for each of training.minibatches")
-
-
-def _choose_lag_for_free(draft: Draft) -> None:
-    if draft.given(("training", "schedule")) == "free":
-        draft.choose(
-            ("training", "max_off_policy_steps"), 1, "the least that the schedule free takes"
-        )
-
-
-def _choose_samples(draft: Draft) -> None:
-    """Samples enough for pass@k, and a temperature at which they differ."""
-    ks: Any = draft.given(("eval", "pass_at_k"))
-    most = max(map(_whole, cast("list[Any]", ks)), default=0) if isinstance(ks, list) else 0
-    if most > 1:
-        draft.choose(("eval", "samples_per_prompt"), most, f"pass@{most} is estimated from as many")
-    samples = _whole(draft.given(("eval", "samples_per_prompt")))
-    restricted = (draft.given(("eval", key)) for key in ("top_k", "top_p", "min_p"))
-    if max(most, samples) > 1 or any(value is not None for value in restricted):
-        draft.choose(("eval", "temperature"), 1.0, "at 0, always the most probable token is taken")
-
-
 def _whole(value: Any) -> int:
-    """A number that was given; 0 where it is none, which the config's own check refuses."""
+    """The given number; 0 for anything else, which the config's own check refuses."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
@@ -314,14 +293,14 @@ def _learning_rate(kind: Kind, parameters: int, full: bool) -> tuple[float, str]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """How long right answers are, where the task knows."""
+    """The length of right answers, if the task has some."""
 
     longest: int
     """Tokens."""
     source: str
     """`column answer`, `get_sft_dataset`."""
     whole: bool
-    """Whether they are what the model should write, rather than the result alone."""
+    """True for whole completions, False for bare results."""
     count: int
 
 
@@ -426,8 +405,14 @@ def fit_memory(
     usable = float("inf") if free is None else NEARLY_FULL * free
     for count in slots:
         for checkpointing in (False, True):
-            _choose_slots(draft, count)
-            _choose_checkpointing(draft, checkpointing)
+            for path in (("sampler", "max_num_seqs"), ("training", "gradient_checkpointing")):
+                draft.drop(path)
+            if count is not None:
+                reason = "completions decoded together; more do not fit into the memory"
+                draft.choose(("sampler", "max_num_seqs"), count, reason)
+            if checkpointing:
+                reason = "slower, but without it a step does not fit into the free memory"
+                draft.choose(("training", "gradient_checkpointing"), True, reason)
             _choose_budget(draft, budgets[-1])
             if needed() > usable:
                 continue
@@ -440,20 +425,6 @@ def fit_memory(
 def _choose_budget(draft: Draft, budget: int) -> None:
     reason = "tokens that the learner computes at once, chosen for the free memory; the gradient stays the same"
     draft.choose(("training", "max_tokens_per_microbatch"), budget, reason)
-
-
-def _choose_checkpointing(draft: Draft, wanted: bool) -> None:
-    path = ("training", "gradient_checkpointing")
-    draft.drop(path)
-    if wanted:
-        draft.choose(path, True, "slower, but without it a step does not fit into the free memory")
-
-
-def _choose_slots(draft: Draft, count: int | None) -> None:
-    path = ("sampler", "max_num_seqs")
-    draft.drop(path)
-    if count is not None:
-        draft.choose(path, count, "completions decoded together; more do not fit into the memory")
 
 
 def fit_time(draft: Draft, step_seconds: Callable[[], float]) -> None:

@@ -30,7 +30,7 @@ cast("Any", _WithNull).add_representer(type(None), _null)
 
 
 def commands(kind: Kind, task: str, file: str) -> list[str]:
-    """What to run with the file, in this order."""
+    """The commands to run with the file, in this order."""
     at, with_config = shlex.join(["--task-module", task]), shlex.join(["--config", file])
     look = f"groupwise check {with_config} {at}" if kind == "rl" else f"groupwise check {at}"
     examine = [f"groupwise doctor {with_config} {at}"] if kind == "rl" else []
@@ -46,7 +46,7 @@ def rendered(title: str, words: Sequence[str], choices: Iterable[Choice]) -> str
     stream = io.StringIO()
     yaml: Any = YAML()
     yaml.Representer = _WithNull
-    yaml.width = 10**6  # a folded text would be another one for whoever edits it
+    yaml.width = 10**6  # otherwise long texts are folded, which is hard to edit
     yaml.dump(content, stream)
     head = [*textwrap.wrap(title, WIDTH), "", *words]
     comments = "\n".join(f"# {line}".rstrip() for line in head)

@@ -64,46 +64,46 @@ Fate = Literal["taken", "default", "no effect", "no equal", "unread"]
 
 @dataclass(slots=True)
 class Translation:
-    """A foreign config on its way."""
+    """A foreign config while it is translated."""
 
     file: Path
     given: dict[str, Any]
-    """Its keys under their usual names."""
+    """The file's keys under their usual names."""
     processes: int
     open_r1: bool = False
     choices: dict[str, Choice] = field(default_factory=dict[str, Choice])
     findings: list[Finding] = field(default_factory=list[Finding])
     fates: dict[str, Fate] = field(default_factory=dict[str, Fate])
     chat_template: str | None = None
-    """What is written into a file of its own."""
+    """The template, which is written to a file of its own."""
 
     def choose(self, key: str, value: Any, reason: str) -> None:
         """Write a value under our key."""
         self.choices[key] = Choice(tuple(key.split(".")), value, reason)
 
     def take(self, name: str, default: Any = None) -> Any:
-        """The value of a foreign key, which is dealt with then."""
+        """The value of a foreign key; the key then counts as taken."""
         if name in self.given:
             self.fates.setdefault(name, "taken")
         return self.given.get(name, default)
 
     def origin(self, name: str) -> str:
-        """Where a value comes from."""
+        """The reason for a value that comes from the file."""
         return f"From {name} of {self.file.name}."
 
     def remark(self, name: str, text: str) -> None:
-        """Tell what means something else here, or decides nothing."""
+        """Remark that a key means something else here, or decides nothing."""
         self.findings.append(Finding(name, "ok", text))
 
     def lose(self, name: str, text: str, fate: Fate = "no equal") -> None:
-        """Tell what is not taken over, and why."""
+        """Report what is not taken over, and why."""
         self.findings.append(Finding(name, "warning", text))
         if name in self.given or fate == "unread":
             self.fates[name] = fate
 
     @property
     def names_data(self) -> bool:
-        """Whether the config says where the rows come from."""
+        """True if the config says where the rows come from."""
         return bool(self.choices.keys() & {"data.dataset_name", "data.dataset_mixture"})
 
 
@@ -163,7 +163,7 @@ def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translati
     """Our choices for foreign keys, and how each of these ended."""
     made = Translation(file, {}, processes)
     for name, value in given.items():
-        _receive(made, name, value)
+        _read_key(made, name, value)
     made.open_r1 = is_open_r1(given) and file.suffix not in (".py", ".ipynb")
     for step in (
         _model,
@@ -184,8 +184,8 @@ def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translati
             _take_same(made, name, key)
     for name in made.given:
         if name not in made.fates:
-            _end(made, name)
-    _leave_out_what_does_not_fit(made)
+            _report_not_taken(made, name)
+    _leave_out_invalid_values(made)
     named = " ".join(
         [
             *(choice.reason for choice in made.choices.values()),
@@ -195,12 +195,26 @@ def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translati
     for name, fate in made.fates.items():
         if fate == "taken" and not re.search(rf"\b{re.escape(name)}\b", named):
             made.fates[name] = "default"  # it asked for what is so without it
-    _remark_on_the_silent(made)
+    _remark_on_idle_keys(made)
     return made
 
 
-def _receive(made: Translation, name: str, value: Any) -> None:
-    """Keep a value that can be used; of another one its key ends here."""
+def _remark_on_idle_keys(made: Translation) -> None:
+    """One line for all keys that decide nothing of what is learnt, and one for all that are at a default."""
+    remarked = {finding.name for finding in made.findings}
+    for ended, subject, text in (
+        ("no effect", "keys without effect", "say how it is computed or shown, not what is learnt"),
+        ("default", "keys at a default", "say what is so without them"),
+    ):
+        names = [
+            name for name, fate in made.fates.items() if fate == ended and name not in remarked
+        ]
+        if names:
+            made.remark(subject, f"{text}: {', '.join(names)}")
+
+
+def _read_key(made: Translation, name: str, value: Any) -> None:
+    """Keep a usable value; for any other, decide the fate of its key."""
     number = _number(name, value)
     idle = (name in WITHOUT_EFFECT and name not in ("train_dataset", "eval_dataset")) or (
         name == "model_name_or_path" and made.file.suffix == ".py"
@@ -234,8 +248,8 @@ def _processes(given: Mapping[str, Any]) -> int:
     return max(1, counted) if isinstance(counted, int) else 1
 
 
-def _leave_out_what_does_not_fit(made: Translation) -> None:
-    """Values that no config of ours can have, each with what is said of it."""
+def _leave_out_invalid_values(made: Translation) -> None:
+    """Leave out the values that no config of ours can have, and report why."""
     for _ in range(len(made.choices)):
         tree: dict[str, Any] = {}
         for choice in made.choices.values():
@@ -253,7 +267,7 @@ def _leave_out_what_does_not_fit(made: Translation) -> None:
             if key in made.choices:  # or what it needs has taken it along
                 _leave_out(made, key, f"{key}{text.rstrip('.')}")
         if not refused:
-            return  # whoever reads the file is told
+            return  # reading the written file reports the rest
 
 
 def _leave_out(made: Translation, key: str, why: str) -> None:
@@ -279,7 +293,7 @@ def _number(name: str, value: Any) -> Any:
 
 
 def _stands_at_default(name: str, value: Any) -> bool:
-    """Whether a key says nothing: it is empty, or TRL and we decide the same without it."""
+    """True if a key changes nothing: it is empty, or TRL and we decide the same without it."""
     if value is None or (isinstance(value, str | list | dict) and not value):
         return True
     default = DEFAULTS.get(name)
@@ -289,7 +303,7 @@ def _stands_at_default(name: str, value: Any) -> bool:
 
 
 def _unfit(name: str, value: Any) -> str | None:
-    """What is wrong with a value that cannot be taken over, if that is so."""
+    """Why a value cannot be taken over; None if it can."""
     if isinstance(value, Unread):
         return f"is not taken over: {value.told}. {value.remedy}"
     if value is None or name not in NUMBERS:
@@ -306,20 +320,17 @@ def _unfit(name: str, value: Any) -> str | None:
 def _take_same(made: Translation, name: str, key: str) -> None:
     """Take a value whose key means the same, where the section that we have has the key."""
     section, _, own = key.partition(".")
+    algorithm = made.choices.get("algorithm.type")
+    knobs = {each.name for each in fields(ALGORITHMS[algorithm.value if algorithm else "dapo"])}
     if section == "data" and own in DatasetConfig.model_fields and not made.names_data:
         made.lose(
             name,
             f"is not taken over: {key} has no effect until data.dataset_name says where the rows come from",
         )
-    elif section == "algorithm" and own not in _knobs(made):
+    elif section == "algorithm" and own not in knobs:
         made.lose(name, f"is not taken over: {made.choices['algorithm.type'].value} has no {own}")
     else:
         made.choose(key, made.take(name), made.origin(name))
-
-
-def _knobs(made: Translation) -> frozenset[str]:
-    kind = made.choices.get("algorithm.type")
-    return frozenset(each.name for each in fields(ALGORITHMS[kind.value if kind else "dapo"]))
 
 
 def _choose_or_default(made: Translation, key: str, name: str, default: Any) -> Any:
@@ -330,36 +341,23 @@ def _choose_or_default(made: Translation, key: str, name: str, default: Any) -> 
     return value
 
 
-def _end(made: Translation, name: str) -> None:
-    """What became of a key that is not taken over."""
+def _report_not_taken(made: Translation, name: str) -> None:
+    """Report a key that is not taken over."""
     value = made.given[name]
+    patterns = [each for each in FOREIGN_TO_RL if each.endswith("*") and name.startswith(each[:-1])]
+    advice = next(
+        (FOREIGN_TO_RL[each] for each in (name, *patterns) if each in FOREIGN_TO_RL), None
+    )
     if name in NO_EQUAL:
         made.lose(name, f"is not taken over: {NO_EQUAL[name]}")
     elif name in WITHOUT_EFFECT or name.startswith("unsloth_"):
         made.fates[name] = "no effect"
         if name in REMARKS and value is not False:
             made.remark(name, REMARKS[name])
-    elif advice := _advice(name):
+    elif advice:
         made.lose(name, f"is not taken over: {advice}")
     else:
         made.lose(name, "is not taken over: nothing here has that name")
-
-
-def _advice(name: str) -> str | None:
-    matching = (each for each in FOREIGN_TO_RL if each.endswith("*") and name.startswith(each[:-1]))
-    return FOREIGN_TO_RL.get(name) or next((FOREIGN_TO_RL[each] for each in matching), None)
-
-
-def _remark_on_the_silent(made: Translation) -> None:
-    """One line for all that decides nothing of what is learnt, and one for what is the same on both sides."""
-    told = {finding.name for finding in made.findings}
-    for fate, subject, text in (
-        ("no effect", "keys without effect", "say how it is computed or shown, not what is learnt"),
-        ("default", "keys at a default", "say what is so without them"),
-    ):
-        names = [name for name, its in made.fates.items() if its == fate and name not in told]
-        if names:
-            made.remark(subject, f"{text}: {', '.join(names)}")
 
 
 def _model(made: Translation) -> None:
@@ -561,7 +559,7 @@ def _algorithm(made: Translation) -> None:
 
 
 def _clip(made: Translation, kind: str) -> None:
-    """Where the range of ratios is another one by itself, or written otherwise."""
+    """Translate the clip range for the algorithms that have another default or notation."""
     if kind == "gspo":
         _choose_or_default(made, "algorithm.epsilon", "epsilon", 0.2)
         high = "epsilon_high" if "epsilon_high" in made.given else "epsilon"
@@ -693,7 +691,15 @@ def _rewards(made: Translation) -> None:
 
 
 def _choose_rewards(made: Translation, ours: list[Any], weights: list[Any]) -> None:
-    written = _parameters_written(made, ours)
+    # Keys of the file that became parameters of a reward; the others are at a default.
+    entries = [cast("dict[str, Any]", each) for each in ours if isinstance(each, dict)]
+    written: list[str] = []
+    for reward, parameters in PARAMETERS.items():
+        for name, (key, _) in parameters.items():
+            if name in made.given:
+                used = any(each["name"] == reward and key in each for each in entries)
+                made.fates.setdefault(name, "taken" if used else "default")
+                written += [name] if used else []
     if not ours:
         if "reward_weights" in made.given:
             made.lose("reward_weights", "is not taken over: no reward is left that it weighs")
@@ -706,19 +712,6 @@ def _choose_rewards(made: Translation, ours: list[Any], weights: list[Any]) -> N
     made.fates |= {"reward_funcs": "taken"} if given else {}
     if None not in weights:
         made.choose("rewards.reward_weights", weights, made.origin("reward_weights"))
-
-
-def _parameters_written(made: Translation, ours: Sequence[Any]) -> list[str]:
-    """The keys of the file that became parameters of a reward; where they did not, they stand at a default."""
-    entries = [cast("dict[str, Any]", each) for each in ours if isinstance(each, dict)]
-    written: list[str] = []
-    for reward, parameters in PARAMETERS.items():
-        for name, (key, _) in parameters.items():
-            if name in made.given:
-                used = any(each["name"] == reward and key in each for each in entries)
-                made.fates.setdefault(name, "taken" if used else "default")
-                written += [name] if used else []
-    return written
 
 
 def _weights(made: Translation, number: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""One draw: what it was chosen to get, sampled as a group by the policy that serves, and scored.
+"""One draw: its example, sampled as a group by the policy that serves, and scored.
 
 Sampling and scoring are apart, because the sampler may be given other weights as soon as everything is sampled, while
 rewards may take longer.
@@ -43,16 +43,13 @@ def recorded(run: Run, draw: int, again: int, example: Example) -> Group:
     """The group of an earlier draw as that of this one: its rollouts with their rewards, and no credit yet."""
     group = run.folder.store.group(again)
     assert group is not None, f"draw {again} is in the record"
-    rollouts = [replace(_before_learning(rollout), draw=draw) for rollout in group.rollouts]
+    rollouts: list[Rollout] = []
+    for rollout in group.rollouts:  # without the results of the step that learned from it
+        segments = tuple(replace(segment, learner_logprobs=None) for segment in rollout.segments)
+        rollouts.append(replace(rollout, draw=draw, advantage=None, segments=segments))
     return replace(
         group, draw=draw, example=example, rollouts=tuple(rollouts), origin="replay", again=again
     )
-
-
-def _before_learning(rollout: Rollout) -> Rollout:
-    """A recorded rollout without what the learning of its step said of it."""
-    segments = [replace(segment, learner_logprobs=None) for segment in rollout.segments]
-    return replace(rollout, advantage=None, segments=tuple(segments))
 
 
 async def score(run: TaskRun, group: Group, step: int) -> Group:
@@ -79,7 +76,7 @@ def check_served(policy: Policy, group: Group) -> None:
 
 
 async def serve(run: Run, policy: Policy) -> None:
-    """Give the sampler these weights, and make sure that they arrived."""
+    """Load these weights into the sampler, and verify that it serves them."""
     begun = time.perf_counter()
     await run.settle()
     await run.sampler.load(policy)

@@ -1,6 +1,6 @@
-"""Held-out prompts during a run: answered now and then by the policy as it is, and recorded.
+"""Evaluates held-out prompts during a run, with the present policy, and records the results.
 
-Their seeds depend on prompt and sample alone, and nothing that training draws from is touched.
+Their seeds depend on prompt and sample alone, and no random state of the training is touched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from groupwise.training.loops.run import TaskRun
 logger = logging.getLogger(__name__)
 
 ASKED = "held_out"
-"""The fact about a run that says what its evaluations ask, and how."""
+"""The fact about a run that fingerprints the prompts of its evaluations, and how they are answered."""
 PART, MEAN = "rewards/", "/mean"
 """Text around a part's name in the metric that is its mean."""
 SIGNAL = "held_out"
@@ -30,7 +30,7 @@ SIGNAL = "held_out"
 
 
 async def evaluate_now_and_then(run: TaskRun) -> None:
-    """Every `eval.eval_steps` steps, and where a callback asks for it."""
+    """Evaluate every `eval.eval_steps` steps, and if a callback asks for it."""
     if not _due(run):
         return
     name = in_passing(run.step)
@@ -47,7 +47,7 @@ def in_passing(step: int) -> str:
 
 
 def _due(run: TaskRun) -> bool:
-    """After the last step only what was asked for: usually it has an evaluation of its own."""
+    """True if an evaluation is due now. After the last step only on request, because the end has an evaluation of its own."""
     asked = run.callbacks.evaluation_was_asked
     if asked and run.held_out is None:
         logger.warning(
@@ -62,7 +62,7 @@ def _due(run: TaskRun) -> bool:
 
 
 async def announce(run: TaskRun, name: str, result: EvalResult) -> None:
-    """Tell the callbacks of an evaluation of the policy as it is, and warn where it shows that rewards are hacked."""
+    """Pass an evaluation of the present policy to the callbacks, and warn if it shows reward hacking."""
     _notice_divergence(run)
     await run.callbacks.evaluated(_record(run, name, result))
 
@@ -76,7 +76,7 @@ def recorded_evaluation(run: TaskRun, name: str, step: int) -> EvalResult | None
 
 
 def notice_changed_questions(run: TaskRun, asked: str) -> None:
-    """After a resume: note what the run asks from now on, and say so where that is something else."""
+    """After a resume: note the fingerprint of the held-out prompts, and say so if it changed."""
     before = _asked(run)
     if before == asked:
         return
@@ -100,8 +100,8 @@ def _record(run: TaskRun, name: str, result: EvalResult) -> EvaluationRecord:
 async def evaluate_held_out(run: TaskRun, name: str) -> EvalResult | None:
     """Answer the held-out prompts with the policy as it is, and record how it did.
 
-    Metrics of the task that fail are left out. None where the task has no such prompts, or where no reward worker can be
-    started: what was trained is worth more.
+    Metrics of the task that fail are left out. None if the task has no such prompts, or if no reward worker can be
+    started: that must not stop the training.
     """
     if run.held_out is None:
         return None
@@ -131,7 +131,7 @@ async def evaluate_held_out(run: TaskRun, name: str) -> EvalResult | None:
 
 
 async def keep_evaluation(run: TaskRun, name: str, result: EvalResult) -> EvalResult:
-    """Record how the policy as it is did, and tell of it."""
+    """Record an evaluation of the present policy, and announce it."""
     run.folder.store.add_evaluation(_record(run, name, result))
     await announce(run, name, result)
     return result
@@ -148,7 +148,13 @@ def _notice_divergence(run: TaskRun) -> None:
     evaluations = {e.step: e for e in store.evaluations(rows=False) if e.asked == _asked(run)}
     if run.step not in evaluations:
         return
-    _warn_of_unknown_metric(run, run.signals.config, evaluations)
+    # The metric's name is checked at the first evaluation.
+    metric, metrics = run.signals.config.held_out_metric, evaluations[run.step].metrics
+    if metric is not None and metric not in metrics and min(evaluations) == run.step:
+        run.say(
+            f"warning: signals.held_out_metric is {metric}, which the evaluations do not have, so that nothing is compared. There are: "
+            f"{', '.join(metrics)}"
+        )
     finding = _divergence(run, run.signals.config, evaluations)
     said = {warning.step: warning for warning in store.warnings(SIGNAL)}
     before = [warning.kind for step, warning in said.items() if step < run.step]
@@ -170,22 +176,19 @@ def _divergence(
     if run.step not in known or not earlier:
         return None
     best = max(earlier, key=lambda step: (known[step], step))
-    then, now = (_by_prompt(run, evaluations[step], metric) for step in (best, run.step))
+    values: list[Mapping[str, float]] = []
+    for step in (best, run.step):
+        whole = run.folder.store.evaluation(evaluations[step].step, evaluations[step].name)
+        measured = measure(metric, whole.rows) if whole else None
+        values.append(measured.values if measured else {})
+    then, now = values
     both = sorted(then.keys() & now.keys())
     fall = Fall(metric, [then[key] for key in both], [now[key] for key in both], len(earlier) + 1)
-    return divergence(fall, _rewards_since(run, best))
-
-
-def _warn_of_unknown_metric(
-    run: TaskRun, config: SignalsConfig, evaluations: Mapping[int, EvaluationRecord]
-) -> None:
-    """Check the metric's name at the first evaluation."""
-    metric, metrics = config.held_out_metric, evaluations[run.step].metrics
-    if metric is not None and metric not in metrics and min(evaluations) == run.step:
-        run.say(
-            f"warning: signals.held_out_metric is {metric}, which the evaluations do not have, so that nothing is compared. There are: "
-            f"{', '.join(metrics)}"
-        )
+    # Training rewards since the best evaluation; if some examples were chosen, only those of the
+    # others.
+    curves = run.folder.store.metrics([f"{REWARD}/fresh", REWARD], best)
+    rewards = curves.get(f"{REWARD}/fresh") or curves.get(REWARD, [])
+    return divergence(fall, [value for _, value in rewards if math.isfinite(value)])
 
 
 def _main_metric(metrics: Mapping[str, float], config: SignalsConfig) -> str:
@@ -196,19 +199,6 @@ def _main_metric(metrics: Mapping[str, float], config: SignalsConfig) -> str:
         return named if named in parts else REWARD
     solved = part_of_success(name.removeprefix(PART).removesuffix(MEAN) for name in parts)
     return REWARD if solved is None else f"{PART}{solved}{MEAN}"
-
-
-def _by_prompt(run: TaskRun, evaluation: EvaluationRecord, metric: str) -> dict[str, float]:
-    whole = run.folder.store.evaluation(evaluation.step, evaluation.name)
-    found = measure(metric, whole.rows) if whole else None
-    return found.values if found else {}
-
-
-def _rewards_since(run: TaskRun, step: int) -> list[float]:
-    """Training rewards from that step on; if some examples were chosen, only those of the others."""
-    curves = run.folder.store.metrics([f"{REWARD}/fresh", REWARD], step)
-    curve = curves.get(f"{REWARD}/fresh") or curves.get(REWARD, [])
-    return [value for _, value in curve if math.isfinite(value)]
 
 
 def described(result: EvalResult) -> str:

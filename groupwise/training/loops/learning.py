@@ -4,10 +4,10 @@ A step makes `training.num_iterations` passes over its groups, each in `training
 every update is taken against the policy that sampled (or, with importance correction, against the learner's own at the
 start of the step), so that the clip holds all updates of a step near it.
 
-Where an algorithm takes one ratio for a rollout (`Algorithm.ratio_of_rollout`) and a rollout has several rows, each row is told before
-an update how likely the weights of this update make its other rows; this costs another forward pass of those rows.
+If an algorithm takes one ratio for a whole rollout (`Algorithm.ratio_of_rollout`) and a rollout has several rows, each row receives before
+an update the log-ratios of its other rows by the present weights; this costs another forward pass of those rows.
 
-What the first pass over a group found its tokens' log-probabilities to be goes into the record, where tokens are kept (`noted`).
+If tokens are kept, the record gets the log-probabilities of the first pass over each group (`noted`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Learned:
 
 
 def noted(groups: Sequence[Group], weights: Sequence[Weights], learned: Learned) -> list[Group]:
-    """The groups of a step as they are recorded: with the credit of each rollout, and what the learner said of its tokens."""
+    """The groups of a step as they are recorded: with each rollout's credit and the learner's log-probabilities of its tokens."""
     return [
         with_learner_logprobs(with_advantages(group, credit), credit, learned.logprobs.get(place))
         for place, (group, credit) in enumerate(zip(groups, weights, strict=True))
@@ -56,7 +56,7 @@ def noted(groups: Sequence[Group], weights: Sequence[Weights], learned: Learned)
 async def learn(
     run: Learning, groups: Sequence[Group], weights: Sequence[Weights], rate: float
 ) -> Learned:
-    """Gradients and updates; nothing where no group teaches."""
+    """Do the step's updates; none if no group teaches."""
     rows_by_group = [
         training_rows([group], [credit]) if run.algorithm.teaches(credit) else []
         for group, credit in zip(groups, weights, strict=True)
@@ -140,22 +140,15 @@ async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) 
     if run.algorithm.needs_reference:
         found = await run.learner.logprobs(rows, "reference")
         rows = [replace(r, reference_logprobs=f) for r, f in zip(rows, found, strict=True)]
-    if run.algorithm.needs_proximal and _are_needed_again(run, rows_by_group, rows):
+    # Log-probabilities at the start of the step are needed by later updates, and by other rows of the same rollout;
+    # the first update makes its own.
+    updates = len([*parts(len(rows_by_group), run.config.training)])
+    needed = updates > 1 or any(row.others is not None for row in with_others(rows))
+    if run.algorithm.needs_proximal and needed:
         found = await run.learner.logprobs(rows)
         rows = [replace(r, proximal_logprobs=f) for r, f in zip(rows, found, strict=True)]
     left = iter(with_others(rows))
     return [[next(left) for _ in group] for group in rows_by_group]
-
-
-def _are_needed_again(
-    run: Learning, rows_by_group: Sequence[Sequence[Row]], rows: Sequence[Row]
-) -> bool:
-    """True if the log-probabilities at the start of the step are needed beside those that its first update makes itself.
-
-    They are by later updates, and by other rows of the same rollout.
-    """
-    updates = len([*parts(len(rows_by_group), run.config.training)])
-    return updates > 1 or any(row.others is not None for row in with_others(rows))
 
 
 async def _with_ratios(run: Learning, rows: list[Row], *, droppable: bool) -> list[Row]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from groupwise.algorithms.advantages import tied
-from groupwise.core.types import Group, Rollout
+from groupwise.core.types import Group
 from groupwise.runs.advice import DISTINCT
 from groupwise.training.evaluation.measures import distinct_share
 
@@ -84,13 +84,19 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     outcomes = Counter(rollout.outcome for rollout in rollouts)
     lengths = [rollout.written for rollout in rollouts]
     whole = [len(rollout.completion_ids) for rollout in rollouts]
+    parts: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.part_values.items():
+            if value is not None:
+                parts.setdefault(name, []).append(value)
     several = [
         [r.completion for r in group.rollouts] for group in groups if len(group.rollouts) > 1
     ]
     return {
         **_reward_metrics(groups),
         **({DISTINCT: fmean(map(distinct_share, several))} if several else {}),
-        **_part_metrics(rollouts),
+        **{f"rewards/{name}/mean": fmean(found) for name, found in parts.items()},
+        **{f"rewards/{name}/std": _std(found) for name, found in parts.items()},
         **_task_metrics(groups),
         "completions/mean_length": fmean(lengths),
         "completions/min_length": float(min(lengths)),
@@ -165,7 +171,7 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if not scored:
         return {}
     mean = {"reward": fmean(value for rewards in scored for value in rewards)}
-    if all(len(group.rollouts) == 1 for group in groups):  # nobody is compared within a group
+    if all(len(group.rollouts) == 1 for group in groups):  # no comparison within a group
         return mean
     silent = [tied(rewards) for rewards in scored]
     return {
@@ -173,16 +179,6 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward_std": fmean(_std(rewards) for rewards in scored),
         "frac_reward_zero_std": fmean(silent),
     }
-
-
-def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in rollout.part_values.items():
-            if value is not None:
-                values.setdefault(name, []).append(value)
-    means = {f"rewards/{name}/mean": fmean(found) for name, found in values.items()}
-    return {**means, **{f"rewards/{name}/std": _std(found) for name, found in values.items()}}
 
 
 def _task_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -1,6 +1,4 @@
-"""How a training run ends, whatever it learns from: the curve, a summary, the model card, the upload of what was made, the state of its
-folder, and the word to its callbacks.
-"""
+"""The end of any training run: curve, summary, model card, upload, the final state of its folder, and the message to its callbacks."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import asyncio
 import logging
 import signal
 import time
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,8 +21,8 @@ from groupwise.engine.models.card import WeightsLocation, model_card, results_of
 from groupwise.engine.models.hub_push import Pushed, Target, push
 from groupwise.runs import find
 from groupwise.runs.advice import advice_on
+from groupwise.runs.curves import warm_up_curve
 from groupwise.runs.folder import FINAL_STEP
-from groupwise.runs.warm_up import warm_up_curve
 from groupwise.training.callbacks.base import RunEnd
 from groupwise.training.loops.prepare import Prepared
 from groupwise.training.loops.training import Training
@@ -84,16 +81,23 @@ async def end(
 ) -> dict[str, Any]:
     """Report the end of the run to callbacks, record and viewers. Returns the summary with the state.
 
-    Before that, what a finished run has made gets its model card, and goes to the hub where that is asked for.
+    Before that, the final weights of a finished run get their model card, and are uploaded if `run.hub` is set.
     """
     if state == "finished":
         step = run.folder.store.get_meta()[FINAL_STEP]
         summary = {**summary, "policy": f"{run.folder.name}@{step}", "final_step": step}
-        _write_card(run, summary)
-        summary = {**summary, **await _uploaded(run, summary["policy"])}
+        hub, final = run.config.run.hub, run.folder.final
+        revision = None if hub.revision == "main" else hub.revision
+        place = (
+            WeightsLocation(hub.repo_id, revision) if hub.repo_id else WeightsLocation(final.name)
+        )
+        step, results = summary["final_step"], results_of(summary)
+        card = model_card(run.folder.path, final, step, place=place, results=results)
+        atomic_files.write_file(final / CARD, card.encode())
+        summary = {**summary, **await _upload(run, summary["policy"])}
     run.folder.summarise(state, summary)
     try:
-        # A run that is killed while they are told is not over, and a resume tells them again.
+        # A run that is killed during these calls is not over, and a resume calls them again.
         await run.callbacks.end(RunEnd(state, summary))
     except CallbackError:
         run.folder.finish(state, summary)
@@ -115,17 +119,8 @@ def exit_code(run: Training, summary: dict[str, Any]) -> int:
     return 1 if "error" in summary.get("hub", {}) else 0
 
 
-def _write_card(run: Training, summary: dict[str, Any]) -> None:
-    hub, final = run.config.run.hub, run.folder.final
-    revision = None if hub.revision == "main" else hub.revision
-    place = WeightsLocation(hub.repo_id, revision) if hub.repo_id else WeightsLocation(final.name)
-    step, results = summary["final_step"], results_of(summary)
-    card = model_card(run.folder.path, final, step, place=place, results=results)
-    atomic_files.write_file(final / CARD, card.encode())
-
-
-async def _uploaded(run: Training, policy: str) -> dict[str, Any]:
-    """The summary's entry about the final weights on the hub: where, or why not. The folder has them either way."""
+async def _upload(run: Training, policy: str) -> dict[str, Any]:
+    """Upload the final weights; returns the summary's entry: where they are, or why not. The folder has them either way."""
     hub = run.config.run.hub
     if hub.repo_id is None:
         return {}
@@ -134,7 +129,11 @@ async def _uploaded(run: Training, policy: str) -> dict[str, Any]:
     thread = DaemonThreads([_Uploader()], "hub")
     try:
         job = thread.submit((run.folder.final, target, policy, run.folder.path))
-        return {"hub": asdict(await run.interruption.allow(_awaited(job)))}
+
+        async def uploaded() -> Pushed:
+            return await asyncio.wrap_future(job)
+
+        return {"hub": asdict(await run.interruption.allow(uploaded()))}
     except (GroupwiseError, Interrupted) as error:
         why = str(error).rstrip(".") or "interrupted"
         ways = " with --overwrite or --revision BRANCH" if isinstance(error, UsageError) else ""
@@ -147,12 +146,8 @@ async def _uploaded(run: Training, policy: str) -> dict[str, Any]:
         thread.close()
 
 
-async def _awaited(job: Future[Pushed]) -> Pushed:
-    return await asyncio.wrap_future(job)
-
-
 class _Uploader:
-    """The thread that uploads; it does not keep a process that is to end."""
+    """The upload in a daemon thread, which does not keep a process from ending."""
 
     def begin(self) -> None:
         pass

@@ -18,7 +18,6 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import ConfigError
 from groupwise.engine.distributed.learner import RankLearner
 from groupwise.runs.config import RunSection
-from groupwise.training.loops.metrics import Timings
 from groupwise.training.loops.training import Training
 
 if TYPE_CHECKING:
@@ -73,7 +72,11 @@ def _write(training: Training, step: int, trace: Any) -> Path:
     folder.mkdir(exist_ok=True)
     atomic_files.sweep(folder)
     table = folder / f"step-{step}.txt"
-    table.write_text(f"{_phases(training.timings)}\n{trace.table()}\n", encoding="utf-8")
+    # If sampling runs ahead, it counts with the step that its groups belong to.
+    phases = ("sampling", "scoring", "learning", "publishing", "step")
+    seconds = {name: getattr(training.timings, name) for name in phases}
+    lines = [f"{name:<12}{value:>10.3f} s\n" for name, value in seconds.items() if value]
+    table.write_text(f"{''.join(lines)}\n{trace.table()}\n", encoding="utf-8")
     building = atomic_files.building_path(folder / f"step-{step}.json")
     try:
         trace.write(building)
@@ -81,16 +84,3 @@ def _write(training: Training, step: int, trace: Any) -> Path:
     finally:
         building.unlink(missing_ok=True)
     return folder
-
-
-def _phases(timings: Timings) -> str:
-    """Durations of the phases that occurred. If sampling runs ahead, it counts with the step that its groups belong to."""
-    seconds = {
-        "sampling": timings.sampling,
-        "scoring": timings.scoring,
-        "learning": timings.learning,
-        "publishing": timings.publishing,
-        "step": timings.step,
-    }
-    lines = [f"{name:<12}{value:>10.3f} s\n" for name, value in seconds.items() if value]
-    return "".join(lines)

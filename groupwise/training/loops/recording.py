@@ -11,7 +11,7 @@ from statistics import fmean
 from groupwise.core.errors import NothingScoredError
 from groupwise.core.types import Group, Policy
 from groupwise.runs.advice import SOLVED
-from groupwise.runs.records import StepRecord, WarningRecord
+from groupwise.runs.records import StepRecord
 from groupwise.training.evaluation.evaluate import success_of
 from groupwise.training.loops.metrics import failure_reasons, group_metrics, timing_metrics
 from groupwise.training.loops.run import Run, StepBatch
@@ -26,18 +26,34 @@ MAX_GAP = 0.15
 def commit(
     run: Run, drawn: StepBatch, policy_in: Policy, rate: float, learned: Mapping[str, float]
 ) -> dict[str, float]:
-    """The step with its rollouts and metrics (which it returns), in one transaction. Then the run stands after it."""
-    run.tokens_seen += _tokens(drawn.all)
+    """Commit the step with its rollouts and metrics in one transaction, and advance the run. Returns the metrics."""
+    run.tokens_seen += sum(
+        len(rollout.prompt_ids) + len(rollout.completion_ids)
+        for group in drawn.all
+        for rollout in group.rollouts
+    )
     run.observe(drawn.all)
-    signals, warnings = _signals(run, drawn.all, learned)
+    signals, warnings = {}, ()
+    if run.signals is not None:
+        seen = run.signals.observe(drawn.all, run.step, learned.get("entropy"))
+        signals, warnings = seen.metrics, seen.warnings
+    success = success_of(run.config)
+    verdicts = [success.judge(rollout) for group in drawn.all for rollout in group.rollouts]
+    judged = [solved for solved in verdicts if solved is not None]
+    sampler = run.config.sampler
+    knobs = run.algorithm.loss_spec().knobs
+    moving: dict[str, float] = {}  # settings that change during the run
+    if sampler.temperature_schedule is not None:
+        moving["sampling/temperature"] = sampler.temperature_at(run.step)
+    if knobs.get("kl_target") is not None:
+        moving["beta"] = knobs["beta"]
     metrics = {
         **_drawn_metrics(drawn, policy_in),
-        **_solved(run, drawn.all),
+        **({SOLVED: fmean(judged)} if judged else {}),
         **run.data_metrics(drawn.groups),
-        **_temperature(run),
         **learned,
         **signals,
-        **_adaptive(run),
+        **moving,
         "learning_rate": rate,
         "num_tokens": float(run.tokens_seen),
         **timing_metrics(run.timings),
@@ -66,14 +82,18 @@ def commit(
     run.committed(drawn)
     for warning in warnings:
         run.warn(warning)
-    _warn_of_gap(run, metrics)
-    _warn_of_no_reward(run, drawn.all)
-    _go_on(run, policy_in, metrics)
+    _warn_of_step(run, drawn.all, metrics)
+    # The next step begins with an adapted penalty, and the policies that its schedule still needs.
+    run.adapt(metrics)
+    run.earlier[run.step] = policy_in
+    run.step += 1
+    first = run.step - run.kept_policies
+    run.earlier = {step: policy for step, policy in run.earlier.items() if step >= first}
     return metrics
 
 
 def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
-    """Too many steps in a row without one scored rollout stop the run, and so do all the steps that a short one has."""
+    """Stop the run after too many steps in a row without one scored rollout, or if a short run has no other steps."""
     if any(group.scored for group in groups):
         run.unscored_steps, run.unscored = 0, []
         return
@@ -84,34 +104,23 @@ def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
     limit = run.unscored_limit
     if limit is not None and run.unscored_steps >= min(limit, run.max_steps):
         steps = "1 step" if run.unscored_steps == 1 else f"{run.unscored_steps} steps in a row"
+        # A rollout that its environment failed has no end of its own.
+        endings = {rollout.ended_by is None for group in groups for rollout in group.rollouts}
+        names = {True: "the environment", False: "the reward functions"}
+        if run.config.rollout.type != "environment":
+            endings = {False}
+        culprits = " and ".join(names[kind] for kind in sorted(endings, reverse=True))
         why = "rewards.max_unscored_steps" if run.unscored_steps >= limit else "the whole run"
         raise NothingScoredError(
             f"No rollout could be scored in {steps} ({why}). In the last one:\n  "
             + "\n  ".join(run.unscored)
-            + f"\nMend {_culprits(run, groups)}, then start the run again; it goes on from its last checkpoint (in a terminal by --resume)."
+            + f"\nMend {culprits}, then start the run again; it goes on from its last checkpoint (in a terminal by --resume)."
         )
 
 
-def _culprits(run: Run, groups: Sequence[Group]) -> str:
-    """Names the code that failed the rollouts: one that its environment failed has no end of its own."""
-    if run.config.rollout.type != "environment":
-        return "the reward functions"
-    endings = {rollout.ended_by is None for group in groups for rollout in group.rollouts}
-    names = {True: "the environment", False: "the reward functions"}
-    return " and ".join(names[kind] for kind in sorted(endings, reverse=True))
-
-
-def _go_on(run: Run, policy_in: Policy, metrics: Mapping[str, float]) -> None:
-    """The next step begins: with an adapted penalty, and the policies that its schedule still needs."""
-    run.adapt(metrics)
-    run.earlier[run.step] = policy_in
-    run.step += 1
-    first = run.step - run.kept_policies
-    run.earlier = {step: policy for step, policy in run.earlier.items() if step >= first}
-
-
-def _warn_of_gap(run: Run, metrics: Mapping[str, float]) -> None:
-    """Sampler and learner should give a token nearly the same probability; a wide gap means that they compute different policies."""
+def _warn_of_step(run: Run, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
+    """Warn, once each, of a wide gap between sampler and learner, and of a task that gives no reward."""
+    # Both should give a token nearly the same probability; a wide gap means that they compute different policies.
     gap = metrics.get("sampling/logprob_gap", 0.0)
     late = run.config.training.max_off_policy_steps > 0 or run.config.training.updates_per_step > 1
     if gap > MAX_GAP and not run.gap_seen and not late:
@@ -123,10 +132,7 @@ def _warn_of_gap(run: Run, metrics: Mapping[str, float]) -> None:
             gap,
             MAX_GAP,
         )
-
-
-def _warn_of_no_reward(run: Run, groups: Sequence[Group]) -> None:
-    """Once: rollouts that are given nothing count as 0, so that a task which forgot its rewards looks like one that is lost."""
+    # Rollouts without a reward count as 0, so that a task which forgot its rewards looks like one that is always lost.
     if run.unrewarded and any(group.scored for group in groups):
         run.unrewarded = False
         logger.warning(
@@ -137,7 +143,7 @@ def _warn_of_no_reward(run: Run, groups: Sequence[Group]) -> None:
 
 
 def _drawn_metrics(drawn: StepBatch, policy_in: Policy) -> dict[str, float]:
-    """Those of all groups that were drawn for a step; how many others had to be drawn for, how old the policies were."""
+    """Metrics of all groups that were drawn for a step, with the rejected ones, and the age of the policies."""
     metrics = group_metrics(drawn.all)
     if drawn.rejected:
         metrics["rollouts/rejected_groups"] = float(len(drawn.rejected))
@@ -149,43 +155,3 @@ def _drawn_metrics(drawn: StepBatch, policy_in: Policy) -> dict[str, float]:
         if segment.policy_version is not None
     ]
     return {**metrics, "sampling/staleness": fmean(ages)} if any(ages) else metrics
-
-
-def _solved(run: Run, groups: Sequence[Group]) -> dict[str, float]:
-    """Share of the scored rollouts that count as solved in evaluations."""
-    success = success_of(run.config)
-    judged = [success.judge(rollout) for group in groups for rollout in group.rollouts]
-    known = [solved for solved in judged if solved is not None]
-    return {SOLVED: fmean(known)} if known else {}
-
-
-def _signals(
-    run: Run, groups: Sequence[Group], learned: Mapping[str, float]
-) -> tuple[dict[str, float], tuple[WarningRecord, ...]]:
-    """Signs of reward hacking, where the config wants to hear of them."""
-    if run.signals is None:
-        return {}, ()
-    seen = run.signals.observe(groups, run.step, learned.get("entropy"))
-    return seen.metrics, seen.warnings
-
-
-def _adaptive(run: Run) -> dict[str, float]:
-    """The weight of the KL penalty, where it moves."""
-    knobs = run.algorithm.loss_spec().knobs
-    return {} if knobs.get("kl_target") is None else {"beta": knobs["beta"]}
-
-
-def _temperature(run: Run) -> dict[str, float]:
-    """The temperature as a metric, if it changes."""
-    sampler = run.config.sampler
-    if sampler.temperature_schedule is None:
-        return {}
-    return {"sampling/temperature": sampler.temperature_at(run.step)}
-
-
-def _tokens(groups: Sequence[Group]) -> int:
-    return sum(
-        len(rollout.prompt_ids) + len(rollout.completion_ids)
-        for group in groups
-        for rollout in group.rollouts
-    )

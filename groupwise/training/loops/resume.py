@@ -49,7 +49,7 @@ class ResumePoint:
 
     path: Path
     checkpoint: Checkpoint | None
-    """None: it has none, so it starts at step 0."""
+    """None if the run has no checkpoint: it starts over at step 0."""
     facts: dict[str, Any]
     """Facts that the run noted about itself when it was started."""
     skipped: tuple[Skipped, ...]
@@ -61,17 +61,17 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """Steps that stand."""
+        """Number of steps that are kept."""
         return self.checkpoint.step if self.checkpoint else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A resume that may be: where it goes on, and what is different from what the run was started with."""
+    """An allowed resume: where it goes on, and what has changed since the run was started."""
 
     point: ResumePoint
     changed: dict[str, tuple[Any, Any]]
-    """Keys of the config that differ and may, and keys of the layout: the value then, and now."""
+    """Keys of config and layout that have changed, as they may: the old and the new value."""
     warnings: tuple[str, ...]
     """Changes after which results agree only up to rounding, and a changed task file."""
 
@@ -130,7 +130,7 @@ def with_start_of(loaded: Loaded, point: ResumePoint) -> Loaded:
 
 
 def start_to_keep(point: ResumePoint) -> Path | None:
-    """The weights of `--init-from` where the run died before they were copied into its folder."""
+    """The weights of `--init-from` if the run died before they were copied into its folder."""
     if not point.facts.get("init_from") or (point.path / START).is_dir():
         return None
     stored = read_config(point.path)["model"]
@@ -138,11 +138,18 @@ def start_to_keep(point: ResumePoint) -> Path | None:
 
 
 def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
-    """Raises `ResumeMismatchError`, with the difference, if the run was made with something else than a resume may change."""
+    """Compare the run with its start. Raises `ResumeMismatchError` with the differences that a resume may not make."""
     found = compare_for_resume(read_config(point.path), prepared.config)
-    refused = {
-        key: change for key, change in found.fixed.items() if key not in _not_compared(point)
-    }
+    # The name of a run may change, and so may the path of its own starting weights.
+    own = {"run.name"}
+    start = point.path / START
+    if point.facts.get("init_from"):
+        own |= (
+            {f"model.{key_of_weights(start)}"}
+            if start.is_dir()
+            else {"model.adapter", "model.name"}
+        )
+    refused = {key: change for key, change in found.fixed.items() if key not in own}
     for shown, key in FIXED_FACTS.items():
         before, now = point.facts.get(key), prepared.facts.get(key)
         if before is not None and before != now:
@@ -158,22 +165,17 @@ def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
             )
             + "\nGive what it was started with, or start another run with run.name=<another name>."
         )
-    layout = _changed_layout(point, prepared)
+    before, now = with_processes(point.facts.get("layout", {})), asdict(prepared.layout)
+    layout = {
+        f"layout.{key}": (before[key], now[key])
+        for key in sorted(before.keys() & now.keys())
+        if before[key] != now[key]
+    }
     return Resumption(
         point,
         changed={**found.free, **found.warned, **layout},
         warnings=tuple(_warnings(point, prepared, found.warned, layout)),
     )
-
-
-def _not_compared(point: ResumePoint) -> set[str]:
-    """The name of a run may be another one, and the path of its own starting weights."""
-    start = point.path / START
-    if not point.facts.get("init_from"):
-        return {"run.name"}
-    if not start.is_dir():
-        return {"run.name", "model.adapter", "model.name"}
-    return {"run.name", f"model.{key_of_weights(start)}"}
 
 
 def open_folder(
@@ -183,7 +185,15 @@ def open_folder(
     keep = prepared.config.run.keep_tokens
     if point is not None:
         folder = RunFolder.open(point.path, keep_tokens=keep)
-        _refuse_if_gone_on(folder, point)
+        # Another process may have resumed the run and ended between the choice of the checkpoint and the lock.
+        now = tuple(found.step for found in checkpoints.complete(folder.checkpoints))
+        ended = folder.store.get_meta().get("finished_at")
+        if now != point.there or ended != point.facts.get("finished_at"):
+            folder.close()
+            raise RunInUseError(
+                f"{point.path} was gone on with by somebody else in the meantime. Look at it with `groupwise runs show`, and "
+                "give --resume again if it is not finished."
+            )
         return folder
     sizes = {"max_steps": prepared.max_steps, "layout": asdict(prepared.layout)}
     return RunFolder.create(
@@ -196,24 +206,11 @@ def open_folder(
 
 
 def check_folder(prepared: Prepared, point: ResumePoint | None) -> Path:
-    """The folder that `open_folder` would give. Refuses a run that stands in the way as it would; makes and takes nothing."""
+    """The folder that `open_folder` would return, with the same refusals; creates and locks nothing."""
     if point is not None:
         _refuse_held(point.path)
         return point.path
     return RunFolder.would_create(Path(prepared.config.run.dir), prepared.run_name)
-
-
-def _refuse_if_gone_on(folder: RunFolder, point: ResumePoint) -> None:
-    """Refuse if another process has resumed the run and ended since the checkpoint was chosen, before this one held the run."""
-    now = tuple(found.step for found in checkpoints.complete(folder.checkpoints))
-    ended = folder.store.get_meta().get("finished_at")
-    if now == point.there and ended == point.facts.get("finished_at"):
-        return
-    folder.close()
-    raise RunInUseError(
-        f"{point.path} was gone on with by somebody else in the meantime. Look at it with `groupwise runs show`, and "
-        "give --resume again if it is not finished."
-    )
 
 
 def keep_start(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded:
@@ -228,7 +225,7 @@ def keep_start(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded:
 
 
 def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption) -> None:
-    """Put weights, optimiser, position and record where the checkpoint is; what came after is drawn again from its seeds."""
+    """Take weights, optimiser, position and record back to the checkpoint; later steps are drawn again from their seeds."""
     checkpoint = resumption.point.checkpoint
     if checkpoint is not None:
         run.learner.load(str(checkpoint.path))
@@ -251,23 +248,13 @@ def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption
     run.say(f"resumed after {run.step} steps{again}")
 
 
-def _changed_layout(point: ResumePoint, prepared: Prepared) -> dict[str, Change]:
-    """Differences between this machine's layout and the run's so far."""
-    before, now = with_processes(point.facts.get("layout", {})), asdict(prepared.layout)
-    return {
-        f"layout.{key}": (before[key], now[key])
-        for key in sorted(before.keys() & now.keys())
-        if before[key] != now[key]
-    }
-
-
 def _warnings(
     point: ResumePoint,
     prepared: Prepared,
     keys: Mapping[str, Change],
     layout: Mapping[str, Change],
 ) -> Iterator[str]:
-    """Say what makes results agree only up to rounding: keys that are no part of the layout, and facts of it, by their keys."""
+    """Describe the changes after which results agree only up to rounding, in the config and in the layout."""
     names = {_leaf(key): key for key in keys}
     facts = {names.get(_leaf(fact), _leaf(fact)): change for fact, change in layout.items()}
     others = {

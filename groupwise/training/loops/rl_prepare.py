@@ -1,6 +1,6 @@
-"""Everything that can be found out before a model is loaded: config, task, data, prompts, sizes.
+"""Checks and prepares a run of `groupwise rl` before a model is loaded: config, task, data, prompts, sizes.
 
-What is wrong with any of them is a `UsageError` here, and a dry run ends here.
+Any mistake in them raises a `UsageError` here, and a dry run ends here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from groupwise.training.placement import Layout
 
 EASY_POOL = "data.easy_pool"
 EASY_SOURCE = "EASY_DATASET_NAME"
-"""The environment variable that names the source of the easy pool where the config does not."""
+"""The environment variable that names the source of the easy pool if the config does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,8 @@ class RlPrepared(Prepared):
 def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None) -> RlPrepared:
     """Check task and data against the config; tokenise all prompts.
 
-    `rows_read` is how many rows of an endless stream the run began with, where it goes on: its examples are the same ones for all of
-    its steps, however many there will be.
+    `rows_read`: for a resumed run, the number of rows of an endless stream that it began with: it keeps the same examples, even if its
+    number of steps changed.
     """
     found = rollout_builder.task_of(loaded.config, task)
     require(found, "rl")
@@ -87,7 +87,11 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     settings = loaded.config
     check_start(loaded)
     build.check_model(settings)
-    _refuse_evaluation_of_nothing(settings, found)
+    if settings.eval.eval_steps is not None and not found.has("get_eval_dataset"):
+        raise TaskError(
+            f"eval.eval_steps is {settings.eval.eval_steps}, but {found.described} has no get_eval_dataset, so there is "
+            "nothing to evaluate on. Leave the key out, or add the hook."
+        )
     given = view(settings)
     rows_read = rows_read or _draws(settings)
     examples = found.rl_examples(given, limit=rows_read)
@@ -99,7 +103,11 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     settings = loaded.config
     in_workers = rollout_builder.scores_in_workers(settings, found, rubric)
     check_reward_columns(found, rubric, examples, in_workers=in_workers)
-    _check_algorithm(settings, rubric)
+    longest = rollout_builder.longest_written(settings)
+    try:
+        build.build_algorithm(settings).check(longest, rubric.names if rubric else ())
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     _check_success_parts(settings, found, rubric, callbacks)
     easy = easy_examples(settings, found, rubric)
     _check_replay(settings, (examples, easy))
@@ -127,12 +135,18 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
             strict=settings.data.strict,
         )
     asked = None
-    if _evaluates(settings, found):
+    wanted = settings.eval.before_and_after or settings.eval.eval_steps is not None
+    if wanted and found.has("get_eval_dataset"):
         asked = held_out_prompts(settings, found, tokenizer, room)
         check_success_part(settings, found, rubric)
         check_reward_columns(found, rubric, asked.examples, in_workers=in_workers)
     order = order_of(found, "get_rl_dataset", [each.index for each in prompts.examples], settings)
-    max_steps = _max_steps(settings, order.length)
+    training = settings.training
+    max_steps = training.max_steps
+    if max_steps is None:
+        assert training.num_train_epochs is not None
+        drawn = training.num_train_epochs * order.length
+        max_steps = max(1, math.ceil(drawn / training.prompts_per_step))
     check_profiled_steps(settings.run, max_steps)
     return RlPrepared(
         loaded=loaded,
@@ -166,54 +180,37 @@ def _facts(
         config.sampler.model_dump(mode="json", exclude={"max_num_seqs", *SERVER_KEYS}),
     ]
     return {
-        "data": digest(*_told(drawn)),
+        "data": digest(
+            *[told for p in drawn if p for told in (fingerprint(p.examples), p.prompts)]
+        ),
         "held_out": digest(held_out, asked.prompts if asked else ()),
         ROWS_READ: rows_read,
         "base": identity(config.model),
     }
 
 
-def _chosen_by_default(loaded: LoadedConfig) -> dict[str, list[str]]:
-    """Important settings that the config leaves at their defaults, and how these differ from TRL's."""
-    algorithm: Mapping[str, Any] = loaded.tree.value(("algorithm",)) or {}
-    lora = loaded.config.lora
-    said: list[str] = []
-    if not {"type", "preset"} & algorithm.keys():
-        said.append(
-            f"{loaded.config.algorithm.type} (default): the loss is divided by a constant, rewards are not scaled by their group's spread; "
-            "TRL's default is algorithm.preset=trl_default"
-        )
-    if "lora" not in loaded.tree.values and lora is not None:
-        said.append(f"LoRA of rank {lora.r} (default): TRL trains all weights, which is lora=null")
-    return {"chosen_by_default": said} if said else {}
-
-
 def warnings_of(prepared: RlPrepared) -> list[str]:
     """Warnings about prompts and rewards before the run."""
     examples, rubric = prepared.prompts.examples, prepared.rubric
     empty = rubric.never_filled([example.columns for example in examples]) if rubric else []
-    of_overlap = filter(None, [_overlap_warning(prepared)])
+    overlap = None
+    asked = prepared.held_out_prompts
+    if asked is not None:
+        drawn = [e for pool in (prepared.prompts, prepared.easy) if pool for e in pool.examples]
+        same = same_row if prepared.task.has("get_environment") else same_prompt
+        overlap = warning_of_overlap(
+            len(trained_on(drawn, asked.examples, same)),
+            len(asked.examples),
+            instead="data.dataset_test_split, data.test_split_size, or the task's get_eval_dataset",
+        )
     said = [unfilled(empty)] if empty else []
     of_machine = rubric.check_machine(refuse=False) if rubric else []
-    return [*prompt_warnings(prepared, examples), *said, *of_overlap, *of_machine]
-
-
-def _overlap_warning(prepared: RlPrepared) -> str | None:
-    """A warning if held-out prompts are trained on; None if none is, or nothing is held out."""
-    asked = prepared.held_out_prompts
-    if asked is None:
-        return None
-    drawn = [e for pool in (prepared.prompts, prepared.easy) if pool for e in pool.examples]
-    same = same_row if prepared.task.has("get_environment") else same_prompt
-    return warning_of_overlap(
-        len(trained_on(drawn, asked.examples, same)),
-        len(asked.examples),
-        instead="data.dataset_test_split, data.test_split_size, or the task's get_eval_dataset",
-    )
-
-
-def _told(drawn: Sequence[PromptSet | None]) -> list[object]:
-    return [told for p in drawn if p for told in (fingerprint(p.examples), p.prompts)]
+    return [
+        *prompt_warnings(prepared, examples),
+        *said,
+        *([overlap] if overlap else []),
+        *of_machine,
+    ]
 
 
 def easy_examples(config: RunConfig, task: Task, rubric: Rubric | None) -> list[Example]:
@@ -276,51 +273,26 @@ def _check_success_parts(
         check_part(key, part, rubric.names if rubric else (), task.described)
 
 
-def _refuse_evaluation_of_nothing(config: RunConfig, task: Task) -> None:
-    if config.eval.eval_steps is not None and not task.has("get_eval_dataset"):
-        raise TaskError(
-            f"eval.eval_steps is {config.eval.eval_steps}, but {task.described} has no get_eval_dataset, so there is "
-            "nothing to evaluate on. Leave the key out, or add the hook."
-        )
-
-
-def _check_algorithm(config: RunConfig, rubric: Rubric | None) -> None:
-    longest = rollout_builder.longest_written(config)
-    try:
-        build.build_algorithm(config).check(longest, rubric.names if rubric else ())
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
 def _draws(config: RunConfig) -> int | None:
     """How many examples of an endless stream are read; None where epochs decide, which needs an end."""
     steps = config.training.max_steps
     return None if steps is None else steps * config.training.prompts_per_step
 
 
-def _max_steps(config: RunConfig, examples: int) -> int:
-    if config.training.max_steps is not None:
-        return config.training.max_steps
-    assert config.training.num_train_epochs is not None
-    return max(
-        1, math.ceil(config.training.num_train_epochs * examples / config.training.prompts_per_step)
-    )
-
-
-def _evaluates(config: RunConfig, task: Task) -> bool:
-    wanted = config.eval.before_and_after or config.eval.eval_steps is not None
-    return wanted and task.has("get_eval_dataset")
-
-
 def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
     """Parameters and memory of a run in this layout."""
+    members = config.training.num_generations
+    rows = -(-config.training.prompts_per_step * members // layout.learning)
+    longest = rollout_builder.longest_completion(config)
     return plan_model(
         config.model,
         config.lora,
         dtype=layout.dtype,
         decoding=None if layout.samplers else _decoding(config, layout),
         microbatch=largest_microbatch(
-            layout.max_tokens_per_microbatch, layout.key_length, _learnt(config, layout)
+            layout.max_tokens_per_microbatch,
+            layout.key_length,
+            -(-rows // members) * (layout.key_length - longest) + rows * longest,
         ),
         needs_reference=build.build_algorithm(config).needs_reference,
         device=layout.device,
@@ -349,14 +321,6 @@ def _decoding(config: RunConfig, layout: Layout) -> Decoding:
     )
 
 
-def _learnt(config: RunConfig, layout: Layout) -> int:
-    """Tokens that a process learns from in a step, at most: those of its rows, and the prompts of their groups."""
-    members = config.training.num_generations
-    rows = -(-config.training.prompts_per_step * members // layout.learning)
-    longest = rollout_builder.longest_completion(config)
-    return -(-rows // members) * (layout.key_length - longest) + rows * longest
-
-
 def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """The plan of a run: the resolved config, sizes, and the first prompt as the model would see it.
 
@@ -366,6 +330,18 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
     rows = config.training.prompts_per_step * config.training.num_generations
     examples = prepared.prompts.examples
     example = examples[prepared.order.example(0)]
+    # Important settings that the config leaves at their defaults, and how these differ from TRL's.
+    algorithm: Mapping[str, Any] = prepared.loaded.tree.value(("algorithm",)) or {}
+    lora = config.lora
+    said: list[str] = []
+    if not {"type", "preset"} & algorithm.keys():
+        said.append(
+            f"{config.algorithm.type} (default): the loss is divided by a constant, rewards are not scaled by their group's spread; "
+            "TRL's default is algorithm.preset=trl_default"
+        )
+    if "lora" not in prepared.loaded.tree.values and lora is not None:
+        said.append(f"LoRA of rank {lora.r} (default): TRL trains all weights, which is lora=null")
+    defaults = {"chosen_by_default": said} if said else {}
     counts = {
         "examples": len(examples),
         "examples_dropped_as_too_long": prepared.prompts.dropped,
@@ -375,28 +351,20 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
         "steps": prepared.max_steps,
         "completions_per_step": rows,
         "most_tokens_sampled_per_step": rows * rollout_builder.longest_written(config),
-        **_chosen_by_default(prepared.loaded),
+        **defaults,
     }
+    room = prepared.layout.key_length
+    (first_prompt,) = run_to_end(  # tools and environments add to it
+        rollout_builder.first_prompts(config, prepared.task, prepared.tokenizer, [example], room)
+    )
+    # The signals of reward hacking may know no part that says what is solved, as far as the parts are known by now.
+    signals, rubric = config.signals, prepared.rubric
+    text = nobody_tells(signals, rubric.names) if signals and rubric else None
+    signals_note = {"signals": text} if text else {}
     return plan_of(
         prepared,
         planned_sizes(config, prepared.layout),
         counts=counts,
-        shown={**_unwatched(prepared), "first_prompt": _first_prompt(prepared, example)},
+        shown={**signals_note, "first_prompt": rendered(prepared.tokenizer, first_prompt)},
         warnings=[*warnings_of(prepared), *text_prompts(prepared.tokenizer, examples), *warnings],
     )
-
-
-def _unwatched(prepared: RlPrepared) -> dict[str, str]:
-    """A note if the signals of reward hacking know no part which says what is solved, as far as the parts are known by now."""
-    signals, rubric = prepared.config.signals, prepared.rubric
-    text = nobody_tells(signals, rubric.names) if signals and rubric else None
-    return {"signals": text} if text else {}
-
-
-def _first_prompt(prepared: RlPrepared, example: Example) -> str:
-    """An example's first prompt, which tools and environments have a part in."""
-    config, tokenizer, room = prepared.config, prepared.tokenizer, prepared.layout.key_length
-    (ids,) = run_to_end(
-        rollout_builder.first_prompts(config, prepared.task, tokenizer, [example], room)
-    )
-    return rendered(tokenizer, ids)

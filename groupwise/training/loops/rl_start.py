@@ -23,9 +23,9 @@ from groupwise.core.interruption import Interrupted, Interruption, run_to_end
 from groupwise.core.reward_call.request import Scorer
 from groupwise.core.terminal.progress import Progress
 from groupwise.core.types import Policy, SamplingParams
+from groupwise.runs.curves import WARM_UP_SUMMARY
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord
-from groupwise.runs.warm_up import WARM_UP_SUMMARY
 from groupwise.tasks.data.reward_hacking import Signals
 from groupwise.tasks.data.selection import Selection, Sizes
 from groupwise.tasks.rollouts.asking import RolloutKind
@@ -77,17 +77,16 @@ logger = logging.getLogger(__name__)
 
 KIND = "rl"
 METRIC = "reward"
-"""The one that a curve is drawn of, and the summary has."""
+"""The metric that is plotted and summarised."""
 UNTRAINED = "base"
 BEFORE = "before"
 AFTER = "after"
-"""What the evaluations of the held-out prompts are called: the model without any training, where a warm-up came first, then those before
-and after the steps of reinforcement learning."""
+"""Names of the evaluations: the untrained model, if a warm-up came first, then before and after the steps of reinforcement learning."""
 
 
 @dataclass(frozen=True, slots=True)
 class RlResult(TrainingResult):
-    """How a run ended, with its held-out results before and after the training, where it has them."""
+    """The result of the command, with held-out results before and after the training if there are any."""
 
     before: EvalResult | None = field(default=None, repr=False)
     after: EvalResult | None = field(default=None, repr=False)
@@ -171,7 +170,7 @@ def record_untrained(folder: RunFolder, prepared: RlPrepared, result: EvalResult
 async def run_in(
     folder: RunFolder, prepared: RlPrepared, resumption: Resumption | None
 ) -> RlResult:
-    """Build the parts, train, and leave the folder with what came of it."""
+    """Build the parts and train; the results are in the folder."""
     started = time.perf_counter()
     callbacks = all_callbacks(prepared, folder.path)
     publications = build.publication_folder(folder.path, build.publication_bytes(prepared.config))
@@ -209,7 +208,7 @@ async def run_in(
 
 
 def all_callbacks(prepared: RlPrepared, folder: Path) -> Callbacks:
-    """Those of the config, then those of the task."""
+    """The callbacks of the config, then those of the task."""
     given, tokenizer = view(prepared.config), prepared.tokenizer
     of_task = callbacks_of_task(
         prepared.task, given, tokenizer, str(folder), beside=prepared.callbacks
@@ -286,7 +285,7 @@ def selection_of(prepared: RlPrepared) -> Selection:
 
 
 def say_what_begins(run: TaskRun, prepared: RlPrepared) -> None:
-    """The first lines of the log, and what a reader should know."""
+    """Log the first lines and the warnings about the data."""
     dropped = prepared.prompts.dropped
     for warning in warnings_of(prepared):
         logger.warning(warning)
@@ -308,7 +307,7 @@ def say_what_begins(run: TaskRun, prepared: RlPrepared) -> None:
 
 
 async def conduct(run: TaskRun, prepared: RlPrepared, started: float) -> RlResult:
-    """Held-out prompts before, all steps, held-out prompts after; an interruption keeps what is whole."""
+    """Evaluate, take all steps, evaluate again; an interruption keeps every whole step."""
     try:
         await run.callbacks.begin(run)
         untrained = recorded_evaluation(run, UNTRAINED, 0)
@@ -318,7 +317,13 @@ async def conduct(run: TaskRun, prepared: RlPrepared, started: float) -> RlResul
         await train(run)
         save_checkpoint(run)
         await run.callbacks.saved()
-        run.folder.write_final(lambda folder: _write_final(run, folder))
+
+        def fill(folder: Path) -> None:
+            """The published weights and the tokenizer, as transformers, peft and vLLM load them."""
+            shutil.copytree(run.policy.path, folder, dirs_exist_ok=True)
+            run.tokenizer.save_pretrained(folder)
+
+        run.folder.write_final(fill)
         after = await held_out_result(run, AFTER, run.step, prepared)
     except Interrupted as interrupted:
         return await stopped(run, prepared, started, interrupted)
@@ -363,18 +368,12 @@ def _summarise(
     return summary
 
 
-def _write_final(run: TaskRun, folder: Path) -> None:
-    """The published weights and the tokenizer, as transformers, peft and vLLM load them."""
-    shutil.copytree(run.policy.path, folder, dirs_exist_ok=True)
-    run.tokenizer.save_pretrained(folder)
-
-
 async def held_out_result(
     run: TaskRun, name: str, step: int, prepared: RlPrepared
 ) -> EvalResult | None:
-    """How the policy after `step` steps does: as recorded, or found out now; None if it cannot be found out any more.
+    """The evaluation after `step` steps: from the record, or made now; None if the run is past that step.
 
-    What was recorded counts only if the prompts and the way of answering them are the same now.
+    A recorded one counts only if the prompts and the way of answering them are the same now.
     """
     if not run.config.eval.before_and_after or run.held_out is None:
         return None

@@ -1,6 +1,6 @@
 """A run of reinforcement learning while it goes on: what `Training` has, and sampler, rewards and prompts.
 
-`Learning` is the half of it that turns groups into updates, whoever drew and scored them: all that a replay needs.
+`Learning` is the half of it that turns scored groups into updates, wherever they come from: all that a replay needs.
 """
 
 from __future__ import annotations

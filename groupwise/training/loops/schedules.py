@@ -24,7 +24,6 @@ from typing import Any
 
 from groupwise.core.interruption import Interrupted, gather_all
 from groupwise.core.types import Group, Policy
-from groupwise.tasks.data.selection import Choice
 from groupwise.training.loops import drawing
 from groupwise.training.loops.run import Schedule, StepBatch, TaskRun
 
@@ -149,14 +148,14 @@ def filled(accepted: Sequence[Group], rejected: Sequence[Group], size: int) -> S
 
 @dataclass(eq=False, slots=True)
 class _UnderWay:
-    """One group of the free schedule."""
+    """One group of the free schedule that is not trained yet."""
 
     since: int
     """Steps done when it was sampled."""
     sampled: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     group: Group | None = None
-    """When it is finished."""
+    """The scored group, once it is finished."""
 
 
 class Free:
@@ -194,12 +193,16 @@ class Free:
         rejected: list[Group] = []
         while True:
             left = run.algorithm.resample_rounds * size - len(rejected)
-            rejected += [self._take(draw) for draw in self._unwanted()[:left]]
+            rejected += [self._take(draw) for draw in self._not_accepted()[:left]]
             self._top_up(size)
             chosen = self._choose(size)
             if chosen is not None:
                 return self._timer.note(StepBatch([self._take(draw) for draw in chosen], rejected))
-            await self._one_more()
+            # Wait for another finished group; `result` raises what went wrong with it.
+            tasks = [each.task for each in self._under_way.values() if each.task and not each.group]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
 
     async def settle(self) -> None:
         await _settle(self, self._run, [each.sampled for each in self._under_way.values()])
@@ -225,7 +228,7 @@ class Free:
         return choose(self._finished, since, self._run.step, self._lag, size, replayed, most)
 
     def _top_up(self, size: int) -> None:
-        """So many are under way or finished as the steps that may have them need."""
+        """Keep as many groups under way or finished as the steps that may take them need."""
         wanted = size * min(self._lag + 1, self._run.max_steps - self._run.step)
         while len(self._under_way) < wanted:
             if self._again:
@@ -237,7 +240,10 @@ class Free:
 
     async def _draw(self, draw: int, under_way: _UnderWay) -> None:
         try:
-            choice = self._chosen(draw)
+            block, slot = divmod(draw, self._size)
+            self._planned.add(block)
+            self._run.selection.plan(block, self._run.step, self._size)
+            choice = self._run.selection.take(block, slot, draw)
             group = await drawing.sample(self._run, draw, choice, under_way.since)
             self._timer.sampled(group)
         finally:
@@ -245,13 +251,7 @@ class Free:
         under_way.group = await _scored(self._run, group, under_way.since, self._timer)
         self._finished.append(draw)
 
-    def _chosen(self, draw: int) -> Choice:
-        block, slot = divmod(draw, self._size)
-        self._planned.add(block)
-        self._run.selection.plan(block, self._run.step, self._size)
-        return self._run.selection.take(block, slot, draw)
-
-    def _unwanted(self) -> list[int]:
+    def _not_accepted(self) -> list[int]:
         groups = {draw: self._under_way[draw].group for draw in self._finished}
         return [
             d for d, group in groups.items() if group and not self._run.algorithm.accepts(group)
@@ -263,13 +263,6 @@ class Free:
         assert group is not None, f"draw {draw} is not finished"
         self._taken[1].append(draw)
         return group
-
-    async def _one_more(self) -> None:
-        """Wait until another group is finished; raises what went wrong with one."""
-        tasks = [each.task for each in self._under_way.values() if each.task and not each.group]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
 
 
 def choose(
@@ -305,7 +298,7 @@ def choose(
 
 
 class _Timer:
-    """When the first group was asked for, the last one sampled, the last one scored."""
+    """Times at which the first group was requested, the last one sampled, the last one scored."""
 
     def __init__(self) -> None:
         self._begun = self._sampled = self._scored = time.perf_counter()

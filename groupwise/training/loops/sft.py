@@ -147,7 +147,9 @@ async def take_step(run: SftRun) -> None:
     begun = time.perf_counter()
     run.timings = Timings()
     training = run.config.training
-    draws = _draws(run)
+    # The last step of whole epochs has the draws that are left of them.
+    end = run.next_draw + run.config.training.examples_per_step
+    draws = range(run.next_draw, end if run.max_draws is None else min(end, run.max_draws))
     lessons = [run.lessons.lessons[run.order.example(draw)] for draw in draws]
     rows = [teacher_row(row) for lesson in lessons for row in lesson.rows]
     rate = learning_rate(run.step, run.max_steps, training)
@@ -157,12 +159,6 @@ async def take_step(run: SftRun) -> None:
     learned["learning_rate"] = rate
     metrics = _commit(run, draws, lessons, version_in, learned)
     await run.callbacks.step_committed(metrics)
-
-
-def _draws(run: SftRun) -> range:
-    """The draws of the step; the last step of whole epochs has what is left of them."""
-    end = run.next_draw + run.config.training.examples_per_step
-    return range(run.next_draw, end if run.max_draws is None else min(end, run.max_draws))
 
 
 async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
@@ -193,7 +189,7 @@ def _commit(
     version_in: int,
     learned: Mapping[str, float],
 ) -> dict[str, float]:
-    """The step with its rows and metrics, in one transaction. Then the run stands after it. Returns the metrics."""
+    """Commit the step with its rows and metrics in one transaction, and advance the run. Returns the metrics."""
     run.tokens_seen += run.timings.learned_tokens
     metrics = {
         **learned,
@@ -226,7 +222,7 @@ def _commit(
 
 
 async def evaluate_if_due(run: SftRun) -> None:
-    """Before the first step, every `eval.eval_steps` steps, after the last one, and where a callback asks for it."""
+    """Evaluate before the first step, every `eval.eval_steps` steps, after the last one, and if a callback asks for it."""
     asked = run.callbacks.evaluation_was_asked
     nothing = run.held_out is None and run.completions is None
     if asked and nothing:
@@ -243,15 +239,15 @@ async def evaluate_if_due(run: SftRun) -> None:
     if due or asked:
         metrics = await _evaluate(run)
         _notice_conditions(run, metrics)
-        await _judge(run, metrics.get("eval_loss"))
+        await _note_best(run, metrics.get("eval_loss"))
 
 
 async def _evaluate(run: SftRun) -> dict[str, float]:
-    """Record what there is to measure: the loss on the held-out rows, and what the policy writes by itself."""
+    """Measure and record the loss on the held-out rows, and the policy's own completions."""
     metrics: dict[str, float] = {}
     details: list[dict[str, Any]] = []
     if run.held_out is not None:
-        metrics, details = await _loss_of(run, run.held_out)
+        metrics, details = await _held_out_loss(run, run.held_out)
     if run.completions is not None:
         drawn = run.completions.measure(
             run.learner,
@@ -272,7 +268,7 @@ async def _evaluate(run: SftRun) -> dict[str, float]:
 
 
 def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
-    """The condition of `training.stop_when` that holds now, if one does."""
+    """Note the condition of `training.stop_when` that holds now, if one does."""
     conditions = run.config.training.stop_when
     named = {name for each in conditions for name, _, _ in bounds_of(each)}
     unknown = named - metrics.keys()
@@ -288,7 +284,7 @@ def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
         run.say(f"ended after {run.step} steps: {run.reached} (training.stop_when)")
 
 
-async def _loss_of(
+async def _held_out_loss(
     run: SftRun, held_out: LessonSet
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Loss, in nats per trained token, and accuracy on the held-out rows, and each row's part."""
@@ -308,7 +304,7 @@ async def _loss_of(
     loss = math.fsum(losses) / sum(counts)
     metrics = {
         "eval_loss": loss,
-        "perplexity": _perplexity(loss),
+        "perplexity": math.exp(min(loss, 700.0)),  # beyond it a float overflows
         "eval_mean_token_accuracy": right / sum(counts),
         "eval_tokens": float(sum(counts)),
     }
@@ -319,16 +315,17 @@ async def _loss_of(
     return metrics, details
 
 
-def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))  # beyond it a float overflows
-
-
-async def _judge(run: SftRun, loss: float | None) -> None:
+async def _note_best(run: SftRun, loss: float | None) -> None:
     """Note whether the evaluation is the best so far; a checkpoint keeps the best one. The start is no candidate."""
     run.evaluated_step = run.step
     if run.step == 0 or loss is None:
         return
-    _count_patience(run, loss)
+    # Patience counts only a loss that is lower by more than the threshold.
+    least = run.config.eval.early_stopping_threshold
+    if math.isfinite(loss) and (run.to_beat is None or loss < run.to_beat - least):
+        run.to_beat, run.not_better = loss, 0
+    else:
+        run.not_better += 1
     if math.isfinite(loss) and (run.best is None or loss < run.best.loss):
         run.best = Best(run.step, loss)
         await save(run)
@@ -337,15 +334,6 @@ async def _judge(run: SftRun, loss: float | None) -> None:
         run.say(
             f"stopped early: {run.not_better} evaluations without a better loss; the best is {best}"
         )
-
-
-def _count_patience(run: SftRun, loss: float) -> None:
-    """Only a loss that is lower by more than the threshold is better here; the best step is that of the lowest."""
-    least = run.config.eval.early_stopping_threshold
-    if math.isfinite(loss) and (run.to_beat is None or loss < run.to_beat - least):
-        run.to_beat, run.not_better = loss, 0
-    else:
-        run.not_better += 1
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

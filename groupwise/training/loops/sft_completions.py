@@ -29,14 +29,14 @@ from groupwise.training.config import RunConfig, load_config, with_task_schema
 from groupwise.training.evaluation.evaluate import HeldOut, answer_held_out, held_out_prompts
 from groupwise.training.evaluation.measures import by_prompt, distinct_share
 from groupwise.training.placement import Layout
-from groupwise.training.sft_config import LoadedSftConfig, SftConfig
+from groupwise.training.sft_config import LoadedSftConfig
 
 WITH_SIGNAL = "groups/with_signal"
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompts:
-    """The prompts that completions are drawn for, and how; found out before a model is loaded."""
+    """The prompts for which completions are drawn, and how; prepared before a model is loaded."""
 
     config: RunConfig
     """The RL run's config, with the model and the adapter of the supervised one."""
@@ -48,7 +48,7 @@ class PreparedPrompts:
 def ask(
     loaded: LoadedSftConfig, task: Task, tokenizer: Any, layout: Layout
 ) -> PreparedPrompts | None:
-    """None where no completions are wanted. Raises UsageError for a task without prompts or rewards."""
+    """Prepare the prompts; None if no completions are configured. Raises UsageError for a task without prompts or rewards."""
     wanted = loaded.config.eval.completions
     if wanted is None:
         return None
@@ -75,7 +75,10 @@ def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
     }
     sections: dict[str, Any] = {**given, **shared, "warm_up": None}
     sections.setdefault("task", of_sft.get("task", {}))
-    training = {**sections.get("training", {}), **_shared_training(config)}
+    # The sampler runs over the learner's weights.
+    own = config.training
+    keys = ("seed", "gradient_checkpointing", "packing", "max_tokens_per_microbatch")
+    training = {**sections.get("training", {}), **{key: getattr(own, key) for key in keys}}
     temperature = sections.get("sampler", {}).get("temperature", 1.0)
     evaluation = {
         **sections.get("eval", {}),
@@ -88,16 +91,9 @@ def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
     return with_task_schema(found, task.config_schema()).config
 
 
-def _shared_training(config: SftConfig) -> dict[str, Any]:
-    """How the learner computes; the sampler is over its weights."""
-    training = config.training
-    keys = ("seed", "gradient_checkpointing", "packing", "max_tokens_per_microbatch")
-    return {key: getattr(training, key) for key in keys}
-
-
 @dataclass(slots=True, kw_only=True)
 class Completions:
-    """Draws them, scores them and measures."""
+    """Draws completions, scores them and measures."""
 
     asked: HeldOut
     sampler: Sampler
@@ -112,7 +108,7 @@ class Completions:
         max_steps: int,
         on_progress: Callable[[int, int], None],
     ) -> dict[str, float]:
-        """Metrics of the policy as it is after so many steps."""
+        """Metrics of the present policy, which has taken `step` steps."""
         published = await learner.publish(policy.version)
         await self.sampler.load(published)
         result = await answer_held_out(

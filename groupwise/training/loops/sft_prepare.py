@@ -1,6 +1,6 @@
-"""Everything that can be found out about a supervised run before a model is loaded: config, task, rows, masks, sizes.
+"""Checks and prepares a run of `groupwise sft` before a model is loaded: config, task, rows, masks, sizes.
 
-What is wrong with any of them is a `UsageError` here, and a dry run ends here.
+Any mistake in them raises a `UsageError` here, and a dry run ends here.
 """
 
 from __future__ import annotations
@@ -90,7 +90,20 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
         limit = config.eval.max_examples
         held_out = _read(config, found, tokenizer, "get_sft_eval_dataset", limit)
     if held_out is None and config.eval.completions is None:
-        _refuse_evaluation_of_nothing(config, found)
+        evaluation = config.eval
+        needing = {
+            "eval.eval_steps": evaluation.eval_steps,
+            "eval.early_stopping_patience": evaluation.early_stopping_patience,
+            "eval.load_best_model_at_end": evaluation.load_best_model_at_end or None,
+            "training.stop_when": config.training.stop_when or None,
+        }
+        keys = [key for key, value in needing.items() if value is not None]
+        if keys:
+            without = "returns None from" if found.has("get_sft_eval_dataset") else "has no"
+            raise TaskError(
+                f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} set, but {found.described} {without} "
+                "get_sft_eval_dataset, so there is nothing to evaluate on. Leave the key out, or add the hook."
+            )
     facts = {
         **task_facts(found),
         "data": _fingerprint(lessons),
@@ -100,7 +113,8 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
     }
     rows = [each.example.index for each in lessons.lessons]
     order = order_of(found, "get_sft_dataset", rows, config)
-    max_draws = _max_draws(config, order.length)
+    epochs = config.training.num_train_epochs
+    max_draws = None if epochs is None else max(1, math.ceil(epochs * order.length))
     given, origin = View(resolved(config)), loaded.tree.origin(("callbacks",))
     layout = placement.supervised_layout(config)
     prepared = SftPrepared(
@@ -159,32 +173,10 @@ def teacher_way(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
     )
 
 
-def _refuse_evaluation_of_nothing(config: SftConfig, task: Task) -> None:
-    evaluation = config.eval
-    asked = {
-        "eval.eval_steps": evaluation.eval_steps,
-        "eval.early_stopping_patience": evaluation.early_stopping_patience,
-        "eval.load_best_model_at_end": evaluation.load_best_model_at_end or None,
-        "training.stop_when": config.training.stop_when or None,
-    }
-    keys = [key for key, value in asked.items() if value is not None]
-    if keys:
-        without = "returns None from" if task.has("get_sft_eval_dataset") else "has no"
-        raise TaskError(
-            f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} set, but {task.described} {without} "
-            "get_sft_eval_dataset, so there is nothing to evaluate on. Leave the key out, or add the hook."
-        )
-
-
 def _draws(config: SftConfig) -> int | None:
     """How many rows of an endless stream are read; None where epochs decide, which needs an end."""
     steps = config.training.max_steps
     return None if steps is None else steps * config.training.examples_per_step
-
-
-def _max_draws(config: SftConfig, examples: int) -> int | None:
-    epochs = config.training.num_train_epochs
-    return None if epochs is None else max(1, math.ceil(epochs * examples))
 
 
 def _max_steps(config: SftConfig, max_draws: int | None) -> int:
@@ -226,7 +218,14 @@ def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, A
     config, lessons, held_out = prepared.config, prepared.lessons, prepared.held_out
     first = lessons.lessons[prepared.order.example(0)]
     counts = {
-        **_counts(lessons),
+        "examples": len(lessons.lessons),
+        "rows": sum(len(lesson.rows) for lesson in lessons.lessons),
+        "rows_cut_as_too_long": lessons.cut,
+        "rows_dropped_as_too_long": lessons.dropped,
+        "trained_without_end_token": lessons.without_end,
+        "tokens": lessons.tokens,
+        "trained_tokens": lessons.trained_tokens,
+        "longest_row": lessons.longest,
         **drawn_in_an_epoch(prepared.order, len(lessons.lessons)),
         "held_out_examples": len(held_out.lessons) if held_out else 0,
         "steps": prepared.max_steps,
@@ -244,44 +243,26 @@ def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, A
 def warnings_of(prepared: SftPrepared) -> list[str]:
     """Warnings about the rows before the run."""
     examples = [lesson.example for lesson in prepared.lessons.lessons]
-    of_overlap = filter(None, [_overlap_warning(prepared)])
-    return [*prompt_warnings(prepared, examples), *of_overlap]
+    overlap = None
+    if prepared.held_out is not None:
+        trained = set(map(_prompt_key, prepared.lessons.lessons))
+        asked = list(map(_prompt_key, prepared.held_out.lessons))
+        overlap = warning_of_overlap(
+            sum(each in trained for each in asked),
+            len(asked),
+            instead="data.dataset_test_split, data.test_split_size, or the task's get_sft_eval_dataset",
+        )
+    return [*prompt_warnings(prepared, examples), *([overlap] if overlap else [])]
 
 
-def _overlap_warning(prepared: SftPrepared) -> str | None:
-    """A warning if held-out rows are trained on; None if none is, or nothing is held out."""
-    if prepared.held_out is None:
-        return None
-    trained = set(map(_asked, prepared.lessons.lessons))
-    asked = list(map(_asked, prepared.held_out.lessons))
-    return warning_of_overlap(
-        sum(each in trained for each in asked),
-        len(asked),
-        instead="data.dataset_test_split, data.test_split_size, or the task's get_sft_eval_dataset",
-    )
-
-
-def _asked(lesson: Lesson) -> str:
-    """Equal for lessons that answer the same: where nothing is asked, for those of the same tokens."""
+def _prompt_key(lesson: Lesson) -> str:
+    """A key that is equal for lessons with the same prompt; without a prompt, for those with the same tokens."""
     prompt = lesson.example.prompt
     if isinstance(prompt, str):
         asks = bool(prompt)
     else:
         asks = any(message["role"] not in ("system", "developer") for message in prompt)
     return prompt_key(prompt) if asks else json.dumps([row.ids for row in lesson.rows])
-
-
-def _counts(lessons: LessonSet) -> dict[str, Any]:
-    return {
-        "examples": len(lessons.lessons),
-        "rows": sum(len(lesson.rows) for lesson in lessons.lessons),
-        "rows_cut_as_too_long": lessons.cut,
-        "rows_dropped_as_too_long": lessons.dropped,
-        "trained_without_end_token": lessons.without_end,
-        "tokens": lessons.tokens,
-        "trained_tokens": lessons.trained_tokens,
-        "longest_row": lessons.longest,
-    }
 
 
 def shown_row(tokenizer: Any, row: Masked) -> str:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.core.interruption import Interrupted, Interruption, run_to_end
-from groupwise.core.terminal.progress import Progress
 from groupwise.core.types import Learner, Policy
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
@@ -60,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 KIND = "sft"
 METRIC = "loss"
-"""The one that a curve is drawn of, and the summary has."""
+"""The metric that is plotted and summarised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +113,33 @@ def _sft(start: Start[LoadedSftConfig], task: object, *, dry_run: bool) -> SftRe
 async def _run_in(
     folder: RunFolder, prepared: SftPrepared, resumption: Resumption | None
 ) -> SftResult:
-    """Build the learner, train, and leave the folder with what came of it."""
+    """Build the learner and train; the results are in the folder."""
     started = time.perf_counter()
     callbacks = Callbacks(prepared.callbacks)
     try:
         with watched(folder, prepared, resumption) as (progress, interruption):
             async with _parts(folder, prepared, interruption) as (learner, completions):
-                run = _assemble(folder, prepared, learner, progress, interruption)
-                run.callbacks, run.completions = callbacks, completions
+                config = prepared.config
+                run = SftRun(
+                    config=config,
+                    max_steps=prepared.max_steps,
+                    learner=learner,
+                    tokenizer=prepared.tokenizer,
+                    folder=folder,
+                    progress=progress,
+                    interruption=interruption,
+                    policy=Policy(folder.name, 0, "", "adapter" if config.lora else "full", ""),
+                    lessons=prepared.lessons,
+                    order=prepared.order,
+                    max_draws=prepared.max_draws,
+                    held_out=prepared.held_out,
+                    eval_steps=prepared.eval_steps,
+                    callbacks=callbacks,
+                    completions=completions,
+                )
                 if resumption is not None:
                     restore_checkpoint(run, prepared, resumption)
-                    _look_anew_if_changed(run, prepared)
+                    _forget_best_if_rows_changed(run, prepared)
                 _say_what_begins(run, prepared)
                 return await _conduct(run, prepared, started)
     finally:
@@ -135,7 +150,7 @@ async def _run_in(
 async def _parts(
     folder: RunFolder, prepared: SftPrepared, interruption: Interruption
 ) -> AsyncGenerator[tuple[Learner, Completions | None]]:
-    """The learner; and where the policy is to write by itself, a sampler over its weights and what scores."""
+    """The learner and, if evaluations draw completions, a sampler over its weights with a scorer."""
     asked, task, tokenizer = prepared.asked, prepared.task, prepared.tokenizer
     if asked is None:
         unused = folder.path / "published"  # nothing samples, so nothing is published
@@ -163,33 +178,7 @@ async def _parts(
         build.remove_publications(publications)
 
 
-def _assemble(
-    folder: RunFolder,
-    prepared: SftPrepared,
-    learner: Learner,
-    progress: Progress,
-    interruption: Interruption,
-) -> SftRun:
-    """The run at its first step."""
-    config = prepared.config
-    return SftRun(
-        config=config,
-        max_steps=prepared.max_steps,
-        learner=learner,
-        tokenizer=prepared.tokenizer,
-        folder=folder,
-        progress=progress,
-        interruption=interruption,
-        policy=Policy(folder.name, 0, "", "adapter" if config.lora else "full", ""),
-        lessons=prepared.lessons,
-        order=prepared.order,
-        max_draws=prepared.max_draws,
-        held_out=prepared.held_out,
-        eval_steps=prepared.eval_steps,
-    )
-
-
-def _look_anew_if_changed(run: SftRun, prepared: SftPrepared) -> None:
+def _forget_best_if_rows_changed(run: SftRun, prepared: SftPrepared) -> None:
     """Search for the best step again if the held-out rows changed: losses on other rows do not compare."""
     store, now = run.folder.store, prepared.facts["held_out"]
     if store.get_meta().get("held_out") == now:
@@ -201,7 +190,7 @@ def _look_anew_if_changed(run: SftRun, prepared: SftPrepared) -> None:
 
 
 def _say_what_begins(run: SftRun, prepared: SftPrepared) -> None:
-    """The first lines of the log, and what a reader should know."""
+    """Log the first lines and the warnings about the data."""
     lessons = prepared.lessons
     logger.info(
         "%s, %s: steps %d to %d, %d examples",
@@ -229,7 +218,7 @@ def _say_what_begins(run: SftRun, prepared: SftPrepared) -> None:
 
 
 async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftResult:
-    """All steps, then the final weights; an interruption keeps what is whole."""
+    """Take all steps, then write the final weights; an interruption keeps every whole step."""
     try:
         await run.callbacks.begin(run)
         await train(run)
@@ -242,29 +231,26 @@ async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftRes
         await failed(run, error)
         raise
     await save(run)
-    step = _final_step(run)
-    run.folder.write_final(lambda folder: _write_final(run, folder, step), step)
+    step = run.step
+    if run.config.eval.load_best_model_at_end and run.best is not None:
+        kept = [checkpoint.step for checkpoint in checkpoints.complete(run.folder.checkpoints)]
+        if run.best.step in kept:
+            step = run.best.step
+        else:
+            run.say(
+                f"warning: the best checkpoint, step-{run.best.step}, is gone: final/ has the last one"
+            )
+
+    def fill(folder: Path) -> None:
+        """The weights after so many steps, and the tokenizer, as transformers, peft and vLLM load them."""
+        source = run.folder.checkpoints / f"step-{step}"
+        ignored = shutil.ignore_patterns(*NOT_WEIGHTS)
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=ignored)
+        run.tokenizer.save_pretrained(folder)
+
+    run.folder.write_final(fill, step)
     summary = await _ended(run, prepared, started, "finished")
     return SftResult(summary, run.folder.path, exit_code(run, summary))
-
-
-def _write_final(run: SftRun, folder: Path, step: int) -> None:
-    """The weights after so many steps, and the tokenizer, as transformers, peft and vLLM load them."""
-    source = run.folder.checkpoints / f"step-{step}"
-    ignored = shutil.ignore_patterns(*NOT_WEIGHTS)
-    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=ignored)
-    run.tokenizer.save_pretrained(folder)
-
-
-def _final_step(run: SftRun) -> int:
-    """After which step the final weights are; the last one where the best checkpoint is gone."""
-    if not run.config.eval.load_best_model_at_end or run.best is None:
-        return run.step
-    kept = [checkpoint.step for checkpoint in checkpoints.complete(run.folder.checkpoints)]
-    if run.best.step in kept:
-        return run.best.step
-    run.say(f"warning: the best checkpoint, step-{run.best.step}, is gone: final/ has the last one")
-    return run.step
 
 
 async def _ended(
@@ -273,14 +259,8 @@ async def _ended(
     started: float,
     state: Literal["finished", "interrupted"],
 ) -> dict[str, Any]:
-    """Leave curve and summary, and record the state."""
+    """Write the curve, summarise the run, and record its final state."""
     write_curve(run, METRIC)
-    summary = {**_summarise(run, prepared, started), **ended_early(run)}
-    return await end(run, state, summary)
-
-
-def _summarise(run: SftRun, prepared: SftPrepared, started: float) -> dict[str, Any]:
-    """Summarise the run in a few lines."""
     first, last = first_and_last(run, METRIC)
     summary = {**summarise(run, prepared, started), "loss_first": first, "loss_last": last}
     found = run.folder.store.evaluations(rows=False)
@@ -294,4 +274,4 @@ def _summarise(run: SftRun, prepared: SftPrepared, started: float) -> dict[str, 
         summary["stopped_early"] = True
     if run.reached is not None:
         summary["stopped_by"] = run.reached
-    return summary
+    return await end(run, state, {**summary, **ended_early(run)})

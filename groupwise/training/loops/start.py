@@ -1,6 +1,6 @@
-"""How a training command starts, whatever the run learns from: what `rl_start` and `sft_start` share.
+"""The start of a training command: what `rl_start` and `sft_start` share.
 
-run_with_auto_resume  again from the last checkpoint, where a server has lost what the run computes with
+run_with_auto_resume  starts again from the last checkpoint if a server has lost the run's sampler or learner
 find_start       the config with the weights to begin with, and where an earlier run goes on
 resumption       is it the same run? what changed?
 opened           the run's folder, held by this process; one that could not start leaves none
@@ -25,7 +25,6 @@ from groupwise.core.terminal.progress import Progress
 from groupwise.engine.models.card import packages_used
 from groupwise.engine.models.hub_push import Target, check_access
 from groupwise.runs import checkpoints, find
-from groupwise.runs.config import RunSection
 from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder
 from groupwise.runs.store import Store
 from groupwise.training.config import Loaded, LoadedConfig
@@ -63,7 +62,7 @@ WAYS_TO_START = {
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """How a training run ended."""
+    """The result of a training command."""
 
     summary: dict[str, Any]
     """Summary for people and `--json`: run, state, steps, results, folders. After a dry run, config and plan."""
@@ -75,7 +74,7 @@ class TrainingResult:
 
 @dataclass(frozen=True, slots=True)
 class StartMode:
-    """How the user wants a run to start; an ordinary new one without any of these. Raises `UsageError` where more than one is given."""
+    """How the user wants a run to start; with none of these it is an ordinary new run. Raises `UsageError` if more than one is given."""
 
     resume: bool = False
     resume_from: str | None = None
@@ -96,8 +95,8 @@ def run_with_auto_resume(
 ) -> T:
     """Run `begin` in this mode; if `run.server` loses its parts, go on from the last checkpoint, as with `--resume`.
 
-    An engine that ends, or a server that is restarted, costs the steps since the last checkpoint. Raises what the run raises, and what
-    was lost where that happened a few times in a row without a new checkpoint.
+    An engine that ends, or a server that is restarted, costs the steps since the last checkpoint. Raises what the run raises, and the
+    loss itself if it happens `MOST_IN_VAIN` times in a row without a new checkpoint.
     """
     in_vain, reached, run = 0, 0, ""
     while True:
@@ -112,7 +111,13 @@ def run_with_auto_resume(
         except ClientError as error:
             if error.code not in LOST:
                 raise
-            run, step = _stands(loaded, ways)
+            runs = Path(loaded.config.run.dir)
+            if ways.resume_from is None:
+                path = find.newest_unfinished(loaded.run_name, runs)
+            else:
+                path = find.resolve(ways.resume_from.partition("@")[0], runs).path
+            newest = checkpoints.newest(path / CHECKPOINTS)
+            run, step = path.name, 0 if newest is None else newest.step
             in_vain = 0 if step > reached else in_vain + 1
             if in_vain == MOST_IN_VAIN:
                 raise
@@ -121,17 +126,6 @@ def run_with_auto_resume(
             logger.warning("the run %s goes on by itself, after step %d", run, step)
             _await_server(loaded.config.run.server)
             ways = StartMode(resume_from=f"{run}@{step}") if step else StartMode(resume=True)
-
-
-def _stands(loaded: LoadedConfig, ways: StartMode) -> tuple[str, int]:
-    """The run that has just ended, and the steps that its newest checkpoint stands for."""
-    runs = Path(loaded.config.run.dir)
-    if ways.resume_from is None:
-        path = find.newest_unfinished(loaded.run_name, runs)
-    else:
-        path = find.resolve(ways.resume_from.partition("@")[0], runs).path
-    newest = checkpoints.newest(path / CHECKPOINTS)
-    return path.name, 0 if newest is None else newest.step
 
 
 def _await_server(url: str | None) -> None:
@@ -184,7 +178,12 @@ def find_start(loaded: Loaded, ways: StartMode, kind: str) -> Start[Loaded]:
         weights = None
     if weights is not None:
         loaded = starting_from(loaded, weights)
-    _check_upload(loaded.config.run, point.path if point else None)
+    if loaded.config.run.hub.repo_id is not None:
+        # Before any work: raises UsageError if the result could not be uploaded at the end, as far as that shows now.
+        target = Target(**loaded.config.run.hub.model_dump())
+        warning = check_access(target, point.path if point else None)
+        if warning:
+            logger.warning("run.hub: %s. It is tried when the run has finished", warning)
     return Start(loaded, point, ways.init_from, lineage, weights)
 
 
@@ -197,14 +196,6 @@ def _lineage(found: FoundPolicy, weights: Path) -> tuple[dict[str, Any], ...]:
     facts = Store.facts(run / RECORD)
     told = {key: facts[key] for key in ("kind", "task", "dataset", "model") if facts.get(key)}
     return (*facts.get("lineage", ()), {"policy": find.label_of(run, weights), **told})
-
-
-def _check_upload(section: RunSection, run: Path | None) -> None:
-    """Before any work: UsageError if the result could not be uploaded at its end, as far as that shows now."""
-    if section.hub.repo_id is not None:
-        warning = check_access(Target(**section.hub.model_dump()), run)
-        if warning:
-            logger.warning("run.hub: %s. It is tried when the run has finished", warning)
 
 
 def dry_run_warnings(resumption: Resumption | None) -> tuple[str, ...]:
@@ -225,7 +216,7 @@ def left_out_lines(prepared: Prepared) -> list[str]:
 def opened(
     prepared: AnyPrepared, start: Start[Any], kind: str, facts: Mapping[str, Any]
 ) -> Generator[tuple[RunFolder, AnyPrepared]]:
-    """The run's folder, with the weights in it that the run starts from; a new one notes what it is, and `facts`."""
+    """Open the run's folder, with the weights in it that the run starts from; a new one records `facts` about itself."""
     noted = {
         "kind": kind,
         "model": prepared.loaded.config.model.name,
@@ -257,7 +248,7 @@ def opened(
 def watched(
     folder: RunFolder, prepared: Prepared, resumption: Resumption | None
 ) -> Generator[tuple[Progress, Interruption]]:
-    """Progress, with warnings beside it, and an ear for Ctrl-C. The model is to be loaded next."""
+    """Show progress and warnings, and listen for Ctrl-C. The model is loaded next."""
     progress = Progress(
         folder.name,
         prepared.max_steps,
@@ -282,8 +273,8 @@ async def loaded(interruption: Interruption, parts: Coroutine[Any, Any, T]) -> T
 
 @contextmanager
 def _shown_warnings(progress: Progress) -> Generator[None]:
-    """Show what the package warns of beside the progress, too; the run's log has it anyway."""
-    handler = _Shown(progress)
+    """Also show the package's warnings beside the progress; the run's log has them anyway."""
+    handler = _ProgressHandler(progress)
     package = logging.getLogger("groupwise")
     package.addHandler(handler)
     try:
@@ -292,7 +283,7 @@ def _shown_warnings(progress: Progress) -> Generator[None]:
         package.removeHandler(handler)
 
 
-class _Shown(logging.Handler):
+class _ProgressHandler(logging.Handler):
     def __init__(self, progress: Progress) -> None:
         super().__init__(logging.WARNING)
         self._progress = progress

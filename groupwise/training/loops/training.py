@@ -147,25 +147,20 @@ async def update(
         training.learner.discard()
         result = UpdateResult(grad_norm=math.nan, applied=False)
     if not result.applied:
-        _keep_for_inspection(training, rows)
+        logger.warning(
+            "step %d: loss or gradient was not finite; the update was left out", training.step + 1
+        )
+        folder = training.folder.path / NON_FINITE
+        with atomic_files.explained(folder):
+            folder.mkdir(exist_ok=True)
+            kept = {file.name for file in folder.glob("step-*.jsonl")}
+        if len(kept) < MOST_KEPT:
+            again = (f"-{number}" for number in count(2))
+            names = (f"step-{training.step}{more}.jsonl" for more in chain([""], again))
+            file = folder / next(name for name in names if name not in kept)
+            atomic_files.write_file(file, b"".join(to_json(row) + b"\n" for row in rows))
+            logger.warning("its rows are in %s", file)
     return result
-
-
-def _keep_for_inspection(training: Training, rows: list[Row]) -> None:
-    logger.warning(
-        "step %d: loss or gradient was not finite; the update was left out", training.step + 1
-    )
-    folder = training.folder.path / NON_FINITE
-    with atomic_files.explained(folder):
-        folder.mkdir(exist_ok=True)
-        kept = {file.name for file in folder.glob("step-*.jsonl")}
-    if len(kept) >= MOST_KEPT:
-        return
-    again = (f"-{number}" for number in count(2))
-    names = (f"step-{training.step}{more}.jsonl" for more in chain([""], again))
-    file = folder / next(name for name in names if name not in kept)
-    atomic_files.write_file(file, b"".join(to_json(row) + b"\n" for row in rows))
-    logger.warning("its rows are in %s", file)
 
 
 def count_non_finite(training: Training, left_out: int) -> None:

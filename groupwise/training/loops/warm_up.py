@@ -11,16 +11,15 @@ import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import StoreError, UsageError
 from groupwise.engine.distributed.torchrun import launched
 from groupwise.runs import checkpoints, find
+from groupwise.runs.curves import WARM_UP, WARM_UP_SUMMARY
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
 from groupwise.runs.store import Store
-from groupwise.runs.warm_up import WARM_UP, WARM_UP_SUMMARY
 from groupwise.training import build
 from groupwise.training.config import LoadedConfig, compare_for_resume
 from groupwise.training.evaluation.evaluate import EvalResult, evaluate_untrained
@@ -87,31 +86,29 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
             "with the same config: it is found then."
         )
     if made is None:
-        result = sft(_named(given, _free_name(given)), task)
+        result = sft(_with_name(given, _free_name(given)), task)
     elif checkpoints.newest(made / CHECKPOINTS) is not None:
         result = sft(given.config, task, resume_from=str(made))
     else:  # it was cut off before its first checkpoint
-        result = sft(_named(given, made.name), task, resume=True)
+        result = sft(_with_name(given, made.name), task, resume=True)
     if result.exit_code:
         return WarmedUp(None, interrupted=result)
     summary = {**_short_summary(result.summary), "found": False}
     return WarmedUp(str(result.folder), summary, untrained=_untrained(loaded, task))
 
 
-def _named(given: LoadedSftConfig, name: str) -> SftConfig:
+def _with_name(given: LoadedSftConfig, name: str) -> SftConfig:
     run = given.config.run.model_copy(update={"name": name})
     return given.config.model_copy(update={"run": run})
 
 
 def _free_name(given: LoadedSftConfig) -> str:
     """The name of a new warm-up. It gets a number if an unfinished run already has that name, because someone may still resume that run."""
-    runs = Path(given.config.run.dir)
-    names = (f"{given.run_name}-{number}" if number > 1 else given.run_name for number in count(1))
-    return next(name for name in names if not _is_unfinished(runs / name))
-
-
-def _is_unfinished(path: Path) -> bool:
-    return (path / RECORD).is_file() and not _is_finished(path)
+    runs, name, number = Path(given.config.run.dir), given.run_name, 1
+    while (runs / name / RECORD).is_file() and not _is_finished(runs / name):
+        number += 1
+        name = f"{given.run_name}-{number}"
+    return name
 
 
 def _untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:

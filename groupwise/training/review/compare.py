@@ -1,15 +1,15 @@
 """Two policies side by side: the same held-out prompts, answered by A and by B, compared prompt by prompt.
 
-A side is found from what a user names: a result file, `RUN@STEP` (what was recorded after so many steps), `RUN@STEP:NAME` (the evaluation
-of that name then), `RUN:FILE.json` (that file of its results), or `RUN` (its newest evaluation after training, and the curve of its
-rewards). Prompts are paired by what they are (`groupwise.training.evaluation.measures.by_prompt`), never by their position. What does not
-pair is counted, and differences in how the two were made are told: a comparison of other prompts, rewards or temperatures would be a
-comparison of these.
+A user names a side as a result file, `RUN@STEP` (what was recorded after so many steps), `RUN@STEP:NAME` (the evaluation of that name
+then), `RUN:FILE.json` (that file of its results), or `RUN` (its newest evaluation after training, and the curve of its rewards). Prompts
+are paired by their content (`groupwise.training.evaluation.measures.by_prompt`), never by their position. Prompts without a partner are
+counted, and the notes list every difference in how the two sides were made: otherwise different prompts, rewards or temperatures would
+look like a difference between the policies.
 
 Intervals are paired bootstraps over the prompts: what makes one prompt harder than another is in both sides and cancels out.
 
-Two supervised runs are compared by their losses, on the held-out rows that both were given and in training. Beside a run that was
-rewarded, a supervised one is what `groupwise eval` found of its answers.
+Two supervised runs are compared by their losses, in training and on the held-out rows that both were given. Compared with a rewarded run,
+a supervised run is represented by what `groupwise eval` measured of its answers.
 """
 
 from __future__ import annotations
@@ -72,24 +72,24 @@ PLACES = frozenset({"run.name", "run.dir"})
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two."""
+    """One side of a comparison: its label, its numbers and the rows behind them."""
 
     label: str
-    """What was evaluated, and where that stands."""
+    """The policy that was evaluated, and where the numbers come from."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     rows: Sequence[Row] = ()
-    """Empty where the run has no evaluation."""
+    """Empty if the run has no evaluation."""
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     run: Path | None = None
-    """The folder of a run that was named as a whole: its curve is compared as well."""
+    """The run folder if a whole run was named: its curve is compared as well."""
     supervised: bool = False
-    """Whether a run of `groupwise sft` recorded it: its rows are losses on given answers."""
+    """Recorded by `groupwise sft`: the rows are losses on given answers."""
     asked: str = ""
-    """Fingerprint of the rows that a supervised run was evaluated on."""
+    """Fingerprint of the rows on which a supervised run was evaluated."""
 
     @property
     def samples(self) -> int:
-        """Answers to each prompt, at most."""
+        """Largest number of answers to a prompt."""
         return max((len(each) for each in by_prompt(self.rows).values()), default=0)
 
     @property
@@ -106,16 +106,16 @@ class MetricChange:
     a: float
     b: float
     change: Interval | None = None
-    """Mean of B − A with its interval; None for a metric that is known for the whole only."""
+    """Mean of B − A with its interval; None for a metric that has no value per prompt."""
     better: int | None = None
-    """Prompts on which B has more (of a loss: less); None also where more is no merit."""
+    """Prompts on which B is better: more, or for a loss less. None if more is neither better nor worse."""
     worse: int | None = None
     equal: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CurveChange:
-    """Rewards, or losses, in training, over the steps that both runs have."""
+    """Training rewards or losses over the steps that both runs have."""
 
     metric: str
     steps: int
@@ -128,7 +128,7 @@ class CurveChange:
 
 @dataclass(frozen=True, slots=True)
 class PromptChange:
-    """A prompt that the two answered differently well."""
+    """A prompt on which the mean rewards of the two sides differ."""
 
     prompt: Any
     a: float
@@ -136,17 +136,17 @@ class PromptChange:
     """Mean rewards."""
     completion_a: str
     completion_b: str
-    """Of the sample in which the two differ most."""
+    """The completion of the sample in which the two differ most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A and B."""
+    """The result of comparing side A with side B."""
 
     a: Side
     b: Side
     prompts: int
-    """Pairs."""
+    """Prompts that both sides have."""
     only_a: int
     only_b: int
     """Prompts without a partner."""
@@ -155,29 +155,28 @@ class Comparison:
     notes: tuple[str, ...]
     """What a reader must know before believing the numbers."""
     config: dict[str, Change]
-    """Keys in which the two differ: dotted key -> (A, B)."""
+    """Config keys in which the two differ: dotted key -> (A, B)."""
     changed: tuple[PromptChange, ...] = field(repr=False)
     """Largest change first."""
 
     def summary(self, rows: int = 0) -> dict[str, Any]:
-        """Plain data, for `--json`, with so many of the prompts that changed."""
+        """The comparison as plain data for `--json`, with the first `rows` of the changed prompts."""
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
             **plain,
             "a": self.a.label,
             "b": self.b.label,
-            "metrics": {each.name: _without_name(each) for each in self.metrics},
+            "metrics": {
+                change.name: {key: value for key, value in asdict(change).items() if key != "name"}
+                for change in self.metrics
+            },
             "curve": asdict(self.curve) if self.curve else None,
             "changed": [asdict(each) for each in self.changed[:rows]],
         }
 
 
-def _without_name(change: MetricChange) -> dict[str, Any]:
-    return {name: value for name, value in asdict(change).items() if name != "name"}
-
-
 def compare_references(a: str, b: str, runs_dir: Path = Path("runs")) -> Comparison:
-    """Compare what two references mean: the command `groupwise runs compare`. Raises `UsageError`."""
+    """Find the sides that two references name and compare them: the command `groupwise runs compare`. Raises `UsageError`."""
     first, second = find_side(a, runs_dir), find_side(b, runs_dir)
     if first.supervised and not second.supervised:
         first = _answers_of(a, b, second, runs_dir)
@@ -190,37 +189,64 @@ def compare_references(a: str, b: str, runs_dir: Path = Path("runs")) -> Compari
 
 
 def compare_sides(a: Side, b: Side) -> Comparison:
-    """Compare two sides. UsageError where both have evaluations but no prompt in common."""
+    """Compare two sides. Raises UsageError if both have evaluations but no prompt in common."""
     if a.supervised and b.supervised:
         return _compare_losses(a, b)
     of_a, of_b = by_prompt(a.rows), by_prompt(b.rows)
     both = [key for key in of_a if key in of_b]
     if a.rows and b.rows and not both:
-        raise UsageError(_nothing_in_common(a, b))
+        shown = [str(side.rows[0]["prompt"])[:80] for side in (a, b)]
+        same = _changed_columns(a, b)
+        hint = (
+            f" {same} prompts are the same text, but with other columns, such as another answer."
+            if same
+            else ""
+        )
+        raise UsageError(
+            f"{a.label} and {b.label} have no held-out prompt in common, so they cannot be compared.{hint} The first ones are "
+            f"{shown[0]!r} and {shown[1]!r}. Evaluate both with the same task and the same `task:` section."
+        )
     config = _config_changes(a.config, b.config) if a.config and b.config else {}
     curve = _curve_change(a.run, b.run, REWARD) if a.run and b.run else None
     if not both and curve is None:
         raise UsageError(_nothing_to_compare(a, b))
+    names = [name for name in a.metrics if both and name in b.metrics]
+    metrics = [_metric_change(name, a, b, both) for name in names]
+    prompts = [_prompt_change(of_a[key], of_b[key]) for key in both]
+    moved = [change for change in prompts if change and abs(change.b - change.a) > SAME]
     return Comparison(
         a=a,
         b=b,
         prompts=len(both),
         only_a=len(of_a) - len(both) if b.rows else 0,
         only_b=len(of_b) - len(both) if a.rows else 0,
-        metrics=tuple(_metric_changes(a, b, both)) if both else (),
+        metrics=tuple(change for change in metrics if change),
         curve=curve,
         notes=tuple(_notes(a, b, config)),
         config=config,
-        changed=tuple(_changed_prompts(of_a, of_b, both)),
+        changed=tuple(sorted(moved, key=lambda change: -abs(change.b - change.a))),
     )
 
 
 def _compare_losses(a: Side, b: Side) -> Comparison:
-    """Two supervised runs: held-out rows only if they are the same ones, token by token."""
+    """Compare two supervised runs; their held-out rows only if these are the same, token by token."""
     of_a, of_b = _loss_by_example(a.rows), _loss_by_example(b.rows)
     both = [example for example in of_a if example in of_b] if a.asked == b.asked else []
     curve = _curve_change(a.run, b.run, LOSS) if a.run and b.run else None
-    notes = _notes_on_losses(a, b, bool(both))
+    missing = [side.label for side in (a, b) if not side.rows]
+    notes: list[str] = []
+    if missing:
+        notes = [
+            f"only losses in training are compared: no evaluation of {' and of '.join(missing)}"
+        ]
+    elif not both:
+        notes = [
+            "the held-out rows of the two are not the same as tokens (other data, tokenizer, template, data.* or "
+            "eval.max_examples), so their eval_loss cannot be compared"
+        ]
+    data = [Store.facts(side.run / RECORD).get("data") for side in (a, b) if side.run]
+    if len(data) == 2 and data[0] != data[1]:
+        notes.append("trained on other rows: their losses in training are of other texts")
     if not both and curve is None:
         raise UsageError(". ".join([_nothing_to_compare(a, b).rstrip("."), *notes]) + ".")
     others = [
@@ -250,62 +276,35 @@ def _nothing_to_compare(a: Side, b: Side) -> str:
 
 
 def find_side(reference: str, runs_dir: Path) -> Side:
-    """A result file, else a run with or without a step, and an evaluation. RunNotFoundError lists the evaluations that there are."""
+    """The side that a reference names: a result file, or a run with an optional step and evaluation. RunNotFoundError lists what exists."""
     if Path(reference).is_file():
         return side_of_file(Path(reference))
     if reference.endswith(".json") and ":" not in reference:
         raise RunNotFoundError(f"There is no file {reference}.")
-    return side_of(*_found(reference, runs_dir))
+    return side_of(*_resolve(reference, runs_dir))
 
 
 def side_of(run: Path, step: int | None, name: str = "") -> Side:
-    """What a run has after so many steps, or under a name, or in a file of its results."""
+    """What a run has after so many steps, or under a name, or in a file of its results.
+
+    With neither step nor name: the evaluation after training, or the newest one during it; without one, the curve alone.
+    """
     if name.endswith(".json"):
-        return _side_in_results(run, name)
-    return _side_of_run(run) if step is None and not name else _side_after(run, step, name)
-
-
-def what_is_meant(
-    reference: str, resolve: Callable[[str], tuple[Path, int | None]]
-) -> tuple[Path, int | None, str]:
-    """A run, the step that it was named with, and the name of an evaluation behind a colon. Either name may hold colons; where the whole
-    is a run, it is that one. Raises what `resolve` does."""
-    colons = [at for at, letter in enumerate(reference) if letter == ":"]
-    for at in (len(reference), *reversed(colons)):
-        with suppress(RunNotFoundError):
-            return *resolve(reference[:at]), reference[at + 1 :]
-    return *resolve(reference), ""
-
-
-def _found(reference: str, runs_dir: Path) -> tuple[Path, int | None, str]:
-    return what_is_meant(reference, partial(resolve_run, runs_dir=runs_dir))
-
-
-def side_of_file(path: Path) -> Side:
-    """What `groupwise eval` wrote."""
-    content = read_result(path)
-    return Side(
-        f"{content['policy']} ({path})",
-        numbers_of(content["metrics"]),
-        content["rows"],
-        content.get("config", {}),
-    )
-
-
-def _side_in_results(run: Path, name: str) -> Side:
-    path = run / RESULTS / name
-    if Path(name).name != name or not is_file(path):
-        raise RunNotFoundError(_no_evaluation(run, None, name))
-    return side_of_file(path)
-
-
-def _side_after(run: Path, step: int | None, name: str = "") -> Side:
-    """What was recorded after so many steps, or under that name; else the newest result file of that policy."""
+        path = run / RESULTS / name
+        if Path(name).name != name or not is_file(path):
+            raise RunNotFoundError(_no_evaluation(run, None, name))
+        return side_of_file(path)
+    if step is None and not name:
+        after = [each for each in _recorded(run) if each.step > 0]
+        if not after:
+            return Side(run.name, config=read_config(run), run=run, supervised=_is_supervised(run))
+        return _side_of_record(run, after[-1], whole=True)
     recorded = [
         each for each in _recorded(run) if step in (None, each.step) and name in ("", each.name)
     ]
     if recorded:
         return _side_of_record(run, recorded[-1])
+    # Nothing in the record: take the newest result file of that policy.
     policy = f"{run.name}@{step} ("
     written = [side for side in _written(run) if not name and side.label.startswith(policy)]
     if not written:
@@ -313,12 +312,31 @@ def _side_after(run: Path, step: int | None, name: str = "") -> Side:
     return written[-1]
 
 
-def _side_of_run(run: Path) -> Side:
-    """The evaluation after training, or the newest one during it; without one, the curve alone."""
-    recorded = [each for each in _recorded(run) if each.step > 0]
-    if not recorded:
-        return Side(run.name, config=read_config(run), run=run, supervised=_is_supervised(run))
-    return _side_of_record(run, recorded[-1], whole=True)
+def what_is_meant(
+    reference: str, resolve: Callable[[str], tuple[Path, int | None]]
+) -> tuple[Path, int | None, str]:
+    """Split `RUN@STEP:EVALUATION` into the run, its step and the name of the evaluation. Both names may contain colons; if the whole
+    reference is a run, that run is meant. Raises what `resolve` raises."""
+    colons = [at for at, letter in enumerate(reference) if letter == ":"]
+    for at in (len(reference), *reversed(colons)):
+        with suppress(RunNotFoundError):
+            return *resolve(reference[:at]), reference[at + 1 :]
+    return *resolve(reference), ""
+
+
+def _resolve(reference: str, runs_dir: Path) -> tuple[Path, int | None, str]:
+    return what_is_meant(reference, partial(resolve_run, runs_dir=runs_dir))
+
+
+def side_of_file(path: Path) -> Side:
+    """Read a side from a result file of `groupwise eval`."""
+    content = read_result(path)
+    return Side(
+        f"{content['policy']} ({path})",
+        numbers_of(content["metrics"]),
+        content["rows"],
+        content.get("config", {}),
+    )
 
 
 def _side_of_record(run: Path, record: EvaluationRecord, *, whole: bool = False) -> Side:
@@ -339,8 +357,8 @@ def _is_supervised(run: Path) -> bool:
 
 
 def _answers_of(reference: str, other: str, rewarded: Side, runs_dir: Path) -> Side:
-    """What `groupwise eval` found of a supervised run, which is to be compared with one that was rewarded."""
-    run, step, _ = _found(reference, runs_dir)
+    """The answers of a supervised run as `groupwise eval` measured them, for a comparison with a rewarded run."""
+    run, step, _ = _resolve(reference, runs_dir)
     policy = f"{run.name}@" if step is None else f"{run.name}@{step} ("
     written = [side for side in _written(run) if side.label.startswith(policy)]
     if not written:
@@ -358,7 +376,7 @@ def _answers_of(reference: str, other: str, rewarded: Side, runs_dir: Path) -> S
 
 
 def _recorded(run: Path) -> list[EvaluationRecord]:
-    """Those that have rows, which are read of those alone that are looked at."""
+    """The evaluations that have rows; `_rows_of` reads the rows of the chosen one only."""
     with Store.open(run / RECORD, readonly=True) as store:
         whole = store.evaluations_with_rows()
         found = store.evaluations(rows=False)
@@ -371,7 +389,7 @@ def _rows_of(run: Path, record: EvaluationRecord) -> Sequence[Row]:
 
 
 def _written(run: Path) -> list[Side]:
-    """The result files of a run, oldest first; other files there are passed over."""
+    """The result files of a run, oldest first. Other files in the folder are skipped."""
     found: list[Side] = []
     for path in sorted((run / RESULTS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns):
         try:
@@ -398,7 +416,7 @@ def _no_evaluation(run: Path | None, step: int | None, name: str = "") -> str:
 
 
 def _loss_by_example(rows: Sequence[Row]) -> dict[int, tuple[float, int]]:
-    """Of each example: the sum of its losses, and its trained tokens."""
+    """Per example: the sum of its losses, and its number of trained tokens."""
     found: dict[int, tuple[float, int]] = {}
     for row in rows:
         total, tokens = found.get(row["example"], (0.0, 0))
@@ -409,7 +427,7 @@ def _loss_by_example(rows: Sequence[Row]) -> dict[int, tuple[float, int]]:
 def _loss_change(
     a: Mapping[int, tuple[float, int]], b: Mapping[int, tuple[float, int]], both: Sequence[int]
 ) -> MetricChange:
-    """The loss of a token. An observation is an example, which counts by its tokens."""
+    """The change of the mean loss per token. An observation is an example, weighted by its number of tokens."""
     each = sum(a[example][1] for example in both) / len(both)
     before, after = ([side[example][0] / each for example in both] for side in (a, b))
     pairs = [
@@ -424,11 +442,6 @@ def _loss_change(
         sum(gain < -SAME for gain in pairs),
         sum(abs(gain) <= SAME for gain in pairs),
     )
-
-
-def _metric_changes(a: Side, b: Side, both: Sequence[str]) -> list[MetricChange]:
-    found = [_metric_change(name, a, b, both) for name in a.metrics if name in b.metrics]
-    return [change for change in found if change is not None]
 
 
 def _metric_change(name: str, a: Side, b: Side, both: Sequence[str]) -> MetricChange | None:
@@ -455,20 +468,14 @@ def _metric_change(name: str, a: Side, b: Side, both: Sequence[str]) -> MetricCh
     )
 
 
-def _changed_prompts(
-    of_a: Mapping[str, Sequence[Row]], of_b: Mapping[str, Sequence[Row]], both: Sequence[str]
-) -> list[PromptChange]:
-    found = [_prompt_change(of_a[key], of_b[key]) for key in both]
-    moved = [change for change in found if change and abs(change.b - change.a) > SAME]
-    return sorted(moved, key=lambda change: -abs(change.b - change.a))
-
-
 def _prompt_change(a: Sequence[Row], b: Sequence[Row]) -> PromptChange | None:
     scored_a = [row for row in a if row["reward"] is not None]
     scored_b = [row for row in b if row["reward"] is not None]
     if not scored_a or not scored_b:
         return None
-    mean_a, mean_b = _mean_reward(scored_a), _mean_reward(scored_b)
+    mean_a, mean_b = (
+        sum(row["reward"] for row in rows) / len(rows) for rows in (scored_a, scored_b)
+    )
     shown = max(
         ((x, y) for x in scored_a for y in scored_b if x["sample"] == y["sample"]),
         key=lambda pair: (pair[1]["reward"] - pair[0]["reward"]) * (1 if mean_b > mean_a else -1),
@@ -477,10 +484,6 @@ def _prompt_change(a: Sequence[Row], b: Sequence[Row]) -> PromptChange | None:
     return PromptChange(
         a[0]["prompt"], mean_a, mean_b, shown[0]["completion"], shown[1]["completion"]
     )
-
-
-def _mean_reward(rows: Sequence[Row]) -> float:
-    return sum(row["reward"] for row in rows) / len(rows)
 
 
 def _curve_change(a: Path, b: Path, metric: str) -> CurveChange | None:
@@ -494,19 +497,20 @@ def _curve_change(a: Path, b: Path, metric: str) -> CurveChange | None:
             return None
         ends = [reward_ends([curve[step] for step in steps]) for curve in curves]
         last = steps[-max(1, min(ENDS, len(steps) // 2)) :]
-        change = _change_of_draws(first, second, last[0], last[-1]) if metric == REWARD else None
+        change = None
+        if metric == REWARD:
+            means = [
+                {
+                    (each.draw, each.prompt): each.mean
+                    for each in store.group_rewards(last[0], last[-1])
+                }
+                for store in (first, second)
+            ]
+            both = [key for key in means[0] if key in means[1]]
+            if both:
+                before, after = ([side[key] for key in both] for side in means)
+                change = paired_difference(before, after)
     return CurveChange(metric, len(steps), ends[0], ends[1], change)
-
-
-def _change_of_draws(a: Store, b: Store, first: int, last: int) -> Interval | None:
-    rewards = [
-        {(group.draw, group.prompt): group.mean for group in store.group_rewards(first, last)}
-        for store in (a, b)
-    ]
-    both = [key for key in rewards[0] if key in rewards[1]]
-    if not both:
-        return None
-    return paired_difference([rewards[0][key] for key in both], [rewards[1][key] for key in both])
 
 
 def _config_changes(
@@ -523,7 +527,7 @@ def _config_changes(
 def _with_defaults(
     config: Mapping[str, Any], load: Callable[[Mapping[str, Any]], LoadedConfig]
 ) -> Mapping[str, Any]:
-    """A config of an earlier version with the keys that it did not have yet; as it is where that cannot be done."""
+    """Fill a config of an earlier version with the keys that it lacked; return it unchanged if it no longer loads."""
     try:
         return resolved(load(config).config)
     except ConfigError:
@@ -562,26 +566,8 @@ def _notes(a: Side, b: Side, config: Mapping[str, Change]) -> list[str]:
     return notes
 
 
-def _notes_on_losses(a: Side, b: Side, paired: bool) -> list[str]:
-    without = [side.label for side in (a, b) if not side.rows]
-    notes: list[str] = []
-    if without:
-        notes = [
-            f"only losses in training are compared: no evaluation of {' and of '.join(without)}"
-        ]
-    elif not paired:
-        notes = [
-            "the held-out rows of the two are not the same as tokens (other data, tokenizer, template, data.* or "
-            "eval.max_examples), so their eval_loss cannot be compared"
-        ]
-    data = [Store.facts(side.run / RECORD).get("data") for side in (a, b) if side.run]
-    if len(data) == 2 and data[0] != data[1]:
-        notes.append("trained on other rows: their losses in training are of other texts")
-    return notes
-
-
 def _changed_columns(a: Side, b: Side) -> int:
-    """Prompts that are the same text in both but not the same example."""
+    """Number of prompts with the same text in both sides but different columns."""
     alone = [
         {prompt_key(samples[0]) for key, samples in mine.items() if key not in theirs}
         for mine, theirs in (
@@ -590,17 +576,3 @@ def _changed_columns(a: Side, b: Side) -> int:
         )
     ]
     return len(alone[0] & alone[1])
-
-
-def _nothing_in_common(a: Side, b: Side) -> str:
-    shown = [str(side.rows[0]["prompt"])[:80] for side in (a, b)]
-    same = _changed_columns(a, b)
-    hint = (
-        f" {same} prompts are the same text, but with other columns, such as another answer."
-        if same
-        else ""
-    )
-    return (
-        f"{a.label} and {b.label} have no held-out prompt in common, so they cannot be compared.{hint} The first ones are "
-        f"{shown[0]!r} and {shown[1]!r}. Evaluate both with the same task and the same `task:` section."
-    )

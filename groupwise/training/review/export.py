@@ -1,11 +1,12 @@
-"""What a run made, or what it recorded, as files for other programs: the command `groupwise runs export`.
+"""`groupwise runs export`: the weights or the record of a run as files for other programs.
 
     adapter          the adapter as it is, with tokenizer and model card
     merged           one model, the adapter added to its base
     gguf             the merged model for llama.cpp, by its converter
     jsonl, parquet   the record: rollouts, metrics, evaluations with their rows, warnings
 
-Everything is built beside its place and appears whole. What is there already stays, unless it may be replaced.
+The files are built in a temporary folder beside the output, which then appears as a whole. An existing folder is replaced only with
+--force.
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ CONVERTER = "convert_hf_to_gguf.py"
 CONVERTER_VARIABLE = "GROUPWISE_GGUF_CONVERTER"
 """The environment variable that says where the converter is."""
 ENOUGH = 0.95
-"""Share of an adapter's change that must survive the rounding, lest a warning is due."""
-LONGEST_TOLD = 2000
-"""Characters of what a converter said, the last ones."""
+"""Share of an adapter's change that must survive the rounding; below it, a warning is logged."""
+QUOTED = 2000
+"""Number of last characters of a converter's output that an error quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
+    """The exported files."""
 
     run: str
     step: int
-    """Steps of the run that it has."""
+    """Number of steps of the run that the export includes."""
     format: Format
     folder: Path
     files: tuple[str, ...]
 
     @property
     def summary(self) -> dict[str, Any]:
-        """For people and `--json`."""
+        """The export as plain data, for people and `--json`."""
         return {**asdict(self), "folder": str(self.folder), "files": list(self.files)}
 
 
@@ -76,10 +77,10 @@ def export(
     keep_change: bool = False,
     trust_remote_code: bool = False,
 ) -> Exported:
-    """Write a run (`RUN`, `RUN@STEP`) to a folder in a format. Raises UsageError for what was given wrongly, before any work.
+    """Write a run (`RUN`, `RUN@STEP`) to a folder in a format. Raises UsageError for wrong arguments before any work.
 
-    `keep_change`: a merged model is in float32 where rounding would lose what the adapter has learnt, instead of a warning.
-    `trust_remote_code`: what the run's config says of it may take effect.
+    `keep_change`: write a merged model in float32 if rounding would lose what the adapter has learnt, instead of a warning.
+    `trust_remote_code`: allows the run's config to enable code from the model repository.
     """
     if dtype != "auto" and to not in ("merged", "gguf"):
         raise UsageError(f"--dtype has no effect on {to}; it is that of a merged model.")
@@ -94,7 +95,10 @@ def export(
             made = _made(output, force, lambda folder: write_record(store, to, folder, steps))
         return Exported(path.name, steps, to, output, made)
     weights = _weights(run, runs_dir, trust_remote_code)
-    _check_kind(weights, to)
+    if to == "adapter" and not is_adapter(weights.folder):
+        raise UsageError(
+            f"{weights.run.name} trained all weights of its model, so it has no adapter. Give --to merged: the model as it is."
+        )
     program = _converter(converter) if to == "gguf" else None
     keeping = ENOUGH if keep_change else 0.0
 
@@ -129,7 +133,7 @@ def _check_place(output: Path, force: bool) -> None:
 
 
 def _made(output: Path, force: bool, fill: Callable[[Path], None]) -> tuple[str, ...]:
-    """The folder, filled beside its place; returns the names of its files."""
+    """Fill the output folder beside its place and move it there; returns the names of its files."""
     try:
         atomic_files.make_folder(output, fill, replace=force)
     except FileExistsError:
@@ -144,13 +148,13 @@ def _made(output: Path, force: bool, fill: Callable[[Path], None]) -> tuple[str,
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """What is exported: a checkpoint of a run, or its final weights."""
+    """The weights to export: a checkpoint of a run, or its final weights."""
 
     run: Path
     folder: Path
     step: int
     trusted: bool = False
-    """Code of the base model may run."""
+    """Whether code of the base model may run."""
 
     @property
     def final(self) -> bool:
@@ -165,13 +169,6 @@ def _weights(run: str, runs_dir: Path, trusted: bool) -> _Weights:
         )
     step = int(found.label.rpartition("@")[2])
     return _Weights(found.run, found.folder, step, trusted)
-
-
-def _check_kind(weights: _Weights, to: Format) -> None:
-    if to == "adapter" and not is_adapter(weights.folder):
-        raise UsageError(
-            f"{weights.run.name} trained all weights of its model, so it has no adapter. Give --to merged: the model as it is."
-        )
 
 
 def _write_weights(
@@ -216,31 +213,28 @@ def _write_model(weights: _Weights, dtype: ExportDtype, folder: Path, keeping: f
 
 
 def _card(weights: _Weights, to: Format, name: str) -> str:
+    # The checkpoint of the last step holds the final weights as well.
+    summary = read_summary(weights.run) or {}
+    ended_with = weights.final or summary.get("final_step") == weights.step
     return model_card(
         weights.run,
         weights.folder,
         weights.step,
         place=WeightsLocation(name, file=f"{weights.run.name}.gguf" if to == "gguf" else None),
-        results=_results(weights),
+        results=results_of(summary) if ended_with else {},
         merged=to != "adapter",
     )
 
 
-def _results(weights: _Weights) -> dict[str, Any]:
-    """What the run came to, of its final weights, which the checkpoint of the same step holds as well."""
-    summary = read_summary(weights.run) or {}
-    ended_with = weights.final or summary.get("final_step") == weights.step
-    return results_of(summary) if ended_with else {}
-
-
 def _model(weights: _Weights) -> ModelConfig:
-    """The base that the run trained on."""
+    """The base model that the run trained."""
     recorded = read_config(weights.run)["model"]
     return recorded_base(recorded, trust_remote_code=weights.trusted)
 
 
 def _tokenizer(weights: _Weights, *, always: bool = False) -> Any:
-    """The tokenizer as the run used it: that beside the weights or the final ones, else the base's. None where it comes with them."""
+    """The tokenizer of the run: the one beside the weights or the final weights, else the base model's. None if it is beside the weights
+    already, unless `always`."""
     for folder in (weights.folder, weights.run / "final"):
         if any(next(folder.glob(pattern), None) for pattern in TOKENIZER):
             if folder == weights.folder and not always:
@@ -257,7 +251,7 @@ def _tokenizer(weights: _Weights, *, always: bool = False) -> Any:
 
 
 def _converter(given: Path | None) -> Path:
-    """llama.cpp's converter: as given, as the environment says, or on the path."""
+    """Path of llama.cpp's converter: from the argument, from the environment variable, or on PATH."""
     named = given or os.environ.get(CONVERTER_VARIABLE) or shutil.which(CONVERTER)
     if named is None:
         raise ModelError(
@@ -273,7 +267,7 @@ def _converter(given: Path | None) -> Path:
 
 
 def _convert(program: Path, model: Path, output: Path) -> None:
-    """Run it; it needs nothing but this Python and the packages that it imports."""
+    """Run the converter; it needs only this Python and the packages that it imports."""
     done = subprocess.run(
         [sys.executable, str(program), str(model), "--outfile", str(output)],
         capture_output=True,
@@ -281,5 +275,5 @@ def _convert(program: Path, model: Path, output: Path) -> None:
         check=False,
     )
     if done.returncode or not output.is_file():
-        told = (done.stderr or done.stdout).strip()[-LONGEST_TOLD:]
-        raise RunError(f"{program} failed (exit code {done.returncode}):\n{told}")
+        output_end = (done.stderr or done.stdout).strip()[-QUOTED:]
+        raise RunError(f"{program} failed (exit code {done.returncode}):\n{output_end}")

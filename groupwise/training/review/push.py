@@ -1,4 +1,4 @@
-"""The command `groupwise runs push`: brings to its end what a run could not upload while it went on."""
+"""`groupwise runs push`: uploads what a run could not upload while it was running."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def push(
     overwrite: bool = False,
     revision: str | None = None,
 ) -> list[str]:
-    """Upload the checkpoints that wait, then the final weights where the config has `run.hub`; returns where they are.
+    """Upload the waiting checkpoints, then the final weights if the config has `run.hub`; returns their URLs.
 
-    `overwrite` decides alone, whatever the folder says: it may come from elsewhere, and name a branch of yours. `revision`: another branch
-    for the final weights. Raises UsageError where there is nothing to upload, EndpointError where the hub fails.
+    Only `overwrite` decides whether a branch is replaced, not the folder: it may come from another person and name a branch of yours.
+    `revision`: another branch for the final weights. Raises UsageError if there is nothing to upload, EndpointError if the hub fails.
     """
     path = resolve(run, runs_dir).path
     if is_held(path):
@@ -58,14 +58,18 @@ def push(
     if hub.repo_id is not None and final.is_dir():
         branch = revision or hub.revision
         target = Target(hub.repo_id, branch, hub.private, overwrite)
-        with nullcontext(final) if revision is None else _for_another(path, final, target) as made:
-            places.append(upload(made, target, label_of(path, final), path).url)
+        with (
+            nullcontext(final)
+            if revision is None
+            else _with_card_for(target, path, final) as folder
+        ):
+            places.append(upload(folder, target, label_of(path, final), path).url)
     return places
 
 
 @contextmanager
-def _for_another(run: Path, final: Path, target: Target) -> Generator[Path]:
-    """The final weights for another branch than the config's: the card says where its files are to be found, so they get their own."""
+def _with_card_for(target: Target, run: Path, final: Path) -> Generator[Path]:
+    """A copy of the final weights for another branch than the config's: its card must name the branch where its files are."""
     place = WeightsLocation(target.repo_id, None if target.revision == "main" else target.revision)
     results = results_of(read_summary(run))
     card = model_card(run, final, final_step(run), place=place, results=results)

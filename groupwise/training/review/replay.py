@@ -1,11 +1,11 @@
-"""`groupwise runs replay`: what a step learned, computed again from the rollouts that it recorded.
+"""`groupwise runs replay`: computes again what a step learned, from the rollouts that it recorded.
 
 The record holds every token, log-probability and reward of a step, the checkpoints hold weights and optimiser before some of them.
 So the learning can be done again without sampling or scoring: from the newest checkpoint at or before the step (or the weights
 that the run started from), through the recorded steps in between, by the code that the run itself used. Each of them must give
 the loss, the gradient norm, and the weights that the record has.
 
-The run is only read, so it may go on meanwhile. What the learning writes lands in a folder that is deleted in the end.
+The run is only read, so it may go on meanwhile. The replay writes to a temporary folder, which it deletes at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from groupwise.core.errors import (
 )
 from groupwise.core.interruption import Interruption, run_to_end
 from groupwise.core.terminal.progress import Progress
-from groupwise.core.types import Group, Learner, Policy
+from groupwise.core.types import Group, Policy
 from groupwise.engine.models.identity import identity
 from groupwise.engine.models.machine import choose_device, describe_processor, torch_version
 from groupwise.runs import checkpoints, find
@@ -38,27 +38,27 @@ from groupwise.runs.records import ResumeRecord, StepRecord
 from groupwise.runs.store import Store
 from groupwise.tasks.rollouts.rows import Weights
 from groupwise.training import build
-from groupwise.training.config import LoadedConfig, RunConfig, load_config, resolved
+from groupwise.training.config import RunConfig, load_config, resolved
 from groupwise.training.loops.learning import learn
 from groupwise.training.loops.prepare import starting_from
 from groupwise.training.loops.run import Learning
 from groupwise.training.placement import Layout
 
 RELATIVE = {"float32": 1e-3, "bfloat16": 5e-2}
-"""By how much gradient norm and loss may differ where other shapes round otherwise, as a share of the gradient norm."""
+"""By how much gradient norm and loss may differ because of rounding, as a share of the gradient norm."""
 LEAST = 1e-2
-"""Smaller gradient norms count as this: rounding errors do not vanish with the gradient."""
+"""Lower bound of the gradient norm in that share: rounding errors do not vanish with the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What came of a step."""
+    """The outcome of a step."""
 
     loss: float | None
-    """None where nothing taught."""
+    """None if no rollout had an advantage."""
     grad_norm: float | None
     version: int
-    """Of the policy after it."""
+    """Version of the policy after the step."""
     fingerprint: str
 
 
@@ -70,9 +70,9 @@ class ReplayedStep:
     recorded: Learnt
     replayed: Learnt
     advantages: int
-    """Rollouts whose recorded advantage is another than the one that their rewards give."""
+    """Rollouts whose recorded advantage is not the one that their rewards give."""
     tolerance: float | None
-    """Allowed for loss and gradient norm, as in `RELATIVE`; None: every bit must be equal."""
+    """Tolerance of loss and gradient norm, from `RELATIVE`; None: every bit must be equal."""
 
     @property
     def exact(self) -> bool:
@@ -104,15 +104,15 @@ class ReplayedStep:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A replay and what it found."""
+    """The result of a replay."""
 
     run: str
     step: int
-    """The one that was asked for."""
+    """The requested step."""
     start: str
     """Where it began: `run@steps`, or the starting weights."""
     start_differs: str | None
-    """What is wrong with the weights that it began with."""
+    """How the weights at the start differ from the recorded ones."""
     rounding: tuple[str, ...]
     """Why bits may differ; empty: they must not."""
     steps: tuple[ReplayedStep, ...]
@@ -124,16 +124,16 @@ class Replay:
 
     @property
     def exact(self) -> bool:
-        """Whether it did so to the last bit."""
+        """Whether every step agrees to the last bit."""
         return self.start_differs is None and all(step.exact for step in self.steps)
 
     @property
     def exit_code(self) -> int:
-        """For the command line."""
+        """Exit code of the command."""
         return 0 if self.agrees else 1
 
     def summary(self) -> dict[str, Any]:
-        """All of it as plain JSON."""
+        """The replay as plain data for `--json`."""
         return {
             **asdict(self),
             "agrees": self.agrees,
@@ -160,7 +160,7 @@ def replay(reference: str, *, step: int | None = None, runs_dir: Path = Path("ru
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """What is known of a step and of those before it."""
+    """The record of the step to replay and of the steps before it."""
 
     path: Path
     store: Store
@@ -168,9 +168,9 @@ class _Recording:
     steps: Mapping[int, StepRecord]
     checkpoint: Checkpoint | None
     config: RunConfig
-    """As it was when the step was taken."""
+    """The config with which the step was taken."""
     layout: Layout
-    """Likewise, on this machine."""
+    """The layout with which the step was taken, adapted to this machine."""
     rounding: tuple[str, ...]
 
     @property
@@ -181,41 +181,39 @@ class _Recording:
 
 def _recording(path: Path, store: Store, asked: int | None) -> _Recording:
     facts, resumes = store.get_meta(), store.resumes()
-    _refuse_other_kinds(path, facts)
-    steps = {record.step: record for record in store.steps()}
-    step = _checked_step(path.name, steps, asked)
-    checkpoint = _checkpoint_before(path, step)
-    first = checkpoint.step if checkpoint else 0
-    recorded = {k: as_it_was(facts["layout"], resumes, k, "layout") for k in range(first, step + 1)}
-    layout, rounding = _layout_here(recorded[step])
-    if any(earlier != recorded[step] for earlier in recorded.values()):
-        rounding = (*rounding, "a resume since the checkpoint changed the layout")
-    loaded = load_config(as_it_was(read_config(path), resumes, step))
-    config = _from_its_start(path, loaded).config
-    _refuse_another_base(path, facts, config)
-    return _Recording(path, store, step, steps, checkpoint, config, layout, rounding)
-
-
-def _refuse_other_kinds(path: Path, facts: Mapping[str, Any]) -> None:
     if facts.get("kind", "rl") != "rl":
         raise UsageError(
             f"{path} is a run of `groupwise {facts['kind']}`: it has no rollouts that could be replayed."
         )
-
-
-def _checked_step(name: str, steps: Mapping[int, StepRecord], asked: int | None) -> int:
+    steps = {record.step: record for record in store.steps()}
     if not steps:
-        raise RunNotFoundError(f"The run {name!r} has recorded no step yet.")
+        raise RunNotFoundError(f"The run {path.name!r} has recorded no step yet.")
     step = max(steps) if asked is None else asked
     if step not in steps:
         raise RunNotFoundError(
-            f"The run {name!r} has no step {step}; it has the steps {min(steps)} to {max(steps)}."
+            f"The run {path.name!r} has no step {step}; it has the steps {min(steps)} to {max(steps)}."
         )
-    return step
+    checkpoint = _checkpoint_before(path, step)
+    first = checkpoint.step if checkpoint else 0
+    recorded = {k: as_it_was(facts["layout"], resumes, k, "layout") for k in range(first, step + 1)}
+    layout, rounding = _adapted_layout(recorded[step])
+    if any(earlier != recorded[step] for earlier in recorded.values()):
+        rounding = (*rounding, "a resume since the checkpoint changed the layout")
+    loaded = load_config(as_it_was(read_config(path), resumes, step))
+    # The weights of another run that it began with are in its folder, wherever that is now.
+    start = path / START
+    config = (starting_from(loaded, start) if start.is_dir() else loaded).config
+    before, now = facts.get("base"), identity(config.model)
+    if before is not None and before != now:
+        raise ResumeMismatchError(
+            f"{path} was trained on another model: {config.model.name!r} had the fingerprint {before} then, and has {now} now. "
+            "Put the weights back that it had, and replay again."
+        )
+    return _Recording(path, store, step, steps, checkpoint, config, layout, rounding)
 
 
 def _checkpoint_before(path: Path, step: int) -> Checkpoint | None:
-    """The newest one that is undamaged; None: the weights that the run started from."""
+    """The newest undamaged checkpoint at or before the step; None means the weights that the run started from."""
     for checkpoint in reversed(checkpoints.complete(path / CHECKPOINTS)):
         if checkpoint.step <= step:
             try:
@@ -229,9 +227,9 @@ def _checkpoint_before(path: Path, step: int) -> Checkpoint | None:
 def as_it_was(
     now: Mapping[str, Any], resumes: Sequence[ResumeRecord], step: int, above: str = ""
 ) -> dict[str, Any]:
-    """A config, or what is recorded under a key `above`, at the time when a step was taken that still stands.
+    """The config, or what is recorded under the key `above`, with which a step was taken.
 
-    Since then the run may have been resumed with changes, after this step; they are taken back.
+    Resumes after this step may have changed it; these changes are reverted.
     """
     redone = [number for number, resume in enumerate(resumes, 1) if resume.step <= step]
     found: dict[str, Any] = copy.deepcopy(dict(now))
@@ -249,22 +247,7 @@ def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
     tree[leaf] = value
 
 
-def _from_its_start(path: Path, loaded: LoadedConfig) -> LoadedConfig:
-    """With the weights of another run that it began with; they stand in its folder, wherever that is now."""
-    start = path / START
-    return starting_from(loaded, start) if start.is_dir() else loaded
-
-
-def _refuse_another_base(path: Path, facts: Mapping[str, Any], config: RunConfig) -> None:
-    before, now = facts.get("base"), identity(config.model)
-    if before is not None and before != now:
-        raise ResumeMismatchError(
-            f"{path} was trained on another model: {config.model.name!r} had the fingerprint {before} then, and has {now} now. "
-            "Put the weights back that it had, and replay again."
-        )
-
-
-def _layout_here(recorded: Mapping[str, Any]) -> tuple[Layout, tuple[str, ...]]:
+def _adapted_layout(recorded: Mapping[str, Any]) -> tuple[Layout, tuple[str, ...]]:
     """The recorded layout as far as this machine can have it, and why results may differ in their last bits."""
     before = Layout(**recorded)
     device = before.device if before.device in ("cpu", choose_device()) else choose_device()
@@ -292,19 +275,34 @@ async def _replay(recording: _Recording) -> Replay:
         with closing(
             build.training_parts(recording.config, recording.layout, folder.name, publications)
         ) as parts:
-            run = _assembled(recording, folder, parts.learner, progress)
+            config = recording.config
+            run = Learning(
+                config=config,
+                max_steps=recording.step + 1,
+                algorithm=build.build_algorithm(config),
+                learner=parts.learner,
+                tokenizer=None,
+                folder=folder,
+                progress=progress,
+                interruption=Interruption(),
+                policy=Policy(folder.name, 0, "", "adapter", ""),
+            )
             wrong = await _begin(run, recording)
             steps: list[ReplayedStep] = []
             for step in range(recording.first, recording.step + 1):
                 steps.append(await _step(run, recording, step))
-                progress.step(step, _shown(steps[-1].replayed))
+                learnt = steps[-1].replayed
+                values = {"loss": learnt.loss, "grad_norm": learnt.grad_norm}
+                progress.step(
+                    step, {name: value for name, value in values.items() if value is not None}
+                )
     start = f"{name}@{recording.first}" if recording.checkpoint else "the starting weights"
     return Replay(name, recording.step, start, wrong, recording.rounding, tuple(steps))
 
 
 @contextmanager
 def _scratch(recording: _Recording) -> Generator[tuple[RunFolder, Path]]:
-    """A run folder of its own, and where the weights are published; both are deleted."""
+    """A temporary run folder and a folder for published weights; both are deleted at the end."""
     config = recording.config
     size = build.publication_bytes(config)
     with tempfile.TemporaryDirectory(prefix="groupwise-replay-") as place:
@@ -316,28 +314,20 @@ def _scratch(recording: _Recording) -> Generator[tuple[RunFolder, Path]]:
             build.remove_publications(publications)
 
 
-def _assembled(
-    recording: _Recording, folder: RunFolder, learner: Learner, progress: Progress
-) -> Learning:
-    config = recording.config
-    return Learning(
-        config=config,
-        max_steps=recording.step + 1,
-        algorithm=build.build_algorithm(config),
-        learner=learner,
-        tokenizer=None,
-        folder=folder,
-        progress=progress,
-        interruption=Interruption(),
-        policy=Policy(folder.name, 0, "", "adapter", ""),
-    )
-
-
 async def _begin(run: Learning, recording: _Recording) -> str | None:
-    """Take the weights from which the steps are computed; says what is wrong with them."""
+    """Load the weights from which the steps are computed; returns how they differ from the recorded ones, or None."""
     checkpoint = recording.checkpoint
     if checkpoint is None:
-        recorded = _first_fingerprint(recording.store.groups(0))
+        # The fingerprint of the weights that the run started from: they sampled the first groups.
+        groups = recording.store.groups(0)
+        found = (
+            segment.fingerprint
+            for group in groups
+            for rollout in group.rollouts
+            for segment in rollout.segments
+            if segment.policy_version == 0
+        )
+        recorded = next(found, None)
     else:
         _load(run, checkpoint)
         recorded = run.policy.fingerprint
@@ -363,20 +353,8 @@ def _load(run: Learning, checkpoint: Checkpoint) -> None:
     run.take_position(checkpoint.extra["position"])
 
 
-def _first_fingerprint(groups: Sequence[Group]) -> str | None:
-    """That of the weights which the run started from: they drew the first groups."""
-    found = (
-        segment.fingerprint
-        for group in groups
-        for rollout in group.rollouts
-        for segment in rollout.segments
-        if segment.policy_version == 0
-    )
-    return next(found, None)
-
-
 async def _step(run: Learning, recording: _Recording, step: int) -> ReplayedStep:
-    """What `groupwise.training.loops.rl.take_step` does, without serving and recording."""
+    """Do what `groupwise.training.loops.rl.take_step` does, without serving and recording."""
     record, metrics = recording.steps[step], recording.store.step_metrics(step)
     groups = _trained(recording, record)
     weights = run.algorithm.weights(groups)
@@ -395,7 +373,7 @@ async def _step(run: Learning, recording: _Recording, step: int) -> ReplayedStep
 
 
 def _trained(recording: _Recording, record: StepRecord) -> list[Group]:
-    """The groups that the step trained, in their order. UsageError where their tokens were not kept."""
+    """The groups that the step trained, in their order. Raises UsageError if their tokens were not kept."""
     by_draw = {group.draw: group for group in recording.store.groups(record.step)}
     groups = [by_draw[draw] for draw in record.draws]
     forgotten = any(
@@ -420,11 +398,6 @@ def _other_advantages(group: Group, weights: Weights) -> int:
 
 def _learnt(metrics: Mapping[str, float], version: int, fingerprint: str) -> Learnt:
     return Learnt(metrics.get("loss"), metrics.get("grad_norm"), version, fingerprint)
-
-
-def _shown(learnt: Learnt) -> dict[str, float]:
-    values = {"loss": learnt.loss, "grad_norm": learnt.grad_norm}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _close(before: float | None, now: float | None, slack: float) -> bool:

@@ -1,10 +1,9 @@
-"""Recorded rollouts judged again: what would other rewards have said about the same completions?
+"""`groupwise runs rescore`: what would other rewards have given to the completions that a run recorded?
 
-The completions stand in the record of a run; here they go through the reward functions of a task file, or through functions named
-one by one, in the same killable workers as in training. What comes back is set beside what was recorded: totals step by step, how
-far the two agree, and the rollouts whose place in their group changed, because groups are what is learnt from. The record is
-only read. The result is a pair of files in `results/`: the numbers as JSON, and the rollouts as JSON lines, written step by step,
-because those of a long run do not fit into memory.
+The recorded completions are scored by the reward functions of a task file, or by functions named one by one, in the same killable workers
+as in training. The result compares both scores: totals per step, how far they agree, and the rollouts whose rank in their group changed,
+because training learns from the ranks within groups. The record is only read. The result is a pair of files in `results/`: the numbers as
+JSON, and the rollouts as JSON lines, written step by step, because those of a long run do not fit into memory.
 
 Rewards see what was recorded: texts and columns as JSON keeps them, token ids if the run kept them (`run.keep_tokens`).
 """
@@ -38,16 +37,16 @@ from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rewards.workers import RewardWorkers
 from groupwise.tasks.rollouts.score import score_group
 from groupwise.training import rollout_builder
-from groupwise.training.config import LoadedConfig, RunConfig, load_config, with_task_schema
+from groupwise.training.config import LoadedConfig, load_config, with_task_schema
 
 FORMAT = 2
 KIND = "rescoring"
 ROWS = ".jsonl"
 """Ending of the file with the rollouts, beside that with the numbers."""
 SHOWN_REASONS = 3
-"""Reasons for failures that are told, the most frequent ones."""
+"""How many reasons for failures a result names; the most frequent ones."""
 KEPT_REASONS = 20
-"""Most reasons kept per step: a reason may quote a completion, and those of a long run do not fit into memory."""
+"""How many reasons are kept per step: a reason may quote a completion, and those of a long run do not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +69,15 @@ class Rescored:
     reason: str | None
     """Why it could not be scored now."""
     old_rank: float | None = None
-    """Place in its group among those that both scored, 1 for the best; the mean place where several are equal."""
+    """Rank in its group among the rollouts that both scored, 1 for the best; ties share their mean rank."""
     new_rank: float | None = None
     failed_rewards: dict[str, str] = field(default_factory=dict[str, str])
-    """Why a new reward function has no value, by its name. A call that was cut off has the `reason` only, and no `new_parts`."""
+    """Why a new reward function has no value, by its name. If the whole call was cut off, only `reason` is set, and `new_parts` is
+    empty."""
 
     @property
     def moved(self) -> float:
-        """Number of places moved within the group; 0 if either rank is missing."""
+        """Number of ranks moved within the group; 0 if either rank is missing."""
         if self.old_rank is None or self.new_rank is None:
             return 0.0
         return abs(self.new_rank - self.old_rank)
@@ -89,22 +89,22 @@ class Agreement:
 
     rollouts: int
     scored: int
-    """Those that both could score; all that follows is about them."""
+    """Rollouts that both could score; all fields below are about these."""
     old: float | None
     new: float | None
     """Mean totals."""
     correlation: float | None
     """Pearson's, over the rollouts; None where either has no spread."""
     agreement: float | None
-    """Share of pairs that both put in the same order, among the pairs within a group that either tells apart."""
+    """Share of pairs that both put in the same order, among the pairs within a group that at least one does not tie."""
     moved: int
-    """Rollouts whose place in their group changed."""
+    """Rollouts whose rank in their group changed."""
     failed: int
     """Rollouts that could not be scored now."""
     reasons: dict[str, int]
     """Most frequent failures with their number of rollouts, including those of rewards without weight."""
     unanswered: dict[str, int]
-    """Rollouts on which a new reward function failed, by its name; all of a call that was cut off count for each function."""
+    """Number of rollouts on which a new reward function failed, by its name; a call that was cut off counts for each function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +137,12 @@ class Rescoring:
         return 1 if self.broken or nothing else 0
 
     def rows(self) -> Iterator[Rescored]:
-        """The rollouts, in order, as they were written."""
+        """Read the rollouts from their file, in the order of the record."""
         with self.rows_path.open("rb") as file:
             yield from (Rescored(**json.loads(line)) for line in file)
 
     def summary(self, rows: int = 0) -> dict[str, Any]:
-        """Plain data, for `--json`, with so many of the rollouts that moved, the farthest first."""
+        """The result as plain data for `--json`, with `rows` of the rollouts whose rank changed most."""
         return {
             "run": self.run,
             "rewards": self.rewards,
@@ -155,7 +155,7 @@ class Rescoring:
         }
 
     def farthest(self, count: int) -> list[Rescored]:
-        """The rollouts whose place in the group changed most."""
+        """The `count` rollouts whose rank in the group changed most."""
         moved = (row for row in self.rows() if row.moved) if count else ()
         return nlargest(count, moved, key=lambda row: row.moved)
 
@@ -178,8 +178,10 @@ def rescore(
         raise UsageError("Give either --task-module or --rewards: whose rewards are to judge?")
     path = resolve(run, runs_dir).path
     with Store.open(path / RECORD, readonly=True) as store:
-        _refuse_other_kinds(path, store.get_meta().get("kind", "rl"))
-        chosen = _chosen(store, path.name, step, limit)
+        kind = store.get_meta().get("kind", "rl")
+        if kind != "rl":
+            raise UsageError(f"{path} is a run of `groupwise {kind}`: it has no rollouts to score.")
+        chosen = _draws_to_score(store, path.name, step, limit)
         loaded = load_config(read_config(path), overrides)
         judge = _task_judge(loaded, task) if task is not None else _named_judge(loaded, rewards)
         place = result_file(path, judge.name)
@@ -190,7 +192,7 @@ def rescore(
         written = atomic_files.building_path(place.with_suffix(ROWS))
         try:
             with atomic_files.explained(written), written.open("wb") as file:
-                found = run_to_end(_rescored(store, chosen, judge, steps, file))
+                found = run_to_end(_rescore_steps(store, chosen, judge, steps, file))
             agreements = {number: _agreement([one]) for number, one in found.items()}
             overall = _agreement(list(found.values()))
             content = {
@@ -205,11 +207,6 @@ def rescore(
         finally:
             written.unlink(missing_ok=True)
     return Rescoring(path.name, judge.weights, agreements, overall, result)
-
-
-def _refuse_other_kinds(path: Path, kind: str) -> None:
-    if kind != "rl":
-        raise UsageError(f"{path} is a run of `groupwise {kind}`: it has no rollouts to score.")
 
 
 # --- who judges ----------------------------------------------------------------------------------
@@ -253,26 +250,23 @@ def _named_judge(loaded: LoadedConfig, rewards: Sequence[str]) -> _Judge:
     answer_column = loaded.config.rewards.answer_column
     rubric = _named_rubric(rewards, answer_column)
     given = {"rewards": list(rewards), "answer_column": answer_column}
-    scorer = _scorer_of(loaded.config, rubric, given)
+    limit = loaded.config.rewards.time_limit
+    if rubric.stateful or loaded.config.rewards.in_process:
+        scorer = InProcessScorer(rubric, _no_metrics, time_limit=limit)
+    else:
+        scorer = RewardWorkers(
+            "groupwise.training.review.rescore:named_scorer",
+            given,
+            workers=loaded.config.rewards.workers,
+            time_limit=limit,
+            start_limit=loaded.config.rewards.start_limit,
+        )
     return _Judge(f"rescored-{'-'.join(rubric.names)}"[:100], "--rewards", rubric, scorer)
 
 
 def _named_rubric(rewards: Sequence[str], answer_column: str | None) -> Rubric:
     section = {"rewards": {"answer_column": answer_column}}
     return Rubric(get_reward_funcs(rewards, section), where="--rewards")
-
-
-def _scorer_of(config: RunConfig, rubric: Rubric, given: dict[str, Any]) -> Scorer:
-    limit = config.rewards.time_limit
-    if rubric.stateful or config.rewards.in_process:
-        return InProcessScorer(rubric, _no_metrics, time_limit=limit)
-    return RewardWorkers(
-        "groupwise.training.review.rescore:named_scorer",
-        given,
-        workers=config.rewards.workers,
-        time_limit=limit,
-        start_limit=config.rewards.start_limit,
-    )
 
 
 def named_scorer(rewards: Sequence[str], answer_column: str | None) -> RubricScorer:
@@ -304,10 +298,10 @@ def _check_needs(judge: _Judge, groups: Sequence[Group]) -> None:
 # --- scoring -------------------------------------------------------------------------------------
 
 
-def _chosen(
+def _draws_to_score(
     store: Store, name: str, step: int | None, limit: int | None
 ) -> dict[int, frozenset[int]]:
-    """The draws to be scored, by step: of one step or of all, and of these the last ones."""
+    """The draws to score, by step: those of one step or of all steps, and of these only the last `limit`."""
     steps = {record.step: record.all_draws for record in store.steps()}
     if not steps:
         raise RunNotFoundError(f"The run {name!r} has recorded no step yet.")
@@ -320,18 +314,28 @@ def _chosen(
     return {k: frozenset(draw for _, draw in some) for k, some in kept}
 
 
-async def _rescored(
+async def _rescore_steps(
     store: Store,
     chosen: dict[int, frozenset[int]],
     judge: _Judge,
     max_steps: int,
     file: BinaryIO,
 ) -> dict[int, _Tally]:
-    """Write the rollouts down, step by step; returns what is to be said of each step."""
+    """Score the rollouts again and write them to `file`, step by step; returns a tally of each step."""
     tallies: dict[int, _Tally] = {}
     try:
         for step, draws in chosen.items():
-            groups = await _rescored_step(store, step, draws, judge, max_steps)
+            pairs = [_unjudged(group) for group in store.groups(step) if group.draw in draws]
+            _check_needs(judge, [blank for _, blank in pairs])
+            scored = await gather_all(
+                score_group(judge.scorer, blank, step, max_steps)
+                for _, blank in pairs
+                if blank.rollouts
+            )
+            by_draw = {group.draw: group for group in scored}
+            groups = [
+                _with_ranks(_old_and_new(step, old, by_draw.get(old.draw))) for old, _ in pairs
+            ]
             tallies[step] = _tally(groups, judge.rubric.names)
             for row in chain.from_iterable(groups):
                 text = json.dumps(atomic_files.without_nan(asdict(row)), ensure_ascii=False)
@@ -341,23 +345,10 @@ async def _rescored(
     return tallies
 
 
-async def _rescored_step(
-    store: Store, step: int, draws: frozenset[int], judge: _Judge, max_steps: int
-) -> list[list[Rescored]]:
-    """The rollouts of each group of a step."""
-    groups = [_forgotten(group) for group in store.groups(step) if group.draw in draws]
-    _check_needs(judge, [group for _, group in groups])
-    scored = await gather_all(
-        score_group(judge.scorer, group, step, max_steps) for _, group in groups if group.rollouts
-    )
-    by_draw = {group.draw: group for group in scored}
-    return [_ranked(_beside(step, old, by_draw.get(old.draw))) for old, _ in groups]
-
-
-def _forgotten(group: Group) -> tuple[Group, Group]:
+def _unjudged(group: Group) -> tuple[Group, Group]:
     """The rollouts of a group that can be judged, as recorded and as if they had never been judged.
 
-    Those that failed in an environment are left out: they never came to an end.
+    Rollouts that failed in an environment are left out: they never reached their end.
     """
     kept = [rollout for rollout in group.rollouts if _ended(rollout)]
     blank = [
@@ -372,7 +363,7 @@ def _ended(rollout: Rollout) -> bool:
     return rollout.outcome == "scored" or (rollout.outcome != "pending" and not answered)
 
 
-def _beside(step: int, old: Group, new: Group | None) -> list[Rescored]:
+def _old_and_new(step: int, old: Group, new: Group | None) -> list[Rescored]:
     if new is None:
         return []
     return [
@@ -403,7 +394,7 @@ def _both(rows: Sequence[Rescored]) -> list[tuple[float, float]]:
     return [(row.old, row.new) for row in rows if row.old is not None and row.new is not None]
 
 
-def _ranked(group: Sequence[Rescored]) -> list[Rescored]:
+def _with_ranks(group: Sequence[Rescored]) -> list[Rescored]:
     """The rollouts of a group with their places."""
     pairs = _both(group)
     old, new = [x for x, _ in pairs], [y for _, y in pairs]
@@ -435,7 +426,7 @@ class _Tally:
     lowest: tuple[float, float]
     highest: tuple[float, float]
     pairs: int
-    """Pairs that either tells apart."""
+    """Pairs that at least one of the two does not tie."""
     alike: int
     """Number of these pairs that both put in the same order."""
     reasons: dict[str, int]
@@ -452,7 +443,10 @@ def _tally(groups: Sequence[Sequence[Rescored]], names: Sequence[str]) -> _Tally
     old, new = [x for x, _ in both], [y for _, y in both]
     mean_old, mean_new = (fmean(old), fmean(new)) if both else (0.0, 0.0)
     alike = [each for group in groups for each in _ordered_alike(group)]
-    reasons = Counter(reason for row in rows for reason in _reasons(row))
+    # Why a rollout was not scored; if it was, why a reward without weight failed.
+    reasons: Counter[str] = Counter()
+    for row in rows:
+        reasons.update(row.failed_rewards.values() if row.reason is None else (row.reason,))
     return _Tally(
         rollouts=len(rows),
         moved=sum(row.moved > 0 for row in rows),
@@ -469,17 +463,13 @@ def _tally(groups: Sequence[Sequence[Rescored]], names: Sequence[str]) -> _Tally
         pairs=len(alike),
         alike=sum(alike),
         reasons=dict(reasons.most_common(KEPT_REASONS)),
-        unanswered=Counter(name for row in rows for name in names if _unanswered(row, name)),
+        unanswered=Counter(
+            name
+            for row in rows
+            for name in names
+            if name in row.failed_rewards or name not in row.new_parts
+        ),
     )
-
-
-def _reasons(row: Rescored) -> Iterable[str]:
-    """Why a rollout was not scored; where it was, why a reward without weight failed."""
-    return row.failed_rewards.values() if row.reason is None else (row.reason,)
-
-
-def _unanswered(row: Rescored, name: str) -> bool:
-    return name in row.failed_rewards or name not in row.new_parts
 
 
 def _agreement(tallies: Sequence[_Tally]) -> Agreement:
@@ -517,7 +507,10 @@ def _means(tallies: Sequence[_Tally], scored: int) -> tuple[float, float]:
 
 
 def _correlation(tallies: Sequence[_Tally], scored: int) -> float | None:
-    """None where there are too few, or all are the same. Squares about the step's mean, and those of the step's mean about all."""
+    """Pearson's correlation over all steps; None if either side has no spread.
+
+    A step contributes its squares about its own mean, and its mean's distance from the overall mean.
+    """
     spread = [
         max(each.highest[side] for each in tallies) > min(each.lowest[side] for each in tallies)
         for side in ((0, 1) if scored else ())
@@ -535,7 +528,7 @@ def _correlation(tallies: Sequence[_Tally], scored: int) -> float | None:
 
 
 def _ordered_alike(group: Sequence[Rescored]) -> Iterator[bool]:
-    """Yield, per pair of a group that either tells apart, True if both order it alike."""
+    """Yield for each pair of a group that at least one does not tie: whether both order it alike."""
     for (x_old, x_new), (y_old, y_new) in combinations(_both(group), 2):
         before, after = _sign(x_old - y_old), _sign(x_new - y_new)
         if before or after:

@@ -12,8 +12,7 @@ import pytest
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.backend import Handle, Outcome, Phase
-from groupwise.jobs.clouds.modal.backend import ModalBackend
-from groupwise.jobs.clouds.modal.prices import DOLLARS_PER_SECOND, PRICED_AT
+from groupwise.jobs.clouds.modal.backend import DOLLARS_PER_SECOND, PRICED_AT, ModalBackend
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.spec import Limits
 from groupwise.jobs.launch import places

@@ -227,7 +227,7 @@ class Mine(TrainingConfig):
     ({"words": Between(0, 20)}, int), ({"lora.r": Between(1, 20)}, int),
 ])  # fmt: skip
 def test_what_a_range_holds_is_what_the_field_takes(config, space, kind, monkeypatch):
-    monkeypatch.setattr("groupwise.notebook.hyperparameter_search._tried", told_a_number)
+    monkeypatch.setattr("groupwise.notebook.hyperparameter_search._train_trial", told_a_number)
     given = Mine(**{name: getattr(config, name) for name in config.model_fields_set})
     values = []
     for number in range(3):
@@ -251,7 +251,7 @@ PLAIN = "plain-XYZ987"
 
 
 def test_no_credential_stands_in_the_journal(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("groupwise.notebook.hyperparameter_search._tried", told_a_number)
+    monkeypatch.setattr("groupwise.notebook.hyperparameter_search._train_trial", told_a_number)
     given = {name: getattr(config, name) for name in config.model_fields_set}
     kept = WithKeys(**given, openai_api_key=PLAIN, judge_url=f"https://me:{PLAIN}@h/")
     search(kept, SMALL, trials=1)

@@ -11,10 +11,8 @@ import pytest
 from groupwise.core.errors import TaskError
 from groupwise.notebook import datasets
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.datasets import prepare_datasets, register_dataset
-from groupwise.notebook.grading import grades
-from groupwise.notebook.prompts import format_prompt
-from groupwise.notebook.rewards import create_reward_functions
+from groupwise.notebook.datasets import format_prompt, prepare_datasets, register_dataset
+from groupwise.notebook.rewards import create_reward_functions, grades
 from groupwise.notebook.rows import kind_of
 
 

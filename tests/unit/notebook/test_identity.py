@@ -18,8 +18,17 @@ import pytest
 
 from groupwise.notebook import Criterion, Rubric, Session, TrainingConfig
 from groupwise.notebook.fingerprint import Look, digest
-from groupwise.notebook.identity import UNSEEN, USED, differences, reward_facts
-from groupwise.notebook.reward_state import FILE, Collected, collected, comparable, noticed
+from groupwise.notebook.identity import (
+    COLLECTED_FILE,
+    UNSEEN,
+    USED,
+    Collected,
+    collected_names,
+    comparable,
+    differences,
+    note_changes,
+    reward_facts,
+)
 from groupwise.notebook.rewards import create_reward_functions
 
 # Cells with a reward in each: what it uses has to count, whatever it is and wherever it stands.
@@ -277,7 +286,7 @@ def changed(one: dict[str, str], other: dict[str, str]) -> set[str]:
 def note(rubric: Any, before: Any, folder: Path) -> set[str]:
     """What a run's checkpoint notes that its rewards have collected."""
     Collected(rubric, before).on_save(cast("Any", SimpleNamespace(folder=folder)), folder)
-    return collected(folder)
+    return collected_names(folder)
 
 
 @pytest.mark.parametrize(
@@ -333,9 +342,9 @@ def test_what_rewards_collect_is_found_by_what_a_run_has_changed(tmp_path: Path)
     names = cell(BEGIN)
     rubric = rubric_of(names)
     before = reward_facts(rubric)
-    assert comparable(before, before, collected(tmp_path)) == (before, before)
+    assert comparable(before, before, collected_names(tmp_path)) == (before, before)
     note(rubric, before, tmp_path)
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / COLLECTED_FILE).exists()
     names["reward"](["a text"])
     known = {"seen of the reward reward", "calls of the reward reward"}
     assert note(rubric, before, tmp_path) == known
@@ -558,7 +567,7 @@ def test_what_was_loaded_before_is_no_difference_for_the_training_after_it(
     rubric = rubric_of(names)
     cold = reward_facts(rubric)
     if evaluated:
-        with noticed(rubric, cold):
+        with note_changes(rubric, cold):
             names["reward"](["a"])
     for run in ("first", "second"):
         folder = tmp_path / run
@@ -566,8 +575,8 @@ def test_what_was_loaded_before_is_no_difference_for_the_training_after_it(
         watching = Collected(rubric, reward_facts(rubric))
         names["reward"](["a"])
         watching.on_save(cast("Any", SimpleNamespace(folder=folder)), folder)
-        assert collected(folder) == {"model of the reward reward"}
-        assert differences(*comparable(reward_facts(rubric), cold, collected(folder))) == []
+        assert collected_names(folder) == {"model of the reward reward"}
+        assert differences(*comparable(reward_facts(rubric), cold, collected_names(folder))) == []
 
 
 def test_what_objects_hold_after_they_were_used_is_no_other_code() -> None:

@@ -15,7 +15,7 @@ from groupwise.notebook import (
     format_prompt,
     prepare_session,
     quick_test,
-    session,
+    sampler,
     train_grpo,
 )
 from tests.tunix_models import model_of
@@ -26,12 +26,12 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """What the model would be asked; it answers `42`."""
     calls: list[Any] = []
 
-    def answers(core: Any, prompts: Any, weights: Any, params: Any, seed: int) -> list[str]:
+    async def complete(core: Any, prompts: Any, weights: Any, params: Any, seed: int) -> list[str]:
         calls.append((prompts, weights, params, seed))
         return ["42"] * len(prompts)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(session, "answers", answers)
+    monkeypatch.setattr(sampler, "complete", complete)
     return calls
 
 

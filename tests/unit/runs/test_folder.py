@@ -72,7 +72,7 @@ class TestNew:
         for state in ("interrupted", "failed", "running"):
             run = create(tmp_path, state)
             run.finish(state)
-            run._let_go()  # pyright: ignore[reportPrivateUsage]
+            run._release()  # pyright: ignore[reportPrivateUsage]
             shown = "crashed" if state == "running" else state
             with pytest.raises(UsageError, match=rf"\({shown}\).*--resume.*run\.name="):
                 create(tmp_path, state)

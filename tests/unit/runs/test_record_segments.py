@@ -80,7 +80,7 @@ def recorded(runs: Path, *, keep_tokens: bool = True) -> RunFolder:
 def run(tmp_path):
     folder = recorded(tmp_path)
     yield folder
-    folder._let_go()
+    folder._release()
 
 
 def commit(folder: RunFolder, step: int) -> None:
@@ -110,7 +110,7 @@ def rows(record: Path, tables: tuple[str, ...] = TABLES) -> dict[str, list[tuple
 
 def lose(folder: RunFolder) -> Path:
     """Close the run as a crash would, with its record gone."""
-    folder._let_go()
+    folder._release()
     for ending in ("", "-wal", "-shm"):
         folder.path.joinpath(f"run.db{ending}").unlink(missing_ok=True)
     return folder.path
@@ -245,7 +245,7 @@ def test_dying_in_a_merge_loses_nothing(tmp_path, merging):
     points: list[str] = []
     atomic_files.on_write = points.append
     try:
-        RunFolder.create(tmp_path / "whole", "r", {}, {"kind": "rl"})._let_go()
+        RunFolder.create(tmp_path / "whole", "r", {}, {"kind": "rl"})._release()
         with RunFolder.open(tmp_path / "whole" / "r") as whole:
             go_on(whole, 0, 4)
             before = rows(whole.store.path)
@@ -256,7 +256,7 @@ def test_dying_in_a_merge_loses_nothing(tmp_path, merging):
     assert len(merge) == 8, merge
     for number, point in enumerate(merge):
         runs = tmp_path / str(number)
-        RunFolder.create(runs, "r", {}, {"kind": "rl"})._let_go()
+        RunFolder.create(runs, "r", {}, {"kind": "rl"})._release()
         assert die_there(runs / "r", point) == 9, point
         for ending in ("", "-wal", "-shm"):
             (runs / "r" / f"run.db{ending}").unlink(missing_ok=True)
@@ -300,7 +300,7 @@ def test_one_that_cannot_be_read_is_left_and_told_of(tmp_path, merging, caplog):
     go_on(run, 3, 4)
     assert kept(run.path) == {"step-1.db", "step-2.db", "step-3.db"}
     assert "could not be merged" in caplog.text
-    run._let_go()
+    run._release()
 
 
 # 4
@@ -323,7 +323,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("how", DAMAGE)
 def test_damage_is_noticed_and_mended(run, how):
     before = rows(run.store.path)
-    run._let_go()
+    run._release()
     DAMAGE[how](run.path / "run.db")
     made = recover(run.path)
     assert made is not None

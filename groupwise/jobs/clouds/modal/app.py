@@ -1,7 +1,8 @@
-"""What is deployed at Modal: the desk, and for each image the work. This module is imported there as well, to find both functions.
+"""The apps that are deployed at Modal: the desk, and the work, once for each image. This module is imported there as well, to find both
+functions.
 
-No job's secret is part of an app or an image: they come with each call, as one variable of its container's environment, beside those of
-the workspace that it names.
+No job's secret is part of an app or an image: they come with each call, as one variable of its container's environment, beside the secrets
+of the workspace that it names.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ from groupwise.jobs.clouds.modal import worker as works
 from groupwise.jobs.clouds.modal.port import MOST_SECONDS, Call, Image
 
 DESK_APP = "groupwise-desk-1"
-"""With the number of what is asked of it."""
+"""Its number changes with the requests that it answers."""
 RUNS, CACHES = "groupwise-runs", "groupwise-caches"
-"""Volumes. A volume with files that are open cannot be reloaded, so what jobs themselves read and write is another one."""
+"""Volumes. One with open files cannot be reloaded, so jobs read and write another one, for caches."""
 HOME, CACHE, SCRATCH = "/groupwise", "/groupwise-caches", "/groupwise-scratch"
 SECRETS = "GROUPWISE_SECRETS"
 PLAIN = "plain"
-"""The image without packages."""
+"""Name of the image without packages."""
 BUILD = "/opt/groupwise/build"
 DESK_PYTHON = "3.12"
 DESK_SECONDS = 3600
 AWAKE_SECONDS = 60
-"""The desk waits so long for the next request: beginning it anew takes a second or two."""
+"""Seconds that the desk waits for the next request: beginning it again takes a second or two."""
 START_SECONDS = 1800
-"""For a container of the work to begin; it is paid for from then on."""
+"""Seconds for a container of the work to begin; it is paid for from then on."""
 WORK_MB = 16_384
-"""Of memory, reserved; a container may use more."""
+"""MB of memory that are reserved; a container may use more."""
 WORK_CORES = 4.0
 
 
 def runs() -> modal.Volume:
-    """Attempts and blobs."""
+    """The volume of attempts and blobs."""
     return modal.Volume.from_name(RUNS, create_if_missing=True, version=2)
 
 
 def desk(what: str, *arguments: Any) -> Any:
-    """See `coordinator.py`."""
+    """Answer a request; see `coordinator.py`."""
     volume = runs()
     volume.reload()
     said = desks.answer(HOME, what, arguments)
@@ -54,7 +55,7 @@ def desk(what: str, *arguments: Any) -> Any:
 
 
 def work(document: Mapping[str, Any]) -> str:
-    """See `worker.py`."""
+    """Run one stint of a job; see `worker.py`."""
     secrets: dict[str, str] = json.loads(os.environ.pop(SECRETS, "{}"))
     me = modal.current_function_call_id()
     assert me is not None, "this runs in a call"
@@ -74,7 +75,7 @@ def work(document: Mapping[str, Any]) -> str:
 
 
 def function(app: str, name: str, client: modal.Client | None = None) -> Any:
-    """One that was deployed; whether it was is found out when it is asked. Its type is Modal's, and says nothing of arguments."""
+    """A deployed function; a missing one shows only when it is called. Modal's type says nothing of its arguments."""
     found = modal.Function.from_name(app, name, client=client)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return cast("Any", found)
 
@@ -82,7 +83,7 @@ def function(app: str, name: str, client: modal.Client | None = None) -> Any:
 def named_secrets(
     named: Mapping[str, Sequence[str]], client: modal.Client | None = None
 ) -> list[modal.Secret]:
-    """Of the workspace; whether it has them, with these variables, is found out when they are asked."""
+    """Secrets of the workspace; a missing secret or variable shows only when it is used."""
     return [
         modal.Secret.from_name(name, required_keys=list(variables), client=client)
         for name, variables in named.items()
@@ -90,7 +91,7 @@ def named_secrets(
 
 
 def called(call: Call, secrets: Mapping[str, str], client: modal.Client | None = None) -> Any:
-    """The work, as this call wants it. What is carried is named by nobody, and gone with it."""
+    """The work, with the GPU, time limit and secrets of this call. The secrets it carries have no name, and are gone with it."""
     carried = [modal.Secret.from_dict({SECRETS: json.dumps(dict(secrets))})] if secrets else []
     named = named_secrets(call.named, client)
     found = function(call.app or app_name(PLAIN), "work", client)
@@ -105,12 +106,53 @@ def called(call: Call, secrets: Mapping[str, str], client: modal.Client | None =
 
 
 def app_name(image: str) -> str:
-    """Of the work with this image."""
+    """The name of the app that does the work with this image."""
     return Image(image, "").app
 
 
-def desk_app() -> modal.App:
-    """One container, and one request at a time: what makes its answers decisions."""
+def made_of(image: Image, folder: Path) -> modal.Image:
+    """Modal's image with the packages, made by the same builder from the same lock as on every other machine."""
+    plain = modal.Image.debian_slim(image.python)
+    if not image.files:
+        return plain
+    copied = plain.add_local_dir(folder, BUILD, copy=True)
+    return copied.run_commands(f"cd {BUILD} && python -I builder.py")
+
+
+def _with_source(image: modal.Image) -> modal.Image:
+    """The image with the source of this release, which desk and work run."""
+    return image.add_local_python_source("groupwise")
+
+
+def deploy(image: Image, client: modal.Client | None = None) -> None:
+    """Make the image, and deploy the work that uses it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for path, data in image.files.items():
+            place = folder / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(data)
+        app = modal.App(image.app, include_source=False)
+        app.function(
+            image=_with_source(made_of(image, folder)),
+            volumes={
+                HOME: runs(),
+                CACHE: modal.Volume.from_name(CACHES, create_if_missing=True, version=2),
+            },
+            cpu=WORK_CORES,
+            memory=WORK_MB,
+            timeout=MOST_SECONDS,
+            startup_timeout=START_SECONDS,
+            retries=0,
+            single_use_containers=True,
+            name="work",
+        )(work)
+        app.deploy(client=client)
+
+
+def deploy_desk(client: modal.Client | None = None) -> None:
+    """Deploy the desk; it serves all releases that send it the same requests."""
+    # Its answers are decisions because there is one container, which takes one request at a time.
     app = modal.App(DESK_APP, include_source=False)
     app.function(
         image=_with_source(modal.Image.debian_slim(DESK_PYTHON)),
@@ -121,54 +163,4 @@ def desk_app() -> modal.App:
         retries=0,
         name="desk",
     )(desk)
-    return app
-
-
-def work_app(image: Image, folder: Path) -> modal.App:
-    """`folder`: where the files of the image are, until it is made."""
-    app = modal.App(image.app, include_source=False)
-    app.function(
-        image=_with_source(made_of(image, folder)),
-        volumes={
-            HOME: runs(),
-            CACHE: modal.Volume.from_name(CACHES, create_if_missing=True, version=2),
-        },
-        cpu=WORK_CORES,
-        memory=WORK_MB,
-        timeout=MOST_SECONDS,
-        startup_timeout=START_SECONDS,
-        retries=0,
-        single_use_containers=True,
-        name="work",
-    )(work)
-    return app
-
-
-def made_of(image: Image, folder: Path) -> modal.Image:
-    """Packages by the same builder, from the same lock, as on every other machine."""
-    plain = modal.Image.debian_slim(image.python)
-    if not image.files:
-        return plain
-    copied = plain.add_local_dir(folder, BUILD, copy=True)
-    return copied.run_commands(f"cd {BUILD} && python -I builder.py")
-
-
-def _with_source(image: modal.Image) -> modal.Image:
-    """Of this release, for desk and work themselves."""
-    return image.add_local_python_source("groupwise")
-
-
-def deploy(image: Image, client: modal.Client | None = None) -> None:
-    """Make the image, and what works with it."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for path, data in image.files.items():
-            place = folder / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(data)
-        work_app(image, folder).deploy(client=client)
-
-
-def deploy_desk(client: modal.Client | None = None) -> None:
-    """Once; it serves all releases that ask the same of it."""
-    desk_app().deploy(client=client)
+    app.deploy(client=client)

@@ -6,25 +6,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.backend import Capabilities, Cost, Handle, Order, Plan
 from groupwise.jobs.clouds.machine import MachineBackend, refuse
 from groupwise.jobs.clouds.modal.port import MOST_SECONDS, NAMED, SPARE_SECONDS, Call, Image
-from groupwise.jobs.clouds.modal.prices import PRICED_AT, per_hour
 from groupwise.jobs.clouds.modal.runner import ModalRunner, engine_of
 from groupwise.jobs.hosts.driver import Launch, Resume
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec
 
 ENVIRONMENTS = "/opt/groupwise/environments"
-"""Where the packages of jobs are, in images."""
+"""The folder of the jobs' packages in images."""
+PRICED_AT = "May 2026"
+"""modal.com/pricing, list prices of the base region."""
+DOLLARS_PER_SECOND = {
+    "T4": 0.000164,
+    "L4": 0.000222,
+    "A10G": 0.000306,
+    "L40S": 0.000542,
+    "A100": 0.000583,
+    "A100-80GB": 0.000694,
+    "H100": 0.001097,
+    "H200": 0.001261,
+    "B200": 0.001736,
+}
+"""Dollars a second by Modal's names, for estimates; A100 is the one with 40 GB. Processors and memory come on top, and Modal's own bill is
+what counts."""
 
 
 class ModalBackend(MachineBackend):
-    """See `groupwise.jobs.clouds.backend.Backend`."""
+    """A `Backend` that runs jobs at Modal."""
 
     capabilities = Capabilities(paid=True, queues=True)
 
@@ -37,16 +51,16 @@ class ModalBackend(MachineBackend):
         spare: float = SPARE_SECONDS,
         every: float = 5.0,
     ) -> None:
-        """`where`: for people. `spare` and `every` as `Call` has them."""
+        """`where`: the place, for people. `spare` and `every` as in `Call`."""
         super().__init__(name, runner, where)
         self._modal, self._spare, self._every = runner, spare, every
 
     async def plan(self, order: Order) -> Plan:
-        """See `Backend.plan`. It needs no token, and asks Modal for nothing but whose it is."""
+        """See `Backend.plan`. It needs no token; if there is one, Modal is asked only for its owner."""
         refuse(order)
         call = self._call(order)
         files = {each.sha256: each.size for each in order.spec.files.values()}
-        with self._told():
+        with self._cloud_errors():
             owner = await self._modal.port.workspace()
         token = (
             "there is no token of Modal here, which launching needs: `modal token new` gets one"
@@ -57,7 +71,10 @@ class ModalBackend(MachineBackend):
         made = (
             f"have Modal make the image of app {call.app}, once" if image else "take a plain image"
         )
-        named = f", with {_listed(call.named)} of its workspace" if call.named else ""
+        secrets = " and ".join(
+            f"{', '.join(words)} of {name}" for name, words in call.named.items()
+        )
+        named = f", with {secrets} of its workspace" if secrets else ""
         calls = math.ceil(call.limit / (call.timeout - call.spare)) if call.limit else 1
         more = (
             f", and gone on with by up to {calls - 1} more, from its checkpoints"
@@ -77,7 +94,7 @@ class ModalBackend(MachineBackend):
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
         refuse(order)
-        with self._told():
+        with self._cloud_errors():
             await self._modal.port.expect_secrets(order.asks.get(NAMED) or {})
             await self._deploy(order, store)
         return await super().submit(order, store)
@@ -86,17 +103,17 @@ class ModalBackend(MachineBackend):
         """See `Backend.resume`."""
         handle = await self.find(name)
         if handle is not None:
-            with self._told():
+            with self._cloud_errors():
                 await self._deploy(await self.order(handle), store)
         return await super().resume(name, secrets, store)
 
     async def cost(self, handle: Handle) -> Cost | None:
-        """See `Priced.cost`: an estimate, from how long attempts took and a list of prices."""
+        """See `Priced.cost`: an estimate from the duration of attempts and a list of prices."""
         order = await self.order(handle)
         price = per_hour(order.asks.get("gpu"), order.gpus)
         if price is None:
             return None
-        attempts = await self._begun(handle.name)
+        attempts = await self._begun_attempts(handle.name)
         took = {each.epoch: each.exit.seconds for each in attempts if each.exit is not None}
         seconds = sum(filter(None, took.values()))
         unknown = sorted({each.epoch for each in attempts} - took.keys())
@@ -112,7 +129,7 @@ class ModalBackend(MachineBackend):
         )
 
     async def _deploy(self, order: Order, store: BlobStore) -> None:
-        """Its image is made where there is none yet."""
+        """Make the order's image if Modal does not have it yet."""
         asked: Mapping[str, Any] | None = order.asks.get("image")
         if asked is None or await self._modal.port.has_app(_app(asked)):
             return
@@ -139,7 +156,7 @@ class ModalBackend(MachineBackend):
         )
 
     def _call(self, order: Order) -> Call:
-        """Of this job; `ModalRunner` says which attempt it is for. Raises UsageError."""
+        """The call for this job; `ModalRunner` adds the attempt. Raises UsageError."""
         asks, image = order.asks, order.asks.get("image")
         gpu, gpus = asks.get("gpu"), (order.gpus or 1) if asks.get("gpu") else 0
         timeout = int(asks.get("timeout") or MOST_SECONDS)
@@ -149,9 +166,7 @@ class ModalBackend(MachineBackend):
                 f"{MOST_SECONDS} s, 24 hours. A job may take longer: --max-hours."
             )
         limit, within = order.spec.limits.time_seconds, timeout - self._spare
-        if (
-            limit is not None and limit <= timeout
-        ):  # in one call, which has it and what saving takes
+        if limit is not None and limit <= timeout:  # one call suffices, with time to save
             limit = min(limit, within)
             timeout = min(timeout, math.ceil(limit + self._spare))
         return Call(
@@ -169,9 +184,19 @@ class ModalBackend(MachineBackend):
         )
 
 
-def _listed(named: Mapping[str, Sequence[str]]) -> str:
-    return " and ".join(f"{', '.join(variables)} of {name}" for name, variables in named.items())
-
-
 def _app(image: Mapping[str, Any]) -> str:
     return Image(image["name"], image["python"]).app
+
+
+def check_gpu(name: str) -> str:
+    """The name itself. Raises UsageError if it is not known."""
+    if name not in DOLLARS_PER_SECOND:
+        raise UsageError(
+            f"--gpu {name}: Modal's GPUs that are known here are {', '.join(DOLLARS_PER_SECOND)}."
+        )
+    return name
+
+
+def per_hour(gpu: str | None, count: int) -> float | None:
+    """Dollars an hour for so many GPUs; None if none is asked for."""
+    return None if gpu is None else DOLLARS_PER_SECOND[check_gpu(gpu)] * 3600 * max(1, count)

@@ -1,20 +1,20 @@
-"""The desk: the one container that decides. It answers requests to the runner, whose files lie on the volume, and says whose turn it is.
+"""The desk: the one container that decides. It answers requests to the runner, whose files lie on the volume, and gives out turns.
 
-A volume has no locks and no names that only one can take, so of several containers and laptops that write to it none can decide
-anything. Modal sees to it that there is one desk (`max_containers=1`, one input at a time), which reloads the volume before an answer and
-commits after it; whatever has to happen once is asked of it:
+A volume has no locks and no name that only one process can take, so among several containers and laptops that write to it none can decide
+anything. Modal guarantees that there is one desk (`max_containers=1`, one input at a time), which reloads the volume before an answer and
+commits after it; everything that has to happen once goes through it:
 
-    ask        → the answer of the runner to a request, byte for byte as over SSH; the interpreter starts anew for each
-    note       a call was spawned for this attempt. → the turn
+    ask        answer a request to the runner, byte for byte as over SSH, in a new interpreter each time → the answer
+    note       note that a call was spawned for this attempt → the turn
     turns      → the turns of attempts, by their names
-    take       a call has begun: → {"spent": seconds since the first stint began, "handed_over": whether it has ended and has yet to spawn
-               the next call}, or None where it has nothing to do
-    hand_over  a stint has ended, and another is to go on. → whether it is to be spawned
-    end        nothing runs, and nothing shall. The exit record says why
+    take       a call has begun and wants the turn → {"spent": seconds since the first stint began, "handed_over": true if this call's stint
+               has ended and it has yet to spawn the next call}, or None if it has nothing to do
+    hand_over  a stint has ended, and another is to go on → true if the next call is to be spawned
+    end        nothing runs, and nothing shall; writes an exit record with the reason
 
-A turn is {"number", "call", "given", "by", "since", "began"}: of which stint it is, which call has it (none: the first of that number that
-takes it), which calls were spawned for it, which call handed it over, and when it and the first one began. Each may be asked again: a desk
-may be killed before it commits.
+A turn is {"number", "call", "given", "by", "since", "began"}: the number of its stint, the call that has it (none: the first of that number
+that takes it), the calls that were spawned for it, the call that handed it over, and when it and the first one began. Every request may be
+repeated, because a desk may be killed before it commits.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
 
 TURN = "turn.json"
 ASKED = "asked.json"
-"""What `queued.json` becomes once a call has taken it; there are no secrets in it."""
+"""The name of `queued.json` once a call has taken it; it holds no secrets."""
 OVER = ("voided", "refused")
 
 
 def answer(home: str, what: str, arguments: Sequence[Any]) -> Any:
-    """`home`: where the volume is."""
+    """Answer one request to the desk. `home`: the folder of the volume."""
     return VERBS[what](home, *arguments)
 
 
 def attempt(home: str, job: str, epoch: int) -> runner.Attempt:
-    """On the volume, or a copy of it."""
+    """An attempt on the volume, or on a copy of it."""
     return runner.Attempt(runner.Root(os.path.join(home, ROOT)), job, epoch)
 
 
 def ask(home: str, request: bytes) -> bytes:
-    """Both in the framing of `groupwise.jobs.hosts.framing`."""
+    """Pass a request to the runner; request and answer are framed as in `groupwise.jobs.hosts.framing`."""
     environment = {"HOME": home, "PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
     done = subprocess.run(
         [sys.executable, *FLAGS, "-c", BOOTSTRAP],
@@ -61,7 +61,7 @@ def ask(home: str, request: bytes) -> bytes:
 
 
 def note(home: str, job: str, epoch: int, number: int, call: str) -> dict[str, Any] | None:
-    """None where there is no such attempt."""
+    """Note that a call was spawned for this stint; None if there is no such attempt."""
     place = attempt(home, job, epoch)
     if not os.path.isdir(place.path):
         return None
@@ -73,7 +73,7 @@ def note(home: str, job: str, epoch: int, number: int, call: str) -> dict[str, A
 
 
 def turns(home: str, names: Sequence[Sequence[Any]]) -> dict[str, dict[str, Any]]:
-    """With `age`, the seconds since it is of this number."""
+    """The turns of attempts, each with `age`, the seconds since its stint got the turn."""
     found: dict[str, dict[str, Any]] = {}
     for job, epoch in names:
         place = attempt(home, job, epoch)
@@ -83,14 +83,19 @@ def turns(home: str, names: Sequence[Sequence[Any]]) -> dict[str, dict[str, Any]
 
 
 def take(home: str, job: str, epoch: int, number: int, call: str) -> dict[str, Any] | None:
-    """Once taken it is that call's, which may be begun again in another container."""
+    """Give the turn to a call. It keeps the turn, and may be begun again in another container."""
     place = attempt(home, job, epoch)
     turn = turn_of(place)
     if is_over(place):
         return None
     handed_over = _was_handed_over(turn, number, call)
     if not handed_over:
-        if turn["number"] != number or turn["call"] not in (None, call) or not _has_token(place):
+        # The token is taken now, or was before; `void` takes it as well.
+        if (
+            turn["number"] != number
+            or turn["call"] not in (None, call)
+            or not (runner.take_token(place, place.at(ASKED)) or os.path.exists(place.at(ASKED)))
+        ):
             return None
         turn.update(call=call, began=turn["began"] or time.time())
         runner.write_json(place.at(TURN), turn)
@@ -98,17 +103,12 @@ def take(home: str, job: str, epoch: int, number: int, call: str) -> dict[str, A
 
 
 def _was_handed_over(turn: Mapping[str, Any], number: int, call: str) -> bool:
-    """By this call, and nothing was spawned yet that anybody knows of."""
+    """True if this call handed the turn over, and no call is known to be spawned for the next one."""
     return turn["number"] == number + 1 and turn["by"] == call and not turn["given"]
 
 
-def _has_token(place: runner.Attempt) -> bool:
-    """Taken away now, or before; whoever voids an attempt takes it, too."""
-    return runner.take_token(place, place.at(ASKED)) or os.path.exists(place.at(ASKED))
-
-
 def hand_over(home: str, job: str, epoch: int, number: int, call: str) -> bool:
-    """From this call to the next number."""
+    """Hand the turn over from this call to the next stint."""
     place = attempt(home, job, epoch)
     turn = turn_of(place)
     if is_over(place):
@@ -120,7 +120,7 @@ def hand_over(home: str, job: str, epoch: int, number: int, call: str) -> bool:
 
 
 def end(home: str, job: str, epoch: int, because: str) -> None:
-    """Only what has begun, and has not ended."""
+    """Write an exit record for an attempt that has begun and has not ended."""
     place = attempt(home, job, epoch)
     if os.path.isdir(place.path) and not is_over(place):
         record = {"reason": "cancelled", "message": because, "tail": ""}
@@ -128,14 +128,14 @@ def end(home: str, job: str, epoch: int, because: str) -> None:
 
 
 def turn_of(place: runner.Attempt) -> dict[str, Any]:
-    """Before the first note, too."""
+    """The attempt's turn; the first one if there was no note yet."""
     first: dict[str, Any] = {"number": 1, "call": None, "given": [], "by": None, "began": None}
     first["since"] = runner.modified(place.path)
     return {**first, **(runner.read_json(place.at(TURN)) or {})}
 
 
 def is_over(place: runner.Attempt) -> bool:
-    """It has ended, or never begins."""
+    """True if the attempt has ended, or never begins."""
     state = runner.read_json(place.at("state.json"))
     return state is None or state.get("phase") in OVER or os.path.exists(place.at("exit.json"))
 

@@ -1,4 +1,4 @@
-"""The real Modal, by its own client (`pip install 'groupwise[modal]'`), with a token of ~/.modal.toml or of the environment."""
+"""The real Modal, called by its own client (`pip install 'groupwise[modal]'`), with a token from ~/.modal.toml or the environment."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NO_TOKEN = "there is no token of Modal here: `modal token new` gets one, or set 
 
 
 class LiveModal:
-    """See `groupwise.jobs.clouds.modal.port.ModalPort`."""
+    """The `ModalPort` of the real Modal."""
 
     def __init__(self, profile: str | None = None) -> None:
-        """`profile`: of ~/.modal.toml; None: the active one, or the variables."""
+        """`profile`: a profile of ~/.modal.toml; None: the active one, or the environment variables."""
         self._profile = profile
         self._client: Client | None = None
         self._has_desk = False
@@ -48,7 +48,7 @@ class LiveModal:
         if find_spec("modal") is None or self._token is None:
             return None
         client = await self._connected()
-        with _told("modal"):
+        with _host_errors("modal"):
             await client.hello.aio()  # pyright: ignore[reportUnknownMemberType]
         return f"profile {self._profile}" if self._profile else "the token of this machine"
 
@@ -58,7 +58,7 @@ class LiveModal:
                 raise RunnerRefused("modal", NO_TOKEN)
             import modal
 
-            with _told("token"):
+            with _host_errors("token"):
                 self._client = await modal.Client.from_credentials.aio(*self._token)
         return self._client
 
@@ -72,7 +72,7 @@ class LiveModal:
         from groupwise.jobs.clouds.modal import app as deployed
 
         client = await self._connected()
-        with _told("app"):
+        with _host_errors("app"):
             try:
                 await deployed.function(app, function, client).hydrate.aio()
             except modal.exception.NotFoundError:
@@ -86,17 +86,18 @@ class LiveModal:
         await self._deployed(lambda client: app.deploy(image, client))
 
     async def _deployed(self, deploy: Callable[[Client], None]) -> None:
-        """An image takes minutes to make; what Modal says of it goes to standard error, since results may go to standard output."""
+        """Deploy in a thread: an image takes minutes to make. Modal's output goes to standard error, since results may go to standard
+        output."""
         import modal
 
         client = await self._connected()
 
-        def shown() -> None:
+        def deploy_quietly() -> None:
             with redirect_stdout(sys.stderr), modal.enable_output():
                 deploy(client)
 
-        with _told("deploy"):
-            await asyncio.to_thread(shown)
+        with _host_errors("deploy"):
+            await asyncio.to_thread(deploy_quietly)
 
     async def desk(self, what: str, *arguments: Any) -> Any:
         """See `ModalPort.desk`."""
@@ -106,7 +107,7 @@ class LiveModal:
             await self._deployed(app.deploy_desk)
         self._has_desk = True
         desk = app.function(app.DESK_APP, "desk", await self._connected())
-        with _told("desk"):
+        with _host_errors("desk"):
             return await desk.remote.aio(what, *arguments)
 
     async def spawn(self, call: Call, secrets: Mapping[str, str]) -> str:
@@ -116,7 +117,7 @@ class LiveModal:
         client = await self._connected()
         if not call.app and not await self.has_app(app.app_name(app.PLAIN)):
             await self.deploy(Image(app.PLAIN, app.DESK_PYTHON))
-        with _told("spawn"):
+        with _host_errors("spawn"):
             spawned = await app.called(call, secrets, client).spawn.aio(call.document())
         return str(spawned.object_id)
 
@@ -125,12 +126,12 @@ class LiveModal:
         from groupwise.jobs.clouds.modal import app
 
         client = await self._connected()
-        with _told("secret"):
+        with _host_errors("secret"):
             for each in app.named_secrets(named, client):
                 await each.hydrate.aio()  # pyright: ignore[reportUnknownMemberType]
 
     async def lives(self, call: str) -> bool:
-        """See `ModalPort.lives`. What goes wrong on the way is no end."""
+        """See `ModalPort.lives`. An error on the way to Modal does not mean the end of the call."""
         import modal
         from modal import exception
 
@@ -143,7 +144,7 @@ class LiveModal:
             exception.ExecutionError,
             exception.NotFoundError,
         )
-        with _told("call"):
+        with _host_errors("call"):
             try:
                 await found.get.aio(timeout=0)
             except builtins.TimeoutError:
@@ -152,7 +153,7 @@ class LiveModal:
                 return False
             except exception.Error:
                 raise
-            except OSError as error:  # of the way there: the work itself raises none
+            except OSError as error:  # on the way there: the work itself raises none
                 raise OutcomeUnknown(str(error)) from None
             except (Exception, exception.InputCancellation):  # noqa: BLE001  (whatever a container that could not be begun has raised)
                 return False
@@ -163,7 +164,7 @@ class LiveModal:
         import modal
 
         found = modal.FunctionCall.from_id(call, client=await self._connected())
-        with _told("cancel"), suppress(modal.exception.NotFoundError):
+        with _host_errors("cancel"), suppress(modal.exception.NotFoundError):
             await found.cancel.aio()  # pyright: ignore[reportUnknownMemberType]
 
     async def close(self) -> None:
@@ -174,8 +175,8 @@ class LiveModal:
 
 
 @contextmanager
-def _told(code: str) -> Generator[None]:
-    """What goes wrong at Modal, as `groupwise.jobs.hosts.port` has it."""
+def _host_errors(code: str) -> Generator[None]:
+    """Turn errors of Modal into those of `groupwise.jobs.hosts.port`."""
     from modal import exception
 
     try:

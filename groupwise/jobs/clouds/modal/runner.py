@@ -1,8 +1,8 @@
-"""The runner whose root is a volume of Modal: it is asked by way of the desk, and what it lays out is begun by calls of the work.
+"""The runner whose root is a volume of Modal: it is called through the desk, and the attempts it lays out are begun by calls of the work.
 
-What is to be known stands in the attempt's files (`groupwise.jobs.hosts.runner`), as far as the work has committed them, and in its turn at
-the desk. Modal is asked only whether a call lives. One that has ended proves that nothing runs only together with files that were read
-after that: its last commit, or the turn of the call that goes on, may have come in between.
+The facts stand in the attempt's files (`groupwise.jobs.hosts.runner`), as far as the work has committed them, and in its turn at the desk.
+Modal is asked only whether a call lives. The end of a call proves that nothing runs only together with files that were read after it: the
+call's last commit, or the turn of the call that goes on, may have come in between.
 
 Values of secrets go with the call that is spawned, and never to the desk, whose files lie on the volume.
 """
@@ -22,7 +22,7 @@ from groupwise.jobs.hosts.answers import MemberState, Observation, RunnerState
 from groupwise.jobs.hosts.driver import USUAL, Engine, Known, Launch, Runner
 from groupwise.jobs.hosts.framing import (
     AnswerReader,
-    accepted,
+    checked_answer,
     no_answer,
     request_bytes,
     without_answer,
@@ -36,19 +36,19 @@ from groupwise.jobs.hosts.port import (
 )
 
 COLD = 120.0
-"""Seconds that the desk may take to begin, beside those of an answer."""
+"""Seconds that the desk may take to begin, in addition to the time of an answer."""
 ON_ITS_WAY = 60.0
-"""Seconds in which whoever laid an attempt out, or handed it over, may still be spawning the call for it."""
+"""Seconds in which the process that laid an attempt out, or handed it over, may still be spawning the call for it."""
 SILENT = 60.0
-"""Seconds without a commit of the work: no container has the job at the moment, for Modal has taken the last one away."""
+"""Seconds without a commit of the work after which no container has the job: Modal has taken the last one away."""
 TURNS = 3
-"""Looks at an attempt that changes meanwhile."""
+"""Most looks at an attempt that changes meanwhile."""
 UNSURE = frozenset({RunnerState.QUEUED, RunnerState.LOST, RunnerState.REBOOTED})
-"""What the files alone do not say."""
+"""States that the files alone cannot settle."""
 
 
 class DeskHost:
-    """See `groupwise.jobs.hosts.port.Host`."""
+    """A `Host` whose machine is the desk."""
 
     def __init__(self, port: ModalPort) -> None:
         self._port = port
@@ -65,7 +65,7 @@ class DeskHost:
         if not reader.feed(said):
             raise without_answer(reader, None, "")
         assert reader.answer is not None, "it is whole"
-        return accepted(reader.answer)
+        return checked_answer(reader.answer)
 
     async def close(self) -> None:
         """See `Host.close`."""
@@ -73,49 +73,47 @@ class DeskHost:
 
 
 class ModalRunner(Runner):
-    """See `Runner`; `launch` with an engine, which `engine_of` makes, has a call spawned for the attempt."""
+    """A `Runner` at Modal. `launch` with an engine made by `engine_of` spawns a call for the attempt."""
 
     def __init__(self, port: ModalPort, *, root: str = ROOT, every: float = 5.0) -> None:
-        """`every`: seconds between two looks of who waits, each of which keeps the desk awake."""
+        """`every`: seconds between two looks of `wait`, each of which keeps the desk awake."""
         super().__init__(DeskHost(port), root=root)
         self.port, self._every = port, every
         self._seen: dict[tuple[str, int], RunnerState] = {}
 
     async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
-        """See `Runner.launch`. RunnerRefused: Modal will not have it, and nothing of it is left."""
+        """See `Runner.launch`. RunnerRefused: Modal refuses it, and nothing of it is left."""
         asked = replace(launch, secrets={}, spec=replace(launch.spec, secrets=()))
         state = await super().launch(asked, timeout=timeout)
         if state.state is not RunnerState.QUEUED or launch.engine is None:
-            return await self._one(state)
+            return await self._judge_one(state)
         turn = (await self._turns((state,)))[_name(state)]
         if not turn["given"] and turn["call"] is None:
-            await self._spawn(state, launch)
-        return await self._one(state)
+            await self._spawn(state, launch.engine, launch.secrets)
+        return await self._judge_one(state)
 
-    async def _spawn(self, state: MemberState, launch: Launch) -> None:
-        assert launch.engine is not None, "a queued attempt has an engine"
-        asked = Call(**json.loads(launch.engine.options[0]))
+    async def _spawn(self, state: MemberState, engine: Engine, secrets: Mapping[str, str]) -> None:
+        """Spawn a call for a queued attempt. If Modal refuses, the attempt is removed."""
+        asked = Call(**json.loads(engine.options[0]))
         call = replace(asked, job=state.job, epoch=state.epoch)
         try:
-            spawned = await self.port.spawn(call, launch.secrets)
+            spawned = await self.port.spawn(call, secrets)
         except RunnerRefused:
             await super().void(state.job, state.epoch)
             await self.forget(state.job, state.epoch)
             raise
         turn = await self.port.desk("note", state.job, state.epoch, call.number, spawned)
-        await self._cancel_doubles(turn or {"given": [spawned], "call": "none"})
-
-    async def _cancel_doubles(self, turn: Mapping[str, Any]) -> None:
-        """Of several that were spawned at once, one stays; the others would find that it is not their turn."""
-        given: list[str] = turn["given"]
-        kept = turn["call"] or given[0]
-        for each in given:
-            if each != kept:
+        if turn is None:  # the attempt was removed meanwhile
+            turn = {"given": [spawned], "call": "none"}
+        # Of several calls that were spawned at once one stays; the others would find that it is not their turn.
+        stays = turn["call"] or turn["given"][0]
+        for each in turn["given"]:
+            if each != stays:
                 await self.port.cancel(each)
 
     async def status(self, job: str, epoch: int, *, timeout: float = USUAL) -> MemberState:
         """See `Runner.status`."""
-        return await self._one(await super().status(job, epoch, timeout=timeout))
+        return await self._judge_one(await super().status(job, epoch, timeout=timeout))
 
     async def observe(
         self,
@@ -126,12 +124,12 @@ class ModalRunner(Runner):
     ) -> Observation:
         """See `Runner.observe`."""
         seen = await super().observe(probe=probe, probe_timeout=probe_timeout, timeout=timeout)
-        return replace(seen, attempts=await self._judged(seen.attempts))
+        return replace(seen, attempts=await self._judge_all(seen.attempts))
 
     async def wait(
         self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
     ) -> tuple[MemberState, ...]:
-        """See `Runner.wait`. It is looked again and again: a desk that waited would answer nobody else."""
+        """See `Runner.wait`. It polls, because a desk that waits answers no other caller."""
         told = {k: replace(each, state=self._seen.get(k, each.state)) for k, each in known.items()}
         until = time.monotonic() + seconds
         while True:
@@ -145,19 +143,19 @@ class ModalRunner(Runner):
     async def void(
         self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
     ) -> MemberState:
-        """See `Runner.void`. From here on no call can begin it; that none need try is only told."""
+        """See `Runner.void`. From here on no call can begin it; those that were spawned are cancelled to save the attempt."""
         state = await super().void(job, epoch, because=because, timeout=timeout)
         if state.state is RunnerState.VOIDED and state.engine == NAME:
             turn = (await self._turns((state,)))[_name(state)]
             for each in turn["given"]:
                 with suppress(HostError):
                     await self.port.cancel(each)
-        return await self._one(state)
+        return await self._judge_one(state)
 
     async def kill(
         self, job: str, epoch: int, *, grace: float, timeout: float = USUAL
     ) -> MemberState:
-        """See `Runner.kill`. Where no container has it, nobody would hear of it: its call goes, and its end is written down."""
+        """See `Runner.kill`. If no container has it, no process would notice: its calls are cancelled, and the desk writes its end."""
         state = await super().kill(job, epoch, grace=grace, timeout=timeout)
         if state.state in UNSURE and (state.beat_age or 0.0) > SILENT:
             turn = (await self._turns((state,)))[_name(state)]
@@ -165,15 +163,15 @@ class ModalRunner(Runner):
                 await self.port.cancel(each)
             await self.port.desk("end", job, epoch, "cancelled while it waited for a container")
             state = await super().status(job, epoch)
-        return await self._one(state)
+        return await self._judge_one(state)
 
     # --- judging --------------------------------------------------------------------------------
 
-    async def _one(self, state: MemberState) -> MemberState:
-        return (await self._judged((state,)))[0]
+    async def _judge_one(self, state: MemberState) -> MemberState:
+        return (await self._judge_all((state,)))[0]
 
-    async def _judged(self, states: Sequence[MemberState]) -> tuple[MemberState, ...]:
-        """What is true of each, by its files and, where these do not say it, by its turn and Modal."""
+    async def _judge_all(self, states: Sequence[MemberState]) -> tuple[MemberState, ...]:
+        """The true state of each, by its files and, if they cannot settle it, by its turn and Modal."""
         unsure = [each for each in states if _is_unsure(each)]
         turns = await self._turns(unsure) if unsure else {}
         judged = [
@@ -189,7 +187,15 @@ class ModalRunner(Runner):
                 return state
             living = await self._lives(turn)
             if living or (turn["call"] is None and turn["age"] < ON_ITS_WAY):
-                return _alive(state, living)
+                if state.state is RunnerState.QUEUED:
+                    says = (
+                        f"call {living} waits for a container of Modal"
+                        if living
+                        else "it is on its way to Modal"
+                    )
+                    return replace(state, engine_says=says)
+                runs = RunnerState.CLAIMED if state.pid is None else RunnerState.RUNNING
+                return replace(state, state=runs, survivors=None)
             before, known = state, turn
             state = await super().status(state.job, state.epoch)
             turn = (await self._turns((state,)))[_name(state)]
@@ -205,7 +211,7 @@ class ModalRunner(Runner):
         return replace(state, state=RunnerState.LOST, survivors=0)
 
     async def _lives(self, turn: Mapping[str, Any]) -> str | None:
-        """The call that has the turn, or waits for it."""
+        """The living call that has the turn, or waits for it; None if there is none."""
         for each in [turn["call"]] if turn["call"] else turn["given"]:
             if await self.port.lives(each):
                 return str(each)
@@ -216,22 +222,12 @@ class ModalRunner(Runner):
 
 
 def engine_of(call: Call) -> Engine:
-    """As a launch names it."""
+    """The engine that a launch names for this call."""
     return Engine(NAME, (json.dumps(call.document()),))
 
 
 def _is_unsure(state: MemberState) -> bool:
     return state.engine == NAME and state.state in UNSURE
-
-
-def _alive(state: MemberState, call: str | None) -> MemberState:
-    if state.state is RunnerState.QUEUED:
-        says = (
-            f"call {call} waits for a container of Modal" if call else "it is on its way to Modal"
-        )
-        return replace(state, engine_says=says)
-    runs = RunnerState.CLAIMED if state.pid is None else RunnerState.RUNNING
-    return replace(state, state=runs, survivors=None)
 
 
 def _differs(state: MemberState, known: Known) -> bool:

@@ -1,13 +1,13 @@
-"""The work: a stint of a job, in a container that has its GPU. It takes its turn at the desk, copies the attempt from the volume to the
+"""The work: one stint of a job, in a container with its GPU. It takes its turn at the desk, copies the attempt from the volume to the
 container's own disk, and begins it there under the runner's supervisor, as an engine's node does (`runner.py`, `begin.sh`).
 
-Beside it this process brings what is new to the volume, every few seconds: the log, complete checkpoints, the state; and hears whether
-the job was cancelled. At the end come all artefacts, and the exit record after them. So the volume holds what every machine's disk would
+Meanwhile this process copies everything new to the volume every few seconds: the log, complete checkpoints, the state; and it notices if
+the job was cancelled. At the end it copies all artefacts, and after them the exit record. So the volume holds what any machine's disk would
 hold, and no database or half-written checkpoint ever lies on it.
 
-A container may be taken away at any moment, and the same call begins again in another: it goes on from the newest checkpoint of the
-volume. It may be told before (KeyboardInterrupt): the command is asked to save. A stint that comes to the end of its call, and has made
-a checkpoint, hands over to another call, as long as the job may still run; nobody else needs to be there for that.
+A container may be taken away at any moment, and the same call begins again in another one: it goes on from the newest checkpoint on the
+volume. There may be a warning (KeyboardInterrupt), and then the command is asked to save. A stint that reaches the end of its call, and has
+made a checkpoint, hands over to another call while the job may still run; no other process is needed for that.
 """
 
 from __future__ import annotations
@@ -25,43 +25,44 @@ from groupwise.jobs.clouds.modal.port import ROOT, Call
 from groupwise.jobs.hosts import runner
 
 FRESH = (ASKED, "turn.json", "log", "exit.json", "outcome.json", "bell", "queued.json.voided")
-"""What of the volume's folder is not the supervisor's to begin with."""
+"""Files of the volume's folder that are not copied: the supervisor begins without them."""
 EVICTED_SECONDS = 27.0
-"""For the supervisor to end, which gives its command 25; Modal gives a container 30."""
+"""Seconds for the supervisor to end, which gives its command 25; Modal gives a container 30."""
 
 
 class Volume(Protocol):
-    """As a container has it."""
+    """The volume, as a container uses it."""
 
     def commit(self) -> None:
-        """What was written is there for others."""
+        """Publish what was written."""
         ...
 
     def reload(self) -> None:
-        """What others have committed is seen."""
+        """Read what others have committed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the container has."""
+    """The container's means."""
 
     home: str
-    """Where the volume is."""
+    """The folder of the volume."""
     scratch: str
-    """A folder of its own disk."""
+    """A folder on its own disk."""
     volume: Volume
     desk: Callable[..., Any]
+    """Calls the desk."""
     spawn: Callable[[Call], str]
-    """Another call, with the same secrets."""
+    """Spawns another call with the same secrets; returns its id."""
     variables: Mapping[str, str]
-    """For commands that do not set them: where caches are."""
+    """Defaults of environment variables for commands: the folders of caches."""
     environment: Mapping[str, str]
-    """In which secrets of the workspace are."""
+    """The container's environment, with secrets of the workspace."""
 
 
 def work(call: Call, me: str, secrets: Mapping[str, str], around: Surroundings) -> str:
-    """`me`: the id of this call. How it ended, for who looks at Modal's own pages."""
+    """Run a call of the work; returns how it ended, as shown on Modal's own pages. `me`: the id of this call."""
     turn = around.desk("take", call.job, call.epoch, call.number, me)
     if turn is None:
         return "it is another call's turn, or the job is over"
@@ -74,7 +75,7 @@ def work(call: Call, me: str, secrets: Mapping[str, str], around: Surroundings) 
 
 
 def follow(call: Call, around: Surroundings) -> str:
-    """The next stint, in a call of its own."""
+    """Spawn a call for the next stint."""
     following = replace(call, number=call.number + 1)
     spawned = around.spawn(following)
     around.desk("note", call.job, call.epoch, following.number, spawned)
@@ -82,7 +83,7 @@ def follow(call: Call, around: Surroundings) -> str:
 
 
 class Stint:
-    """One of them."""
+    """One stint of a job."""
 
     def __init__(self, call: Call, me: str, around: Surroundings, spent: float) -> None:
         self.call, self.me, self.around, self.spent = call, me, around, spent
@@ -95,40 +96,37 @@ class Stint:
         most = call.timeout - call.spare
         left = most if call.limit is None else call.limit - spent
         self.is_last = call.limit is not None and left <= most
-        """The job's time is up before this call's."""
+        """True if the job's time is up before this call's."""
         self.seconds = max(0.001, min(most, left))
         self.brought: dict[str, tuple[int, Any]] = {}
-        """Checkpoints that the volume has: their steps, and what their lists of files were."""
+        """Checkpoints on the volume by path: the step, and the `mark` of the manifest."""
         self.began_at = -1
-        """The step of the checkpoint that it goes on from."""
+        """The step of the checkpoint from which it goes on; -1: none."""
         self.log_there = runner.size_of(self.there.at("log"))
         self.state: dict[str, Any] = {}
         self.not_kept: dict[str, str] = {}
 
     def run(self, secrets: Mapping[str, str]) -> str:
-        """To its end, or to the end of this call."""
+        """Run the job to its end, or to the end of this call."""
         self.lay_out(secrets)
         process = self.begin()
         try:
-            while not self.has_ended(process):
-                self.share()
-        except BaseException:  # told to leave: whatever it is, the command is to save first
+            while process.poll() is None:
+                try:
+                    process.wait(self.call.every)
+                except subprocess.TimeoutExpired:
+                    self.share()
+        except (
+            BaseException
+        ):  # the container has to go; for whatever reason, the command saves first
             self.leave(process)
             raise
         return self.settle()
 
-    def has_ended(self, process: subprocess.Popen[bytes]) -> bool:
-        """After a while, or at once."""
-        try:
-            process.wait(self.call.every)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
     # - before
 
     def lay_out(self, secrets: Mapping[str, str]) -> None:
-        """The attempt on this disk, as if it had been queued here, with the newest checkpoint in place."""
+        """Copy the attempt to this disk, as if it had been queued here, with the newest checkpoint in place."""
         shutil.rmtree(self.here.path, ignore_errors=True)
         runner.make_folder(os.path.dirname(self.here.path))
         ignored = shutil.ignore_patterns(*FRESH)
@@ -148,7 +146,7 @@ class Stint:
         runner.write_file(self.here.at(runner.TOKEN), runner.as_bytes(self.token(secrets)))
 
     def token(self, secrets: Mapping[str, str]) -> dict[str, Any]:
-        """What the supervisor begins with; it removes the file before its command starts."""
+        """The request with which the supervisor begins; it removes the file before its command starts."""
         spec, limits = self.asked["spec"], dict(self.asked["spec"].get("limits") or {})
         limits["time_seconds"] = self.seconds
         variables: dict[str, str] = {**self.around.variables, **(spec.get("environment") or {})}
@@ -167,7 +165,7 @@ class Stint:
         }
 
     def newest(self) -> dict[str, Any] | None:
-        """The checkpoint to go on from; all are in the working folder already."""
+        """The checkpoint from which to go on; all are in the working folder already."""
         found = runner.checkpoints_of(self.here, self.folders)
         self.brought = {each.path: (each.step, self.mark(each)) for each in found}
         first: dict[str, Any] = self.asked.get("resume") or {}
@@ -177,7 +175,7 @@ class Stint:
         return {"manifest": {}, "step": found[-1].step, "path": found[-1].path}
 
     def begin(self) -> subprocess.Popen[bytes]:
-        """The supervisor, in a session of its own: what is told to this process is not told to it."""
+        """Start the supervisor, in a session of its own, so that signals to this process do not reach it."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
             map(str, range(self.call.gpus))
         )
@@ -194,7 +192,7 @@ class Stint:
     # - while it runs
 
     def share(self) -> None:
-        """What is new goes to the volume, and what is new there is heard."""
+        """Copy everything new to the volume, and notice a cancellation there."""
         self.share_log()
         self.share_state()
         self.share_checkpoints()
@@ -204,13 +202,13 @@ class Stint:
         self.hear()
 
     def share_log(self) -> None:
-        """Behind what earlier stints have said."""
+        """Append new output to the log on the volume, after that of earlier stints."""
         with open(self.here.at("log"), "rb") as source, open(self.there.at("log"), "r+b") as log:
             source.seek(log.seek(0, os.SEEK_END) - self.log_there)
             shutil.copyfileobj(source, log)
 
     def share_state(self) -> None:
-        """Under another machine's name: pids of this container say nothing at the desk."""
+        """Copy the state with a boot id of this stint: pids of this container mean nothing at the desk."""
         state = runner.read_json(self.here.at("state.json")) or {}
         told = {**state, "boot_id": f"{self.me} {self.call.number}"}
         if state.get("phase") != "queued" and told != self.state:
@@ -218,7 +216,7 @@ class Stint:
             runner.write_json(self.there.at("state.json"), told)
 
     def share_checkpoints(self) -> None:
-        """New ones, whole; those that the command has removed go once there is a later one."""
+        """Copy new checkpoints whole; remove those that the command has removed once there is a later one."""
         found = runner.checkpoints_of(self.here, self.folders)
         for each in found:
             if self.brought.get(each.path) != (each.step, self.mark(each)):
@@ -230,12 +228,12 @@ class Stint:
                 del self.brought[path]
 
     def mark(self, checkpoint: runner.Checkpoint) -> tuple[int, int]:
-        """Differs once it is another one of the same name."""
+        """Differs if a checkpoint was replaced by another of the same name: time (ns) and size of its manifest."""
         found = checkpoint.found[checkpoint.manifest]
         return found.st_mtime_ns, found.st_size
 
     def bring(self, checkpoint: runner.Checkpoint) -> None:
-        """Its list of files last. One that is removed meanwhile does not come."""
+        """Copy a checkpoint, its manifest last. One that is removed meanwhile is skipped."""
         source, target = (
             os.path.join(work, checkpoint.path) for work in (self.here.work, self.there.work)
         )
@@ -252,7 +250,7 @@ class Stint:
         self.brought[checkpoint.path] = (checkpoint.step, self.mark(checkpoint))
 
     def hear(self) -> None:
-        """Whoever cancels it writes to the volume."""
+        """Pass on a cancellation, which is written to the volume."""
         grace = runner.number_in(runner.cell_words(self.there.at("cancel")))
         if grace is not None and grace != runner.number_in(
             runner.cell_words(self.here.at("cancel"))
@@ -263,7 +261,7 @@ class Stint:
     # - after
 
     def leave(self, process: subprocess.Popen[bytes]) -> None:
-        """The command may save; what it has saved is kept. Had it come to its end, that is kept as well."""
+        """Let the command save, and copy what it has saved. If it had come to its end, copy that as well."""
         runner.evict(self.here, runner.EVICT_GRACE)
         try:
             process.wait(EVICTED_SECONDS)
@@ -278,7 +276,7 @@ class Stint:
             self.around.volume.commit()
 
     def settle(self) -> str:
-        """What is to be known of its end, on the volume; or the next stint."""
+        """Copy its results and its exit record to the volume, or begin the next stint; returns how this one ended."""
         record = runner.read_json(self.here.at("exit.json"))
         if record is None and (runner.read_json(self.here.at("state.json")) or {}).get("refused"):
             self.share_state()
@@ -294,12 +292,13 @@ class Stint:
         self.share_state()
         for path in self.artefacts:
             self.keep(os.path.join(self.here.work, path), os.path.join(self.there.work, path))
-        runner.write_json(self.there.at("exit.json"), self.told(record))
+        runner.write_json(self.there.at("exit.json"), self.whole_record(record))
         self.around.volume.commit()
         return str(record["reason"])
 
     def goes_on(self) -> bool:
-        """This call's time is up, and not the job's: from a checkpoint that this stint has made, since one that makes none never ends."""
+        """Hand over if this call's time is up and the job's is not; True if another call goes on. A stint that has made no checkpoint does
+        not hand over, because such a job would never end."""
         self.share_log()
         self.share_checkpoints()
         if max((step for step, _ in self.brought.values()), default=-1) <= self.began_at:
@@ -308,8 +307,8 @@ class Stint:
         call = self.call
         return bool(self.around.desk("hand_over", call.job, call.epoch, call.number, self.me))
 
-    def told(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the whole job, and not of this stint alone."""
+    def whole_record(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The exit record of the whole job, not of this stint alone."""
         found = {**record, "seconds": self.spent + float(record.get("seconds") or 0.0)}
         if record["reason"] == "time_limit":
             call = f"its call's time of {self.call.timeout:g} s was up, and it had made no checkpoint in it to go on from"
@@ -321,13 +320,20 @@ class Stint:
         return found
 
     def keep(self, source: str, target: str) -> None:
-        """Have the same there; what is the same already is left alone."""
+        """Make `target` equal to `source`; files that are equal already stay."""
         try:
             if os.path.islink(source):
                 _remove(target)
                 os.symlink(os.readlink(source), target)
             elif os.path.isdir(source):
-                self.keep_folder(source, target)
+                if os.path.islink(target) or os.path.isfile(target):
+                    _remove(target)
+                os.makedirs(target, exist_ok=True)
+                names = os.listdir(source)
+                for name in set(os.listdir(target)) - set(names):
+                    _remove(os.path.join(target, name))
+                for name in names:
+                    self.keep(os.path.join(source, name), os.path.join(target, name))
             elif os.path.isfile(source) and not _is_same(source, target):
                 _remove(target)
                 os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -336,17 +342,6 @@ class Stint:
                 _remove(target)
         except OSError as error:
             self.not_kept[os.path.relpath(source, self.here.work)] = error.strerror or str(error)
-
-    def keep_folder(self, source: str, target: str) -> None:
-        """All that is in it, and nothing else."""
-        if os.path.islink(target) or os.path.isfile(target):
-            _remove(target)
-        os.makedirs(target, exist_ok=True)
-        names = os.listdir(source)
-        for name in set(os.listdir(target)) - set(names):
-            _remove(os.path.join(target, name))
-        for name in names:
-            self.keep(os.path.join(source, name), os.path.join(target, name))
 
 
 def _remove(path: str) -> None:
@@ -357,7 +352,7 @@ def _remove(path: str) -> None:
 
 
 def _is_same(source: str, target: str) -> bool:
-    """By size and time, which copies keep."""
+    """True if both have the same size and time, which copies keep."""
     try:
         one, other = os.stat(source), os.lstat(target)
     except FileNotFoundError:

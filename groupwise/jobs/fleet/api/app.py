@@ -1,4 +1,8 @@
-"""The fleet's API: the same verbs as the command line, behind addresses, for programs and for people who are elsewhere."""
+"""The fleet's API: the same verbs as the command line, behind addresses, for programs and for people who are elsewhere.
+
+The sender of a request is the holder of a key, which is looked up in the database each time. So a key that is revoked is refused from the
+next request on, by every process that answers.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fastapi import FastAPI
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.api.http.app import About, assemble
 from groupwise.api.http.declared import Route
-from groupwise.api.schemas.keys import LOCAL, Caller
-from groupwise.jobs.fleet.api.callers import any_key, caller_of
+from groupwise.api.schemas.keys import LOCAL, Caller, Keyring, StoredKey, id_in, presented_key
+from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.api.routes import files, jobs, machines, people, state
 from groupwise.jobs.fleet.api.serving import Serving
+from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.tables import ApiKey
+from groupwise.jobs.fleet.verbs.keys import ROLES
 
 HEALTH = "/healthz"
 ROUTES: tuple[Route, ...] = tuple(
@@ -26,7 +34,7 @@ ROUTES: tuple[Route, ...] = tuple(
         *state.ROUTES,
     )
 )
-"""All but whether the process lives ask the database, for the caller's key if for nothing else."""
+"""Every route except the health check reads the database, if only for the caller's key."""
 
 DESCRIPTION = (
     "Jobs on many machines: submit one, watch it, cancel it, fetch what it left. A job is a command, an environment, files and resources. "
@@ -38,21 +46,52 @@ def make_app(serving: Serving, plain: str | None, *, open_to_this_machine: bool)
     """The application.
 
     `plain` is the key from the environment. `open_to_this_machine`: there was no key when it began to listen. Until the first one is made
-    whoever asks from this machine is an admin, and nobody else is ever answered by this process.
+    every caller from this machine is an admin, and this process never answers any other machine.
     """
 
-    def caller(session: Session, headers: Mapping[str, str]) -> Caller:
-        if open_to_this_machine and not any_key(session):
-            return LOCAL
-        return caller_of(session, headers, plain)
+    async def identify(headers: Mapping[str, str]) -> Caller:
+        def caller(session: Session) -> Caller:
+            if open_to_this_machine and not any_key(session):
+                return LOCAL
+            return caller_of(session, headers, plain)
 
-    async def who(headers: Mapping[str, str]) -> Caller:
-        return await serving.database.read_in_thread(lambda session: caller(session, headers))
+        return await serving.database.read_in_thread(caller)
 
     return assemble(
         About("Groupwise fleet", DESCRIPTION),
         ROUTES,
         serving,
-        who,
+        identify,
         local_only=open_to_this_machine,
     )
+
+
+def caller_of(session: Session, headers: Mapping[str, str], plain: str | None) -> Caller:
+    """Who sends a request with these headers. `plain`: the key from the server's environment; its role is admin. Raises `unauthorised`."""
+    presented = presented_key(headers)
+    if presented is None:
+        raise Refusal("unauthorised")
+    caller = Keyring(_stored(session, presented), plain).caller(presented)
+    if caller is None:
+        raise Refusal(
+            "unauthorised",
+            "The fleet does not know this key, or it was revoked, or its time is over. Whoever runs the fleet makes one with "
+            "`groupwise fleet key new ROLE`.",
+        )
+    return caller
+
+
+def _stored(session: Session, presented: str) -> tuple[StoredKey, ...]:
+    """The row of the presented key, if it may still be used."""
+    key = session.get(ApiKey, id_in(presented) or "")
+    if key is None or key.revoked_at is not None:
+        return ()
+    if key.expires_at is not None and seconds(session) >= key.expires_at:
+        return ()
+    projects = None if key.projects is None else frozenset(key.projects)
+    return (StoredKey(key.key_id, ROLES[key.role], bytes(key.digest), projects),)
+
+
+def any_key(session: Session) -> bool:
+    """True if a key was ever made, even if revoked or expired: from then on every request needs one."""
+    return session.scalar(select(ApiKey.key_id).limit(1)) is not None

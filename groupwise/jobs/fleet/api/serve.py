@@ -1,8 +1,7 @@
 """The API of a fleet as a part of `groupwise fleet up`, or alone beside roles that run elsewhere.
 
-It needs the database and the folder of the fleet, nothing of the roles: jobs that are submitted while no dispatcher runs wait for one.
-Where it listens decides who may ask. On this machine alone no key is needed; elsewhere there must be one, and TLS, unless a proxy on this
-machine does that.
+It needs only the database and the folder of the fleet: jobs that are submitted while no dispatcher runs wait for one. If it listens on this
+machine alone, no key is needed; elsewhere there must be a key, and TLS, unless a proxy on this machine does that.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from groupwise.api.http.listening import Uvicorn, bound, check_tls, uvicorn_conf
 from groupwise.api.http.listening import address as listening_at
 from groupwise.api.schemas.keys import VARIABLE, Keyring
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.api.app import make_app
-from groupwise.jobs.fleet.api.callers import any_key
+from groupwise.jobs.fleet.api.app import any_key, make_app
 from groupwise.jobs.fleet.api.serving import Folders, Serving
 from groupwise.jobs.fleet.notify.base import Doorbell
 from groupwise.jobs.fleet.settings import FleetPlace
@@ -37,7 +35,7 @@ class Address:
 
     host: str = "127.0.0.1"
     port: int = 8010
-    """0: any that is free."""
+    """0 means any free port."""
     certificate: str | None = None
     key: str | None = None
     """PEM files, for TLS."""
@@ -49,7 +47,7 @@ class Address:
 
 
 def check(address: Address, database: Database, environment: Mapping[str, str]) -> None:
-    """Raise UsageError where others could ask without a key, or a key would travel in the clear."""
+    """Raise UsageError if other machines could ask without a key, or a key would travel in the clear."""
     check_tls(address.certificate, address.key)
     Keyring(plain=environment.get(VARIABLE))
     if is_loopback(address.host):
@@ -67,9 +65,7 @@ def check(address: Address, database: Database, environment: Mapping[str, str]) 
 
 
 def _has_keys(database: Database, environment: Mapping[str, str]) -> bool:
-    if environment.get(VARIABLE):
-        return True
-    return database.read(any_key)
+    return bool(environment.get(VARIABLE)) or database.read(any_key)
 
 
 @asynccontextmanager
@@ -80,7 +76,7 @@ async def serving(
     address: Address,
     environment: Mapping[str, str] = os.environ,
 ) -> AsyncGenerator[str]:
-    """Answer requests meanwhile; gives the address. Raises UsageError where it cannot listen."""
+    """Answer requests within the `with` block, which gets the address. Raises UsageError if it cannot listen."""
     check(address, database, environment)
     folders = Folders(place.logs, place.artefacts, BlobStore(place.blobs))
     shared = Serving(database, folders, doorbell, place.secrets)

@@ -18,7 +18,7 @@ from sqlalchemy.exc import DataError
 from sqlalchemy.orm import Session
 
 from groupwise.api.http.caller import Caller
-from groupwise.api.http.declared import Limits, Shared, facts_of
+from groupwise.api.http.declared import Limits, Route, Shared, facts_of
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.notify.base import Doorbell
@@ -32,11 +32,11 @@ from groupwise.jobs.hosts.files import BlobStore
 T = TypeVar("T")
 MIB = 1 << 20
 MOST_BODY = 64 * MIB
+"""Most bytes of a request; a file that a job takes along comes in pieces of at most this size."""
 MOST_JSON = 16 * MIB
-"""Jobs of an array, with the files of each."""
-"""Bytes of a request; a file that a job takes along comes in pieces of at most so much."""
+"""Most bytes of a JSON body: an array of jobs, with the files of each."""
 RETRY_SECONDS = 5.0
-"""After which a database that did not answer may do so again."""
+"""Seconds after which to ask again if the database did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Folders:
 
     @property
     def all(self) -> tuple[Path, ...]:
-        """Folders that grow, on whatever disk."""
+        """Folders that grow; each may be on a disk of its own."""
         return self.logs, self.artefacts, self.blobs.root
 
 
@@ -72,7 +72,7 @@ class Serving(Shared):
         self.allowed = allowed
 
     def refusal_of(self, error: Exception) -> Refusal | None:
-        """A database that does not answer is no mistake of ours."""
+        """The refusal for errors of the database, which are not mistakes of the server."""
         if isinstance(error, DatabaseFailure):
             return Refusal("database_away", retry_after=RETRY_SECONDS)
         if isinstance(error, DataError | OverflowError):  # a database keeps less than JSON can say
@@ -96,22 +96,22 @@ class RequestContext:
         return Actor(f"key:{self.caller.key_id}", self.caller.projects)
 
     async def run(self, fn: Callable[[Session], T]) -> T:
-        """One transaction."""
+        """Run a function in one transaction."""
         return await self.serving.database.in_thread(fn)
 
     async def read(self, fn: Callable[[Session], T]) -> T:
-        """A look that changes nothing, and waits for no writer."""
+        """Run a function that only reads, and waits for no writer."""
         return await self.serving.database.read_in_thread(fn)
 
 
-async def asked(request: Request) -> RequestContext:
+async def request_context(request: Request) -> RequestContext:
     """Dependency of handlers: the request's caller and the shared state."""
     caller = facts_of(request.scope).caller
-    assert caller is not None, "the middleware let it through"
+    assert caller is not None, "the middleware refuses requests without a caller"
     return RequestContext(request.app.state.shared, caller)
 
 
-AskedHere = Annotated[RequestContext, Depends(asked)]
+Context = Annotated[RequestContext, Depends(request_context)]
 
 
 def document(value: Any, status: int = 200) -> Response:
@@ -120,3 +120,54 @@ def document(value: Any, status: int = 200) -> Response:
         return JSONResponse(value, status)
     except ValueError:  # a number or a text that JSON has no words for
         return JSONResponse(json_safe(value), status)
+
+
+DOCUMENT = dict[str, Any]
+DOCUMENTS = list[dict[str, Any]]
+
+
+def reads(
+    path: str,
+    handler: Callable[..., Any],
+    *codes: str,
+    tag: str,
+    role: Role | None = Role.READ,
+    answer: Any = DOCUMENT,
+    media_type: str = "application/json",
+) -> Route:
+    """A route that changes nothing."""
+    return Route(
+        method="GET",
+        path=path,
+        handler=handler,
+        role=role,
+        tag=tag,
+        answer=answer,
+        media_type=media_type,
+        codes=codes,
+    )
+
+
+def changes(
+    path: str,
+    handler: Callable[..., Any],
+    *codes: str,
+    tag: str,
+    role: Role,
+    method: str = "POST",
+    works: bool = True,
+    answer: Any = DOCUMENT,
+    **more: Any,
+) -> Route:
+    """A route that begins or changes something. `more`: other fields of `Route`."""
+    return Route(
+        method=method,
+        path=path,
+        handler=handler,
+        role=role,
+        tag=tag,
+        answer=answer,
+        codes=codes,
+        works=works,
+        **more,
+    )

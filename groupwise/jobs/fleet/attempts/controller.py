@@ -1,13 +1,12 @@
-"""Driving one attempt: read what is known, decide, do it, wait for news; until nothing is left to do about it.
+"""The controller of one attempt: read what is known, decide, perform, wait for news; until nothing is left to do.
 
-A dispatcher drives every attempt that it owns, each in a task of its own. `decide.py` says what is to be done, from the row in the database
-and from what the machines said last; this file does it, and never decides anything. The task may end at any await, with its process or
-because another dispatcher has taken over: what was written down by then is enough for whoever goes on.
+A dispatcher drives every attempt that it owns, each in a task of its own. `decide.py` says what to do, from the row in the database and
+from the machines' last readings; this file does it, and never decides anything. The task may end at any await, with its process or
+because another dispatcher has taken over: the database then holds enough for the next dispatcher to go on.
 
-What machines say is kept here only as long as it is fresh. A machine that does not answer makes it stale at once, and the first thing after
-contact comes back is to ask again. Files are brought to machines beside the loop, and logs and checkpoints are fetched beside it, while the
-command runs, so that a slow disk or line never delays a cancellation; and each beside the other, so that a log is followed while a large
-checkpoint comes.
+Readings are kept only while they are fresh. If a machine does not answer, its reading is discarded at once, and it is asked again as soon
+as it can be reached. Files are sent to machines in tasks of their own; logs and checkpoints are fetched in others while the command runs.
+So a slow disk or network never delays a cancellation, and a log is followed while a large checkpoint is fetched.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -62,14 +62,16 @@ from groupwise.jobs.hosts.spec import Manifest
 log = logging.getLogger(__name__)
 
 OWN_DISK = (OSError, BlobError)
-"""What goes wrong on the control side's disk."""
+"""Errors of the control machine's disk."""
+JOBS_OWN_ERRNOS = (errno.ENAMETOOLONG, errno.EILSEQ)
+"""OSErrors for which a file of the job is the cause: its name cannot be stored."""
 MOST_TRIES = 5
-"""To take in what a job left, before it ends without that, or, where it is to be had once something is mended, before somebody is told."""
+"""Failed collections before an attempt ends without its artefacts, or, if a repair may help, before an operator is alerted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One member of an attempt, for whoever fetches something of it."""
+    """One member of an attempt, as the log mirror and the collectors need it."""
 
     runner: Runner
     owner: str
@@ -80,21 +82,21 @@ class Part:
     spec: Any
     """A `JobSpec` as JSON."""
     log_offset: int
-    """How much of the log is on the control side's disk for certain, as the database said when this was made."""
+    """Bytes of the log that are on the control side's disk for certain, by the database."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """How the fetching of artefacts went."""
+    """The result of collecting artefacts."""
 
     problem: str | None = None
-    """Why they are not whole and never will be."""
+    """Why they are incomplete and always will be."""
     left_out: int = 0
-    """Links, devices and the like beside them, which are never fetched."""
+    """Number of links, devices and the like, which are never fetched."""
 
 
 class LogMirror(Protocol):
-    """Brings logs to the control machine's disk."""
+    """Mirrors logs to the control machine's disk."""
 
     async def catch_up(self, part: Part, size: int) -> None:
         """Fetch what is missing of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError."""
@@ -102,7 +104,7 @@ class LogMirror(Protocol):
 
 
 class CheckpointMirror(Protocol):
-    """Brings complete checkpoints to the control machine's disk while a job runs."""
+    """Mirrors complete checkpoints to the control machine's disk while a job runs."""
 
     async def mirror(self, part: Part) -> None:
         """Fetch those that are new. Safe to repeat, and to cancel. Raises HostError."""
@@ -119,22 +121,22 @@ class Collector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """Seconds between two looks where nothing has been heard. Tests have shorter ones."""
+    """Seconds between two rounds without news. Tests have shorter ones."""
 
     first: float = 0.5
     longest: float = 15.0
     idle: float = 30.0
-    """Where there is nothing to do but to wait."""
+    """If there is nothing to do but wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerDependencies:
-    """What all drives of one dispatcher share."""
+    """What all controllers of one dispatcher share."""
 
     owner: str
     gateway: Gateway
     snapshots: Reads[int, Snapshot]
-    """Of attempts of this owner, by epoch."""
+    """Reads attempts of this owner, by epoch."""
     runner: Callable[[Machine], Runner]
     watches: Watches
     logs: LogMirror
@@ -143,11 +145,11 @@ class ControllerDependencies:
     store: BlobStore
     secrets: Secrets
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-    """Runs it beside; what goes wrong in it is logged."""
+    """Runs it in a task of its own; its errors are logged."""
     chance: random.Random
     pauses: Pauses = field(default_factory=Pauses)
     clock: Callable[[], float] = time.monotonic
-    """Seconds of this process, which nobody can set."""
+    """A monotonic clock, in seconds."""
 
 
 Have = int | tuple[int, int | None]
@@ -155,28 +157,29 @@ Have = int | tuple[int, int | None]
 
 @dataclass(slots=True)
 class _Fetching:
-    """The log of a member, or its checkpoints, on their way while it runs."""
+    """The log or the checkpoints of a member, fetched while it runs."""
 
     there: Have
-    """What its machine had when it was heard last: bytes; or checkpoints, and the step of the newest. Who keeps two has two for ever."""
+    """What its machine had last: bytes of log; or the number of checkpoints with the newest step, since if only the last two are kept the
+    number stays at 2."""
     here: Have
-    """That of it which is on the control side."""
+    """How much of that is on the control side."""
     task: asyncio.Task[None] | None = None
-    """Of which there is one at a time."""
+    """At most one runs at a time."""
 
     @property
     def begins(self) -> bool:
-        """There is something to fetch, and nobody does."""
+        """True if there is something to fetch and no task is fetching it."""
         return self.there != self.here and (self.task is None or self.task.done())
 
     async def ended(self) -> None:
-        """What is under way has come, or has failed."""
+        """Wait until the running task has ended, with or without success."""
         if self.task is not None:
             await asyncio.wait([self.task])
 
 
 class _MemberMonitor:
-    """What is known of one member on its machine; a `watching.Listener`."""
+    """The last reading of one member and what is known of its files and fetching; a `watching.Listener`."""
 
     def __init__(
         self,
@@ -190,19 +193,19 @@ class _MemberMonitor:
         self.hearing = False
         self.reachable = True
         self.place: str | None = None
-        """The root in which it was begun, as the machine names it."""
+        """The root folder in which it began, as the machine names it."""
         self.elsewhere = False
-        """Who answers has another root: a machine or a folder that knows nothing of it."""
+        """What answers has another root: a different machine or folder, which knows nothing of the attempt."""
         self.ended: float | None = None
-        """When its command ended, by the clock of this process."""
+        """When its command ended, by this process's monotonic clock."""
         self.asked = False
-        """It has been asked, and the answer has not been made worthless since."""
+        """It has been asked, and the answer still holds."""
         self.refusal: str | None = None
         self.provided = True
         """As `MemberView.provided`."""
         self.providing: asyncio.Task[None] | None = None
         self.mistake: Exception | None = None
-        """Of ours, in providing."""
+        """A bug of ours that came up while providing files."""
         self.quiet: bool | None = None
         self.collected = False
         self.problem: str | None = None
@@ -216,11 +219,11 @@ class _MemberMonitor:
 
     def heard(self, state: MemberState) -> None:
         self.learn(state)
-        if not self.elsewhere:  # else it is asked again after a while
+        if not self.elsewhere:  # if it is, it is asked again after a pause
             self._wake()
 
     def learn(self, state: MemberState) -> None:
-        """What its drive has asked for itself wakes nobody: the drive sees whether it is news, and else would never rest."""
+        """Take in an answer without waking the controller, which asked for it: it sees by itself whether anything changed."""
         self.elsewhere = self.place not in (None, state.place)
         if self.elsewhere:
             self.last, self.reachable, self.asked = None, False, False
@@ -240,7 +243,7 @@ class _MemberMonitor:
 
     @property
     def reading(self) -> Reading:
-        """In the words of `decide`."""
+        """The state as `decide` knows it."""
         if self.last is None:
             return Reading.UNKNOWN if self.reachable else Reading.UNREACHABLE
         if self.last.engine is not None and self.last.state is RunnerState.REBOOTED:
@@ -259,40 +262,46 @@ class _MemberMonitor:
         return self.last is None or self.last.engine_has is not False
 
     @property
-    def mind(self) -> tuple[Any, ...]:
-        """Changes with everything that a decision depends on."""
+    def decision_state(self) -> tuple[Any, ...]:
+        """Everything that a decision depends on; compared to see whether anything has changed."""
         return (
             self.reading, self.refusal, self.provided, self.given, self.quiet, self.collected, self.problem
         )  # fmt: skip
 
 
 class Drive:
-    """The driving of one attempt by its owner."""
+    """Drives one attempt, for the dispatcher that owns it."""
 
-    def __init__(self, epoch: int, desk: ControllerDependencies) -> None:
+    def __init__(self, epoch: int, deps: ControllerDependencies) -> None:
         self.epoch = epoch
-        self._desk = desk
-        self._ears: dict[int, _MemberMonitor] = {}
+        self._deps = deps
+        self._monitors: dict[int, _MemberMonitor] = {}
         self._silences: dict[int, float] = {}
-        """Since when a member is known to be silent, by this process's own clock."""
+        """When each silent member fell silent, by this process's monotonic clock."""
         self._news = asyncio.Event()
-        self._pause = desk.pauses.first
+        self._pause = deps.pauses.first
 
     def poke(self) -> None:
-        """Something about it has changed in the database."""
+        """Wake the controller: the attempt has changed in the database."""
         self._news.set()
 
     async def run(self) -> None:
-        """Until nothing is left to do, or somebody else does it."""
+        """Run until nothing is left to do, or another dispatcher owns the attempt."""
         try:
             while await self._round():
                 pass
         except Stale as error:
             log.info("%s", error)
         finally:
-            self._stop_listening()
+            for monitor in self._monitors.values():
+                for task in (monitor.log.task, monitor.checkpoints.task, monitor.providing):
+                    if task is not None:
+                        task.cancel()
+                if monitor.watch is not None:
+                    monitor.watch.remove(monitor)
 
     async def _round(self) -> bool:
+        """Read, decide, perform, then wait for news. False once nothing is left to do."""
         self._news.clear()
         try:
             row = await self._look()
@@ -301,62 +310,59 @@ class Drive:
                 return False
             effects = decide(view)
             progress = await self._perform(row, effects)
-        except (
-            RunError
-        ) as error:  # the database does not answer, or did not say whether it committed
+        except RunError as error:
+            # The database does not answer, or did not say whether it committed.
             log.warning("%s: %s", self.epoch, error)
             effects, progress = (), False
-        await self._rest(bool(effects), progress)
-        return True
-
-    async def _rest(self, wants_more: bool, progress: bool) -> None:
-        """Nothing at all after progress; else until there is news, or it is time to look again without."""
         if progress:
-            self._pause = self._desk.pauses.first
-            return
-        limit = self._desk.pauses.idle
-        if wants_more:
-            limit = self._desk.chance.uniform(0.5, 1.0) * self._pause
-            self._pause = min(2 * self._pause, self._desk.pauses.longest)
-        try:
+            self._pause = self._deps.pauses.first
+            return True
+        limit = self._deps.pauses.idle
+        if effects:  # they have changed nothing yet: look again soon, with a growing pause
+            limit = self._deps.chance.uniform(0.5, 1.0) * self._pause
+            self._pause = min(2 * self._pause, self._deps.pauses.longest)
+        with suppress(TimeoutError):
             async with asyncio.timeout(limit):
                 await self._news.wait()
-        except TimeoutError:
-            pass
+        return True
 
     # Reading
 
     async def _look(self) -> Snapshot:
-        """The row, and fresh readings where there are none."""
+        """The row, after asking each machine of which no fresh reading is known."""
         row = await self._read()
         if row.state is AttemptState.RESERVED:
             return row
-        unasked = [m for m in row.members if not m.released and self._needs_asking(row, m)]
+        unasked: list[MemberRow] = []
+        for member in row.members:
+            if not member.released:
+                monitor = self._monitor(row, member)
+                if monitor.last is None and (monitor.reachable or monitor.elsewhere):
+                    unasked.append(member)
         if unasked:
-            await _all(self._ask(row, m, lambda r, m: r.status(*self._ear(row, m).name)) for m in unasked)  # fmt: skip
+            await _all(self._ask(row, m, lambda r, m: r.status(*self._monitor(row, m).name)) for m in unasked)  # fmt: skip
         for member in row.members:
             self._fetch_beside(row, member)
         return await self._note_contact(row)
 
     async def _read(self) -> Snapshot:
-        found = await self._desk.gateway.look_together(self._desk.snapshots, self.epoch)
+        found = await self._deps.gateway.look_together(self._deps.snapshots, self.epoch)
         if found is None:
-            raise Stale(f"epoch {self.epoch} is not {self._desk.owner}'s")
+            raise Stale(f"epoch {self.epoch} is not {self._deps.owner}'s")
         return found
 
-    def _needs_asking(self, row: Snapshot, member: MemberRow) -> bool:
-        ear = self._ear(row, member)
-        return ear.last is None and (ear.reachable or ear.elsewhere)
-
-    def _ear(self, row: Snapshot, member: MemberRow) -> _MemberMonitor:
-        ear = self._ears.get(member.rank)
-        if ear is None:
-            ear = self._ears[member.rank] = _MemberMonitor(row.job_id, self.epoch, self._news.set)
-            ear.provided = len(row.members) == 1 or not files_of(row)
-            runner = self._desk.runner(member.machine)
-            ear.watch = self._desk.watches.listen(member.machine.vm_id, runner, ear)
-        ear.place = member.handle.get("place", ear.place)
-        return ear
+    def _monitor(self, row: Snapshot, member: MemberRow) -> _MemberMonitor:
+        """The monitor of a member, which also listens to the watch of its machine."""
+        monitor = self._monitors.get(member.rank)
+        if monitor is None:
+            monitor = self._monitors[member.rank] = _MemberMonitor(
+                row.job_id, self.epoch, self._news.set
+            )
+            monitor.provided = len(row.members) == 1 or not files_of(row)
+            runner = self._deps.runner(member.machine)
+            monitor.watch = self._deps.watches.listen(member.machine.vm_id, runner, monitor)
+        monitor.place = member.handle.get("place", monitor.place)
+        return monitor
 
     async def _ask(
         self,
@@ -364,59 +370,65 @@ class Drive:
         member: MemberRow,
         question: Callable[[Runner, MemberRow], Awaitable[MemberState]],
     ) -> None:
-        """Put a question whose answer is a state; no answer makes what was known worthless."""
-        ear = self._ear(row, member)
+        """Ask its runner a question whose answer is a state; without an answer, what was known is discarded."""
+        monitor = self._monitor(row, member)
         try:
-            ear.learn(await question(self._desk.runner(member.machine), member))
+            monitor.learn(await question(self._deps.runner(member.machine), member))
         except HostUnreachable as error:
-            self._silent(ear, error)
+            self._silent(monitor, error)
         except RunnerRefused as error:  # what was read of it before still holds
             log.info("%s on %s: %s", row.key, member.machine.vm_id, error)
-            if ear.last is None:
-                self._silent(ear, error)
+            if monitor.last is None:
+                self._silent(monitor, error)
         except HostError as error:
             log.info("%s on %s: %s", row.key, member.machine.vm_id, error)
-            if not ear.asked:
-                self._silent(ear, error)
-            ear.last, ear.asked = None, False  # asked again, once, before it counts as silent
+            if not monitor.asked:
+                self._silent(monitor, error)
+            monitor.last, monitor.asked = (
+                None,
+                False,
+            )  # asked again, once, before it counts as silent
 
-    def _silent(self, ear: _MemberMonitor, error: Exception) -> None:
-        ear.lost_contact(str(error))
-        if ear.watch is not None:
-            ear.watch.down = True
-            ear.watch.look_again()
+    def _silent(self, monitor: _MemberMonitor, error: Exception) -> None:
+        """Count the machine as silent, until its watch hears it again."""
+        monitor.lost_contact(str(error))
+        if monitor.watch is not None:
+            monitor.watch.down = True
+            monitor.watch.look_again()
 
     async def _note_contact(self, row: Snapshot) -> Snapshot:
-        """Who fell silent is written down; who speaks again too, before its deadman may be kept quiet."""
+        """Record which machines fell silent and which answer again. The latter has to be on record before a status request may reset the
+        deadman of a member there."""
         changed = [
-            (m.rank, not ear.reachable, ear.elsewhere)
+            (m.rank, not monitor.reachable, monitor.elsewhere)
             for m in row.members
-            if (ear := self._ears.get(m.rank))
+            if (monitor := self._monitors.get(m.rank))
             and not m.released
-            and ((m.silent_since is not None) == ear.reachable or m.elsewhere != ear.elsewhere)
+            and (
+                (m.silent_since is not None) == monitor.reachable
+                or m.elsewhere != monitor.elsewhere
+            )
         ]
         if changed:
-            owner, epoch = self._desk.owner, self.epoch
+            owner, epoch = self._deps.owner, self.epoch
 
             def note(session: Any) -> None:
                 for rank, silent, elsewhere in changed:
                     records.contact(session, epoch, owner, rank, silent=silent, elsewhere=elsewhere)
 
-            await self._desk.gateway.commit("attempt.contact", note)
+            await self._deps.gateway.commit("attempt.contact", note)
             row = await self._read()
         for member in row.members:
-            self._let_hear(member)
+            if (monitor := self._monitors.get(member.rank)) is None:
+                continue
+            hearing = (
+                monitor.reachable and monitor.last is not None and monitor.last.state in CHANGEABLE
+            )
+            if hearing != monitor.hearing:
+                monitor.hearing = hearing
+                if monitor.watch is not None:
+                    monitor.watch.look_again()
         return row
-
-    def _let_hear(self, member: MemberRow) -> None:
-        ear = self._ears.get(member.rank)
-        if ear is None:
-            return
-        hearing = ear.reachable and ear.last is not None and ear.last.state in CHANGEABLE
-        if hearing != ear.hearing:
-            ear.hearing = hearing
-            if ear.watch is not None:
-                ear.watch.look_again()
 
     def _view(self, row: Snapshot) -> View:
         return View(
@@ -441,39 +453,39 @@ class Drive:
             abandoned=m.abandoned,
             gpu_problems=m.gpu_problems,
         )
-        ear = self._ears.get(m.rank)
-        if ear is None:
+        monitor = self._monitors.get(m.rank)
+        if monitor is None:
             return seen
-        last = ear.last
+        last = monitor.last
         refused = last.refused if last else None
         return replace(
             seen,
-            reading=ear.reading,
+            reading=monitor.reading,
             exit=last.exit if last and last.exit else m.exit,
-            refusal=f"{refused.code}: {refused.message}" if refused else ear.refusal,
+            refusal=f"{refused.code}: {refused.message}" if refused else monitor.refusal,
             highest=refused.highest if refused else None,
-            provided=ear.provided,
-            given=ear.given,
+            provided=monitor.provided,
+            given=monitor.given,
             engine_says=last.engine_says if last else "",
-            rejected=ear.refusal is not None,
-            ended=ear.ended,
-            collected=ear.collected,
-            collection_problem=ear.problem,
-            left_out=ear.left_out,
-            quiet=ear.quiet,
+            rejected=monitor.refusal is not None,
+            ended=monitor.ended,
+            collected=monitor.collected,
+            collection_problem=monitor.problem,
+            left_out=monitor.left_out,
+            quiet=monitor.quiet,
         )
 
     def _deadman_is_over(self, row: Snapshot, member: MemberRow) -> bool:
-        """Nothing of it runs, and nothing will: what has begun there was ended by its deadman, which has had more than its time since the
-        machine fell silent, and what was sent before that begins nothing. But for one whose supervisor is dead, and keeps no deadman.
+        """True once the machine has been silent for longer than its deadman timeout and a margin: whatever ran there was ended, and launch
+        requests that arrive late are rejected. Never true if the supervisor died (LOST), since it keeps the deadman.
 
-        Two clocks have to say so: that of the database, and this process's own, which nobody can set. Whoever takes over counts anew, since
-        a jump of the first makes leases run out as well."""
+        Both the database's clock and this process's monotonic clock must agree. A dispatcher that takes over starts counting again, since
+        a jump of the database's clock makes leases expire as well."""
         deadman, since = deadman_of(member), member.silent_since
         if since is None:
             self._silences.pop(member.rank, None)
             return False
-        now = self._desk.clock()
+        now = self._deps.clock()
         silent = min(row.now - since, now - self._silences.setdefault(member.rank, now))
         if deadman is None or member.recorded is Reading.LOST:
             return False
@@ -482,23 +494,30 @@ class Drive:
     # Doing
 
     async def _perform(self, row: Snapshot, effects: Sequence[Effect]) -> bool:
-        """Whether anything has changed by it."""
+        """Perform the effects; returns whether that changed anything."""
         self._provide_no_others(effects)
         if len(effects) == 1 and isinstance(effects[0], Move):
             await self._move(row, effects[0])
             return True
-        await self._write_down(row)
-        before = {rank: ear.mind for rank, ear in self._ears.items()}
+        owner, epoch = self._deps.owner, self.epoch
+        if seen := self._unwritten(row):  # what machines say that the database does not know yet
+
+            def write(session: Any) -> None:
+                for rank, state in seen:
+                    records.record(session, epoch, owner, state, rank)
+
+            await self._deps.gateway.commit_of(epoch, "attempt.record", write)
+        before = {rank: monitor.decision_state for rank, monitor in self._monitors.items()}
         ranks = dict.fromkeys(e.rank for e in effects if not isinstance(e, Move))
         await _all(
             self._perform_for(row, rank, [e for e in effects if getattr(e, "rank", None) == rank])
             for rank in ranks
         )
-        return before != {rank: ear.mind for rank, ear in self._ears.items()}
+        return before != {rank: monitor.decision_state for rank, monitor in self._monitors.items()}
 
     async def _perform_for(self, row: Snapshot, rank: int, effects: Sequence[Effect]) -> None:
-        """One after the other, on one machine."""
-        member = row.members[rank]
+        """Perform the effects of one member, one after the other."""
+        member, grace = row.members[rank], float(row.spec["limits"]["grace_seconds"])
         for effect in effects:
             match effect:
                 case Provide():
@@ -508,7 +527,9 @@ class Drive:
                 case Void():
                     await self._ask(row, member, lambda r, _: r.void(row.job_id, row.epoch))
                 case Kill():
-                    await self._kill(row, member)
+                    await self._ask(
+                        row, member, lambda r, _: r.kill(row.job_id, row.epoch, grace=grace)
+                    )
                 case Collect():
                     await self._collect(row, member)
                 case CheckRelease():
@@ -519,14 +540,16 @@ class Drive:
                     raise AssertionError("a move stands alone")
 
     async def _move(self, row: Snapshot, move: Move) -> None:
-        """The next state, in one transaction with what was seen that led there."""
-        owner, epoch, chance = self._desk.owner, self.epoch, self._desk.chance
+        """Write the next state, in one transaction with the readings that led there."""
+        owner, epoch, chance = self._deps.owner, self.epoch, self._deps.chance
         seen, ends = self._unwritten(row), move.to is AttemptState.ENDED
-        deadmen = _deadmen(row) if move.to is AttemptState.LAUNCHING else {}
 
         def write(session: Any) -> None:
-            for rank, deadman in deadmen.items():
-                records.sending(session, epoch, owner, rank, deadman)
+            if move.to is AttemptState.LAUNCHING:
+                # On record before a machine receives them, and kept there, whatever its row says later.
+                for member in row.members:
+                    if (deadman := member.machine.deadman) is not None:
+                        records.sending(session, epoch, owner, member.rank, deadman)
             for rank, state in seen:
                 records.record(session, epoch, owner, state, rank)
             if ends:
@@ -536,37 +559,27 @@ class Drive:
 
         if ends:
             await self._last_of_what_it_left(row)
-        await self._desk.gateway.commit_of(epoch, f"attempt.{move.to}", write, ends=ends)
-
-    async def _write_down(self, row: Snapshot) -> None:
-        """What machines say that the database does not know yet."""
-        owner, epoch = self._desk.owner, self.epoch
-        if seen := self._unwritten(row):
-
-            def write(session: Any) -> None:
-                for rank, state in seen:
-                    records.record(session, epoch, owner, state, rank)
-
-            await self._desk.gateway.commit_of(epoch, "attempt.record", write)
+        await self._deps.gateway.commit_of(epoch, f"attempt.{move.to}", write, ends=ends)
 
     def _unwritten(self, row: Snapshot) -> list[tuple[int, MemberState]]:
-        """That a folder is absent says nothing, so it is not written down."""
+        """Readings that the database does not know yet, by rank. An absent folder proves nothing, so that is never recorded."""
         return [
-            (m.rank, ear.last)
+            (m.rank, monitor.last)
             for m in row.members
-            if (ear := self._ears.get(m.rank))
-            and ear.last
-            and ear.last.state is not RunnerState.ABSENT
-            and (m.recorded, m.waits) != (ear.last.state, records.waits_for(ear.last))
+            if (monitor := self._monitors.get(m.rank))
+            and monitor.last
+            and monitor.last.state is not RunnerState.ABSENT
+            and (m.recorded, m.waits) != (monitor.last.state, records.waits_for(monitor.last))
         ]
 
     async def _launch(self, row: Snapshot, member: MemberRow) -> None:
-        """Have it begun. A machine that lacks files is to get them first; one that says no before it has claimed anything is remembered."""
-        ear = self._ear(row, member)
+        """Launch the attempt on this member's machine. If files are missing there, they are to be provided first; any other refusal is
+        remembered, since the folder stays absent after it."""
+        monitor = self._monitor(row, member)
         try:
-            launch = launch_of(row, member, self._desk.secrets)
+            launch = launch_of(row, member, self._deps.secrets)
         except SecretMissing as error:
-            ear.refusal = f"{refusals.SECRET}: {error}"
+            monitor.refusal = f"{refusals.SECRET}: {error}"
             return
         refused: list[RunnerRefused] = []
 
@@ -580,52 +593,49 @@ class Drive:
         await self._ask(row, member, tell)
         for error in refused:
             if error.code == "missing_blobs":
-                ear.provided = False
+                monitor.provided = False
             else:
-                ear.refusal = str(error)
-
-    async def _kill(self, row: Snapshot, member: MemberRow) -> None:
-        grace = float(row.spec["limits"]["grace_seconds"])
-        await self._ask(row, member, lambda r, _: r.kill(row.job_id, row.epoch, grace=grace))
+                monitor.refusal = str(error)
 
     def _provide(self, row: Snapshot, member: MemberRow) -> None:
-        """Have the files of an attempt brought to its machine, unless that is under way."""
-        ear = self._ear(row, member)
-        if ear.mistake is not None:
-            raise ear.mistake
-        if ear.providing is None or ear.providing.done():
-            ear.providing = self._desk.spawn(self._bring_files(row, member, ear))
+        """Begin to bring the attempt's files to the machine, unless that is under way."""
+        monitor = self._monitor(row, member)
+        if monitor.mistake is not None:
+            raise monitor.mistake
+        if monitor.providing is None or monitor.providing.done():
+            monitor.providing = self._deps.spawn(self._bring_files(row, member, monitor))
 
     def _provide_no_others(self, effects: Sequence[Effect]) -> None:
-        """What is under way to machines that are not to have it any more ends; parts that have arrived stay there."""
+        """Stop providing files to machines that no longer need them; parts that have arrived stay there."""
         wanted = {effect.rank for effect in effects if isinstance(effect, Provide)}
-        for rank, ear in self._ears.items():
-            if ear.providing is not None and rank not in wanted:
-                ear.providing.cancel()
+        for rank, monitor in self._monitors.items():
+            if monitor.providing is not None and rank not in wanted:
+                monitor.providing.cancel()
 
-    async def _bring_files(self, row: Snapshot, member: MemberRow, ear: _MemberMonitor) -> None:
-        store = self._desk.store
+    async def _bring_files(self, row: Snapshot, member: MemberRow, monitor: _MemberMonitor) -> None:
+        """Runs in a task of its own; leaves the result in the monitor."""
+        store = self._deps.store
         try:
-            await self._desk.runner(member.machine).provide(store, files_of(row))
-            ear.provided = True
+            await self._deps.runner(member.machine).provide(store, files_of(row))
+            monitor.provided = True
         except RunnerRefused as error:
-            ear.refusal = str(error)
+            monitor.refusal = str(error)
         except HostError as error:
-            self._silent(ear, error)
+            self._silent(monitor, error)
         except BlobError as error:
-            ear.refusal = await asyncio.to_thread(_why_not_provided, store, row, error)
+            monitor.refusal = await asyncio.to_thread(_why_not_provided, store, row, error)
         except OSError as error:
-            ear.refusal = f"{refusals.DISK}: a file of the job cannot be read: {error}"
+            monitor.refusal = f"{refusals.DISK}: a file of the job cannot be read: {error}"
         except Exception as error:  # noqa: BLE001  # raised in the drive, whose failures people are told of
-            ear.mistake = error
-        if ear.provided or ear.refusal or ear.mistake:
+            monitor.mistake = error
+        if monitor.provided or monitor.refusal or monitor.mistake:
             self._news.set()
 
     async def _check_release(self, row: Snapshot, member: MemberRow) -> None:
-        """Does its machine still run or hold anything of it? What is given back is given back in one transaction."""
-        ear, machine = self._ear(row, member), member.machine
+        """Ask whether the machine still runs or holds anything of the attempt; release its reservations if not."""
+        monitor, machine = self._monitor(row, member), member.machine
         try:
-            found = await self._desk.runner(machine).release(
+            found = await self._deps.runner(machine).release(
                 row.job_id, row.epoch, gpus=member.gpus, share_mb=member.share_mb,
                 idle_memory_mb=machine.idle_memory_mb, probe=machine.probe,
             )  # fmt: skip
@@ -633,26 +643,26 @@ class Drive:
             log.warning("%s on %s: %s", row.key, machine.vm_id, error)
             return
         except HostError as error:
-            self._silent(ear, error)
+            self._silent(monitor, error)
             return
-        ear.quiet = all(holder.what == "memory" for holder in found.holders)
+        monitor.quiet = all(holder.what == "memory" for holder in found.holders)
         if row.state is not AttemptState.ENDED:
             return
-        owner, epoch, rank = self._desk.owner, self.epoch, member.rank
+        owner, epoch, rank = self._deps.owner, self.epoch, member.rank
         if found.clean:
-            await self._desk.gateway.commit_of(
+            await self._deps.gateway.commit_of(
                 epoch, "attempt.release", lambda s: ending.release(s, epoch, owner, rank)
             )
             self._news.set()
             return
         holders = [{"what": h.what, "detail": h.detail, "pid": h.pid} for h in found.holders]
-        await self._desk.gateway.commit(
+        await self._deps.gateway.commit(
             "attempt.leaking", lambda s: records.leaking(s, epoch, owner, rank, holders)
         )
 
     async def _abandon(self, member: MemberRow) -> None:
-        owner, epoch, rank = self._desk.owner, self.epoch, member.rank
-        await self._desk.gateway.commit(
+        owner, epoch, rank = self._deps.owner, self.epoch, member.rank
+        await self._deps.gateway.commit(
             "attempt.abandon", lambda s: ending.abandon(s, epoch, owner, rank)
         )
         self._news.set()
@@ -660,68 +670,78 @@ class Drive:
     # Fetching
 
     def _part(self, row: Snapshot, member: MemberRow) -> Part:
+        """The member, in the form that log mirror and collectors take."""
         return Part(
-            self._desk.runner(member.machine), self._desk.owner, row.job_id, row.generation,
+            self._deps.runner(member.machine), self._deps.owner, row.job_id, row.generation,
             row.epoch, member.rank, row.spec, member.log_offset,
         )  # fmt: skip
 
     def _fetch_beside(self, row: Snapshot, member: MemberRow) -> None:
-        """While it runs: begin to fetch what has come of its log and of its checkpoints, each unless that is under way."""
-        ear = self._ears.get(member.rank)
-        if ear is None or ear.last is None or ear.last.state not in CHANGEABLE:
+        """While the member runs: begin to fetch new log and new checkpoints, each unless that is under way."""
+        monitor = self._monitors.get(member.rank)
+        if monitor is None or monitor.last is None or monitor.last.state not in CHANGEABLE:
             return
-        logs, checkpoints, size = self._desk.logs, self._desk.checkpoints, ear.last.log_size
-        ear.log.there, ear.checkpoints.there = size, (ear.last.checkpoints, ear.last.step)
-        if ear.log.begins:
+        logs, checkpoints, size = self._deps.logs, self._deps.checkpoints, monitor.last.log_size
+        monitor.log.there, monitor.checkpoints.there = (
+            size,
+            (monitor.last.checkpoints, monitor.last.step),
+        )
+        if monitor.log.begins:
             part = self._part(row, member)
-            self._begin_to_fetch(ear.log, part, lambda: logs.catch_up(part, size))
-        if ear.checkpoints.begins:
+            fetching = monitor.log
+            fetch = self._fetch(fetching, fetching.there, part, lambda: logs.catch_up(part, size))
+            fetching.task = self._deps.spawn(fetch)
+        if monitor.checkpoints.begins:
             part = self._part(row, member)
-            self._begin_to_fetch(ear.checkpoints, part, lambda: checkpoints.mirror(part))
-
-    def _begin_to_fetch(
-        self, fetching: _Fetching, part: Part, fetch: Callable[[], Awaitable[None]]
-    ) -> None:
-        fetching.task = self._desk.spawn(self._fetch(fetching, fetching.there, part, fetch))
+            fetching = monitor.checkpoints
+            fetch = self._fetch(fetching, fetching.there, part, lambda: checkpoints.mirror(part))
+            fetching.task = self._deps.spawn(fetch)
 
     async def _fetch(
         self, fetching: _Fetching, there: Have, part: Part, fetch: Callable[[], Awaitable[None]]
     ) -> None:
+        """Fetch what was `there` when the task was created, and note that it is here."""
         try:
             await fetch()
             fetching.here = there
-        except (HostError, RunError, Stale, *OWN_DISK) as error:  # tried again by whoever drives it
+        except (HostError, RunError, Stale, *OWN_DISK) as error:  # tried again in a later round
             log.info("%s.%s: %s", part.job_id, part.epoch, error)
             return
         if fetching.there != there:
-            self._news.set()  # more has come meanwhile, and nobody may tell of it again
+            self._news.set()  # more has come meanwhile, perhaps the last of it
 
     async def _collect(self, row: Snapshot, member: MemberRow) -> None:
-        """The rest of the log, the newest checkpoint, the artefacts."""
-        ear, part = self._ear(row, member), self._part(row, member)
-        last = ear.last  # the watch of the machine may take it away meanwhile
+        """Fetch the rest of the log, the newest checkpoint and the artefacts."""
+        monitor, part = self._monitor(row, member), self._part(row, member)
+        last = monitor.last  # kept, since the watch of the machine may reset it meanwhile
         if last is None:
             return
         try:
-            await ear.log.ended()
-            await self._desk.logs.catch_up(part, last.log_size)
-            await ear.checkpoints.ended()
+            await monitor.log.ended()
+            await self._deps.logs.catch_up(part, last.log_size)
+            await monitor.checkpoints.ended()
             if last.checkpoints:
-                await self._desk.checkpoints.mirror(part)
-            found = await self._desk.collector.collect(part)
-            ear.problem, ear.left_out, ear.collected = found.problem, found.left_out, True
+                await self._deps.checkpoints.mirror(part)
+            found = await self._deps.collector.collect(part)
+            monitor.problem, monitor.left_out, monitor.collected = (
+                found.problem,
+                found.left_out,
+                True,
+            )
         except RunnerRefused as error:
-            ear.problem, ear.collected = f"{member.machine.vm_id} refused: {error}", True
-        except OutcomeUnknown as error:  # its machine may answer whatever else it is asked
+            monitor.problem, monitor.collected = f"{member.machine.vm_id} refused: {error}", True
+        except OutcomeUnknown as error:  # the machine may still answer other requests
             why = f"{member.machine.vm_id} does not give what it left: {error}"
             await self._not_taken_in(row, member, why, mendable=True)
             await self._ask(row, member, lambda r, _: r.status(row.job_id, row.epoch))
         except HostError as error:
-            self._silent(ear, error)
+            self._silent(monitor, error)
         except OWN_DISK as error:
             log.warning("%s: its artefacts cannot be written: %s", row.key, error)
             why = f"the control machine could not write: {error}"
-            await self._not_taken_in(row, member, why, mendable=_is_ours(error))
+            # A full or broken disk can be repaired; a name or content that cannot be stored is the job's.
+            ours = isinstance(error, OSError) and error.errno not in JOBS_OWN_ERRNOS
+            await self._not_taken_in(row, member, why, mendable=ours)
         except (Stale, RunError):
             raise
         except Exception as error:  # what a job leaves must never make it impossible to end it
@@ -732,35 +752,37 @@ class Drive:
     async def _not_taken_in(
         self, row: Snapshot, member: MemberRow, why: str, *, mendable: bool
     ) -> None:
-        """Tried again; not for ever where the job is the cause, or somebody wants it ended. `mendable`: a machine is the cause, this one or
-        its own, so that nothing that the job has made is lost by it, and somebody is told."""
-        ear = self._ear(row, member)
-        ear.tries += 1
-        if ear.tries < MOST_TRIES:
+        """Count a failed collection, which is tried again. After MOST_TRIES: if a machine is the cause (`mendable`), the attempt is marked
+        as stuck and an operator alerted, so that nothing that the job has made is lost; else, or once cancelled, it ends without."""
+        monitor = self._monitor(row, member)
+        monitor.tries += 1
+        if monitor.tries < MOST_TRIES:
             return
         if not mendable or row.cancel_requested:
-            ear.problem, ear.collected = why, True
+            monitor.problem, monitor.collected = why, True
             return
-        owner, epoch = self._desk.owner, self.epoch
-        await self._desk.gateway.commit_of(
+        owner, epoch = self._deps.owner, self.epoch
+        await self._deps.gateway.commit_of(
             epoch, "attempt.stuck", lambda s: records.stuck(s, epoch, owner, member.rank, why)
         )
 
     async def _last_of_what_it_left(self, row: Snapshot) -> None:
-        """Log and newest checkpoint of an attempt that ends without having been collected (its machine booted anew), as far as they can
-        be had. After this, no machine that answers has a newer checkpoint than the one that the next attempt goes on from."""
+        """Fetch log and newest checkpoint of an attempt that ends without collection (its machine rebooted), as far as possible.
+
+        After this, no machine that answers has a newer checkpoint than the one from which the next attempt resumes.
+        """
         for member in row.members:
-            ear = self._ears.get(member.rank)
-            if ear is None or ear.collected or ear.last is None:
+            monitor = self._monitors.get(member.rank)
+            if monitor is None or monitor.collected or monitor.last is None:
                 continue
-            part, last = self._part(row, member), ear.last
+            part, last = self._part(row, member), monitor.last
             try:
-                await ear.log.ended()
+                await monitor.log.ended()
                 if last.log_size:
-                    await self._desk.logs.catch_up(part, last.log_size)
-                await ear.checkpoints.ended()
+                    await self._deps.logs.catch_up(part, last.log_size)
+                await monitor.checkpoints.ended()
                 if last.checkpoints:
-                    await self._desk.checkpoints.mirror(part)
+                    await self._deps.checkpoints.mirror(part)
             except (HostError, *OWN_DISK) as error:
                 log.info("%s: the end of what it left is lost: %s", row.key, error)
             except (Stale, RunError):
@@ -768,18 +790,10 @@ class Drive:
             except Exception:  # as above
                 log.exception("%s: the end of what it left is lost", row.key)
 
-    def _stop_listening(self) -> None:
-        for ear in self._ears.values():
-            for task in (ear.log.task, ear.checkpoints.task, ear.providing):
-                if task is not None:
-                    task.cancel()
-            if ear.watch is not None:
-                ear.watch.remove(ear)
-
 
 def _why_not_provided(store: BlobStore, row: Snapshot, error: BlobError) -> str | None:
-    """Whose files the store does not have any more: first those of the checkpoint, for which there may be another. None: they have come
-    back meanwhile."""
+    """Which files the store has lost, as a refusal: first those of the checkpoint, since there may be another one. None: they are back
+    meanwhile."""
     resume = resume_of(row)
     if resume and (lacking := _lacking(store, resume.manifest)):
         return refusals.of_checkpoint(resume.step, resume.path, lacking, error)
@@ -792,19 +806,8 @@ def _lacking(store: BlobStore, files: Manifest) -> list[str]:
     return [path for path, entry in files.items() if entry.sha256 not in store]
 
 
-def _is_ours(error: Exception) -> bool:
-    """A disk that is full or broken is; a name or a content that nobody could store is the job's."""
-    return isinstance(error, OSError) and error.errno not in (errno.ENAMETOOLONG, errno.EILSEQ)
-
-
-def _deadmen(row: Snapshot) -> dict[int, float]:
-    """By rank; what is on record before a machine is told of it, and stays, whatever its row says later."""
-    found = {member.rank: member.machine.deadman for member in row.members}
-    return {rank: deadman for rank, deadman in found.items() if deadman is not None}
-
-
 async def _all(work: Any) -> None:
-    """All of it, whatever goes wrong in some; then the first that did."""
+    """Await all of it, even if some fail; then raise the first error."""
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

@@ -1,10 +1,10 @@
-"""How an attempt ends, and gives back what it held: one transaction each.
+"""How an attempt ends and releases its reservations: one transaction each.
 
-`end` writes the end of the attempt, what follows for its job, what is to be done about a broken GPU or a machine that will launch nothing,
-and the events of all that, together or not at all. So there is no moment at which a job has neither a live attempt nor a place to be.
+`end` writes the end of the attempt, the job's next status, the quarantine of a broken GPU or the cordoning of a machine that launches
+nothing, and the events of all that, together or not at all. So there is no moment at which a job is running without a live attempt.
 
-What the attempt held stays reserved until its machine has been seen to hold nothing of it (`release`), or an operator has said that the
-machine does not come back (`abandon`). Only an attempt that never ran anywhere gives it back at once.
+Reservations stay open until the machine was seen to hold nothing of the attempt (`release`), or an operator has declared the machine lost
+(`abandon`). Only an attempt that never ran anywhere releases them at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from groupwise.jobs.fleet.attempts import refusals
 from groupwise.jobs.fleet.attempts.decide import Move
 from groupwise.jobs.fleet.attempts.records import guarded, job_of, members_of
 from groupwise.jobs.fleet.queue import requeue_pending
-from groupwise.jobs.fleet.queue.failures import JobFacts, RetryPolicy, Verdict, after_end
+from groupwise.jobs.fleet.queue.failures import JobFacts, Verdict, after_end
 from groupwise.jobs.fleet.queue.request import Beyond
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.states import (
@@ -42,23 +42,34 @@ from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Checkpoint, Job,
 from groupwise.jobs.hosts.failures import FailureClass
 
 ACCUSATION_SECONDS = 86_400.0
-"""For so long it counts what a job said of a GPU."""
+"""A job's accusation of a GPU counts for this long."""
 CORDONED_AFTER = 3
-"""Launches in a row that a machine would not do, each of another job."""
+"""Refused launches in a row, each of another job, after which a machine is cordoned."""
 REFUSED = frozenset({FailureClass.LAUNCH_FAILURE, FailureClass.NOT_PROVIDED})
-"""It was never begun, and somebody said why."""
+"""Failures before the command began, with a refusal that says why."""
 
 
 @in_steps
 def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Random) -> Steps:
-    """The attempt ends, and its job goes where it has to. Done once or twice, it is the same."""
+    """End the attempt and move its job on. Idempotent."""
     attempt = guarded(session, epoch, owner)
     if attempt.state == AttemptState.ENDED:
         return
     job = job_of(session, attempt)
     verdict = verdict_on(session, job, attempt, move, chance)
-    _end_attempt(session, attempt, owner, move, verdict)
-    yield None  # its job moves after it, as the database demands
+    before = attempt.state
+    attempt.outcome = move.outcome
+    attempt.failure_class = move.failure
+    attempt.charged = verdict.charged if move.failure else None
+    attempt.evidence = {**attempt.evidence, **move.evidence}
+    attempt.ended_at = seconds(session)
+    attempt.state = AttemptState.ENDED
+    after = {"state": AttemptState.ENDED, "outcome": move.outcome, "failure_class": move.failure}
+    _append_event(
+        session, attempt, owner, events.ATTEMPT_ENDED, before={"state": before}, after=after,
+        detail={"because": move.because},
+    )  # fmt: skip
+    yield None  # the database demands that the attempt ends before its job moves
     if move.failure is FailureClass.GPU_FAULT:
         _quarantine(session, attempt, owner, move)
     if _steps_back(attempt, move):
@@ -70,7 +81,7 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
     _move_job(session, job, attempt, owner, move, verdict)
     freed: list[str] = []
     if move.outcome is Outcome.VOID:
-        # It never ran, and every machine that was told of it has made sure that it never will.
+        # It never ran, and every machine that knew of it has made sure that it never will.
         for member in members_of(session, epoch):
             member.released = True
             freed.append(member.vm_id)
@@ -82,13 +93,13 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
 def verdict_on(
     session: Session, job: Job, attempt: Attempt, move: Move, chance: random.Random
 ) -> Verdict:
-    """What follows for the job from such an end."""
+    """What follows for the job when its attempt ends like this."""
     assert move.outcome is not None, "the end of an attempt has an outcome"
     blamed = _machine_to_blame(move)
     facts = JobFacts(
         cancel_requested=job.cancel_requested_at is not None,
         spent=job.spent,
-        policy=_policy(job.request),
+        policy=Beyond.model_validate(job.request).retry_policy(),
         hopeless=_is_hopeless(session, job, move),
         same_machine=blamed is not None and _was_refused_here_before(session, attempt, blamed),
         taken=_is_taken(move),
@@ -97,32 +108,17 @@ def verdict_on(
     return after_end(facts, move.outcome, move.failure, move.because, chance)
 
 
-def _policy(request: Mapping[str, Any]) -> RetryPolicy:
-    return Beyond.model_validate(request).retry_policy()
-
-
-def _end_attempt(
-    session: Session, attempt: Attempt, owner: str, move: Move, verdict: Verdict
-) -> None:
-    before = attempt.state
-    attempt.outcome = move.outcome
-    attempt.failure_class = move.failure
-    attempt.charged = verdict.charged if move.failure else None
-    attempt.evidence = {**attempt.evidence, **move.evidence}
-    attempt.ended_at = seconds(session)
-    attempt.state = AttemptState.ENDED
-    after = {"state": AttemptState.ENDED, "outcome": move.outcome, "failure_class": move.failure}
-    _tell(
-        session, attempt, owner, events.ATTEMPT_ENDED, before={"state": before}, after=after,
-        detail={"because": move.because},
-    )  # fmt: skip
-
-
 def _move_job(
     session: Session, job: Job, attempt: Attempt, owner: str, move: Move, verdict: Verdict
 ) -> None:
+    """Write the job's next status, its retry counters and the event."""
     before, now = job.status, seconds(session)
-    exit_code = _exit_code(move)
+    record: Mapping[str, Any] | None = _member_at_fault(move).get("exit")
+    exit_code, tail = None, ""
+    if record is not None:
+        # As a shell reports it: 128 and the signal's number.
+        exit_code = record["code"] if record["signal"] is None else 128 + record["signal"]
+        tail = record["tail"]
     job.status = verdict.status
     job.spent = dict(verdict.spent)
     job.exit_code = exit_code
@@ -142,31 +138,19 @@ def _move_job(
         "reason": verdict.reason,
         "charged": verdict.charged,
         "delay": round(verdict.delay, 3),
-        "tail": _tail(move),
+        "tail": tail,
     }
-    _tell(
+    _append_event(
         session, attempt, owner, f"job.{verdict.status}",
         before={"status": before}, after={"status": verdict.status}, detail=detail,
     )  # fmt: skip
 
 
 def _member_at_fault(move: Move) -> Mapping[str, Any]:
+    """The evidence about the member that decided the end."""
     members: list[dict[str, Any]] = move.evidence.get("members") or [{}]
     rank = move.evidence.get("rank", 0)
     return next((m for m in members if m.get("rank") == rank), members[0])
-
-
-def _exit_code(move: Move) -> int | None:
-    """As a shell would say it."""
-    record = _member_at_fault(move).get("exit")
-    if record is None:
-        return None
-    return 128 + record["signal"] if record["signal"] is not None else record["code"]
-
-
-def _tail(move: Move) -> str:
-    record: Mapping[str, Any] | None = _member_at_fault(move).get("exit")
-    return "" if record is None else record["tail"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -175,9 +159,10 @@ def _tail(move: Move) -> str:
 
 
 def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
-    """The GPUs of the member that failed get no job until an operator has looked; those that the evidence names, if it names any.
+    """Quarantine the failed member's GPUs (those that the reason names, else all) until an operator has looked.
 
-    What a job printed is no evidence by itself, or one job could empty a fleet: it accuses the GPU, and counts once another job does too.
+    What a job printed is no evidence by itself, or one job could disable a whole fleet. It accuses the GPU: an operator sees the event,
+    other jobs still get the GPU, and it is quarantined once another job accuses it too.
     """
     member = _member_at_fault(move)
     proven = bool(member.get("gpu_problems"))
@@ -185,10 +170,17 @@ def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> N
         if gpu.quarantined is not None:
             continue
         if not proven and not _accused_before(session, attempt, gpu):
-            _accuse(session, attempt, owner, move, gpu)
+            before, now = gpu.accused, seconds(session)
+            by = {"job_id": attempt.job_id, "epoch": attempt.epoch}
+            gpu.accused = {**by, "at": now, "said": move.because}
+            _append_event(
+                session, attempt, owner, events.GPU_ACCUSED, vm_id=gpu.vm_id,
+                before={"accused": before}, after={"accused": gpu.accused},
+                detail={"index": gpu.index, "uuid": gpu.uuid},
+            )  # fmt: skip
             continue
         gpu.quarantined = f"{move.because} (attempt {attempt.job_id}.{attempt.epoch})"
-        _tell(
+        _append_event(
             session, attempt, owner, "gpu.quarantined", vm_id=gpu.vm_id,
             before={"quarantined": None}, after={"quarantined": gpu.quarantined},
             detail={"index": gpu.index, "uuid": gpu.uuid},
@@ -198,7 +190,7 @@ def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> N
 def _gpus_meant(
     session: Session, attempt: Attempt, member: Mapping[str, Any], text: str
 ) -> Sequence[GPU]:
-    """Of those that a member holds, the ones that a text names, locked; all of them where it names none."""
+    """The member's GPUs that the text names by UUID, or all of them if it names none; locked."""
     gpus = session.scalars(
         select(GPU)
         .join(Reservation, Reservation.gpu_id == GPU.gpu_id)
@@ -210,27 +202,15 @@ def _gpus_meant(
 
 
 def _accused_before(session: Session, attempt: Attempt, gpu: GPU) -> bool:
-    """Whether another job has said the same of it, of late."""
+    """True if another job accused the GPU within ACCUSATION_SECONDS."""
     found = gpu.accused
     if found is None or found["job_id"] == attempt.job_id:
         return False
     return found["at"] > seconds(session) - ACCUSATION_SECONDS
 
 
-def _accuse(session: Session, attempt: Attempt, owner: str, move: Move, gpu: GPU) -> None:
-    """An operator is told what was said of it; other jobs still get it."""
-    before, now = gpu.accused, seconds(session)
-    by = {"job_id": attempt.job_id, "epoch": attempt.epoch}
-    gpu.accused = {**by, "at": now, "said": move.because}
-    _tell(
-        session, attempt, owner, events.GPU_ACCUSED, vm_id=gpu.vm_id,
-        before={"accused": before}, after={"accused": gpu.accused},
-        detail={"index": gpu.index, "uuid": gpu.uuid},
-    )  # fmt: skip
-
-
 def _blame_machine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
-    """A machine that will not launch is counted out after a few in a row. One job counts once: it may be the job's fault."""
+    """Count a refused launch, and cordon the machine after a few in a row. Each job counts once, since it may be the job's fault."""
     vm_id = _machine_to_blame(move)
     if vm_id is None:
         return
@@ -240,14 +220,14 @@ def _blame_machine(session: Session, attempt: Attempt, owner: str, move: Move) -
     vm.launch_failures += 1
     if vm.launch_failures >= CORDONED_AFTER and vm.cordoned is None:
         vm.cordoned = f"{vm.launch_failures} launches in a row failed; the last one: {_member_at_fault(move)['refusal']}"
-        _tell(
+        _append_event(
             session, attempt, owner, "vm.cordoned", vm_id=vm_id,
             before={"cordoned": None}, after={"cordoned": vm.cordoned},
         )  # fmt: skip
 
 
 def _machine_to_blame(move: Move) -> str | None:
-    """The one that would not start it, for a reason of its own."""
+    """vm_id of the machine that refused the launch for a reason of its own, if so."""
     culprit = _member_at_fault(move)
     refusal: str | None = culprit.get("refusal")
     if move.failure is not FailureClass.LAUNCH_FAILURE or refusal is None:
@@ -258,15 +238,15 @@ def _machine_to_blame(move: Move) -> str | None:
 
 
 def _note_gpus(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
-    """What a runner saw of GPUs counts until the poller's next look: nobody else is sent there meanwhile, and the rest of the machine is as
-    good as before."""
+    """Note what a runner saw of its GPUs, until the poller's next observation, so that no job is placed on them meanwhile. The rest of the
+    machine stays in use."""
     culprit = _member_at_fault(move)
     refusal: str = culprit.get("refusal") or ""
     observed = refusals.OF_GPUS.get(refusals.code_of(refusal))
     if observed is None:
         return
     for gpu in _gpus_meant(session, attempt, culprit, refusal):
-        if gpu.observed == Observed.OK:  # what a poller saw says more
+        if gpu.observed == Observed.OK:  # a problem that a poller saw is more precise
             note_observed(
                 session, gpu, observed, refusal,
                 actor=_actor(owner), job_id=attempt.job_id, epoch=attempt.epoch,
@@ -274,8 +254,8 @@ def _note_gpus(session: Session, attempt: Attempt, owner: str, move: Move) -> No
 
 
 def _is_hopeless(session: Session, job: Job, move: Move) -> bool:
-    """It would be refused everywhere, and later too. A program that one machine lacks may be on another, if there is one that it may go to;
-    a secret, or a disk of the control machine, may be there again later."""
+    """True if the job would be refused everywhere, later too. A program that one machine lacks may be on another that it may go to; a
+    secret or a disk of the control machine may be available again later."""
     if move.failure not in REFUSED:
         return False
     word = refusals.code_of(_member_at_fault(move).get("refusal"))
@@ -294,20 +274,20 @@ def _is_hopeless(session: Session, job: Job, move: Move) -> bool:
 
 
 def _is_taken(move: Move) -> bool:
-    """What it was to have is another attempt's, of which this database may know nothing, and which may run for days."""
+    """True if another attempt holds what it was given. This database may not know that one, and it may run for days."""
     word = refusals.code_of(_member_at_fault(move).get("refusal"))
     return move.failure is FailureClass.LAUNCH_FAILURE and word in refusals.TAKEN
 
 
 def _steps_back(attempt: Attempt, move: Move) -> bool:
-    """The checkpoint that it was to go on from is damaged here."""
+    """True if the checkpoint from which it was to resume is damaged in the store."""
     if move.failure is not FailureClass.NOT_PROVIDED or attempt.resume_from is None:
         return False
     return refusals.code_of(_member_at_fault(move).get("refusal")) == refusals.CHECKPOINT
 
 
 def _note_damage(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
-    """No attempt goes on from that checkpoint any more; and it is said what the next one goes on from."""
+    """Mark the checkpoint as damaged, so that no attempt resumes from it; the event says where the next one resumes."""
     damaged = attempt.resume_from or {}
     of_job = Checkpoint.job_id == attempt.job_id
     session.execute(
@@ -319,7 +299,7 @@ def _note_damage(session: Session, attempt: Attempt, owner: str, move: Move) -> 
     whole = select(Checkpoint.step).where(of_job, Checkpoint.damaged_at.is_(None))
     step = session.scalar(whole.order_by(*NEWEST_FIRST).limit(1))
     then = "from the beginning" if step is None else f"from the checkpoint of step {step}"
-    _tell(
+    _append_event(
         session, attempt, owner, events.JOB_CHECKPOINT_DAMAGED, before={}, after={},
         detail={
             "step": damaged["step"], "path": damaged["path"], "then": then, "because": move.because
@@ -351,7 +331,7 @@ def _was_refused_here_before(session: Session, attempt: Attempt, vm_id: str) -> 
 
 @in_steps
 def release(session: Session, epoch: int, owner: str, rank: int) -> Steps:
-    """Its machine was seen to hold nothing of this member: what was reserved for it is free."""
+    """Close the member's reservations: its machine was seen to hold nothing of it."""
     attempt = guarded(session, epoch, owner)
     assert attempt.state == AttemptState.ENDED, "nothing of a live attempt is given back"
     member = session.get_one(Member, (epoch, rank))
@@ -363,7 +343,7 @@ def release(session: Session, epoch: int, owner: str, rank: int) -> Steps:
 
 @in_steps
 def abandon(session: Session, epoch: int, owner: str, rank: int) -> Steps:
-    """The machine of this member does not come back, an operator says: what was reserved there holds nobody up."""
+    """Close the member's reservations without looking: an operator has declared its machine lost."""
     attempt = guarded(session, epoch, owner)
     assert attempt.state == AttemptState.ENDED, "nothing of a live attempt is given back"
     member = session.get_one(Member, (epoch, rank), populate_existing=True)
@@ -374,7 +354,7 @@ def abandon(session: Session, epoch: int, owner: str, rank: int) -> Steps:
 
 
 def _closed(session: Session, epoch: int, rank: int) -> Step:
-    """What it held is free."""
+    """The statement that closes the member's reservations."""
     return _CLOSED, {"of_epoch": epoch, "of_rank": rank, "now": seconds(session)}
 
 
@@ -391,16 +371,14 @@ _CLOSED = (
 
 
 def _perhaps_clean(session: Session, attempt: Attempt, owner: str) -> None:
+    """Mark the attempt as clean once all its members are released or abandoned."""
     members = members_of(session, attempt.epoch)
-    if all(m.released or m.handle.get("abandoned") for m in members):
-        _clean(session, attempt, owner)
-
-
-def _clean(session: Session, attempt: Attempt, owner: str) -> None:
-    if attempt.cleanup == Cleanup.CLEAN:
+    if attempt.cleanup == Cleanup.CLEAN or not all(
+        m.released or m.handle.get("abandoned") for m in members
+    ):
         return
     before, attempt.cleanup = attempt.cleanup, Cleanup.CLEAN
-    _tell(
+    _append_event(
         session, attempt, owner, "attempt.clean",
         before={"cleanup": before}, after={"cleanup": Cleanup.CLEAN},
     )  # fmt: skip
@@ -410,7 +388,7 @@ def _actor(owner: str) -> str:
     return f"dispatcher:{owner}"
 
 
-def _tell(
+def _append_event(
     session: Session,
     attempt: Attempt,
     owner: str,

@@ -1,13 +1,13 @@
-"""What a job leaves behind, brought from its machine to `artefacts/<job>/<epoch>/`, and `artefacts/<job>/current`, the newest.
+"""Brings the artefacts of a job from its machine to `artefacts/<job>/<epoch>/`; `artefacts/<job>/current` links to the newest.
 
-The machine says what there is (path, sha256, mode, size); every file is fetched (large ones in pieces, of small ones many with one call),
-hashed here, and flushed; then the folder gets its name, so that a folder of that name is whole and right. What was fetched before a crash
-lies beside it under another name, and is gone on with.
+The machine lists its files (path, sha256, mode, size); every file is fetched (large ones in pieces, small ones many in one call), hashed
+here, and flushed; then the folder gets its name, so that a folder of that name is complete and correct. After a crash, the files fetched
+before lie beside it under another name, and the next try continues with them.
 
-The machine is not trusted with this disk: only plain files inside the folder are made, none beyond the job's limits. What is no plain file
-(a link, a pipe, a device) is left out, and stands with its reason in `<epoch>.json`, beside the hashes of what came. What should have come
-and cannot, is why the artefacts are not whole; so is an artefact that the job names and that is no plain file or folder itself: all of it
-would be lost, and nobody would know.
+The machine is not trusted with this disk: only plain files inside the folder are made, none beyond the job's limits. Everything else (a
+link, a pipe, a device) is left out, and listed with its reason in `<epoch>.json`, beside the hashes of the fetched files. The artefacts are
+incomplete if a file should have come and cannot, and also if an artefact that the job names is itself no plain file or folder: otherwise
+all of it would be lost silently.
 
 In a gang, those of rank r lie in `<epoch>.<r>/`.
 """
@@ -52,27 +52,27 @@ KEPT_BACK = {
     "broken": "the machine could not read it",
     "not_utf8": "a name that is not UTF-8",
 }
-"""Why the machine does not offer a plain file. Everything else that it refuses is none."""
+"""Reasons for which the machine does not offer a plain file. All its other reasons are about things that are no plain file."""
 NAMED = {
     "link": "a symbolic link stands there or above it, and links are not followed: write into the folder itself",
     "device": "a device stands there, and only files and folders are fetched",
     "pipe": "a pipe stands there, and only files and folders are fetched",
     "socket": "a socket stands there, and only files and folders are fetched",
 }
-"""Why the machine does not offer what the job names as an artefact. Below one, these are left out and nothing more."""
+"""Reasons for which a named artefact itself is not offered. Inside an artefact, such things are just left out."""
 TRIES = 2
-"""Of the whole list, where a file was another one by the time that it was read."""
+"""How often the whole list is tried, if a file had changed by the time that it was read."""
 MAX_PATHS_LISTED = 5
-"""Paths in a message."""
+"""Most paths in a message."""
 
 
 def artefact_folder(artefacts: Path, job: str, epoch: int, rank: int = 0) -> Path:
-    """Where they lie, or would."""
+    """The folder of an attempt's artefacts, whether it exists or not."""
     return artefacts / folder_name(job) / (str(epoch) if rank == 0 else f"{epoch}.{rank}")
 
 
 def record_of(folder: Path) -> Path:
-    """Beside the folder: which files there are, which were left out and why."""
+    """The record beside the folder: which files there are, which were left out and why."""
     return folder.with_name(f"{folder.name}.json")
 
 
@@ -80,7 +80,7 @@ class Collector:
     """Brings artefacts to this machine's disk, for the attempts of one dispatcher."""
 
     def __init__(self, artefacts: Path, store: BlobStore, gateway: Gateway) -> None:
-        """`store`: what of them is a mirrored checkpoint need not come twice."""
+        """`store`: files that came with a mirrored checkpoint are copied from it."""
         self._artefacts = artefacts
         self._store = store
         self._gateway = gateway
@@ -97,8 +97,9 @@ class Collector:
         return await asyncio.to_thread(_collected, target, from_json(part.spec).artefacts)
 
     async def _fetch(self, part: Part, target: Path) -> str | None:
+        """Fetch all files and publish the folder. Returns the reason if that can never succeed."""
         limits = from_json(part.spec).limits
-        folder, lock = await asyncio.to_thread(_partial, target)
+        folder, lock = await asyncio.to_thread(_lock_partial, target)
         fetching = Fetching(part.runner, part.job_id, part.epoch, folder, self._written)
         try:
             why = ""
@@ -122,21 +123,36 @@ class Collector:
             os.close(lock)
 
     def _never_fits(self, size: int) -> str | None:
-        """Why they are not fetched, whatever is removed here. OSError where they would fit if there were room."""
+        """The reason if they are too large for this disk even when it is emptied. Raises OSError if they would fit then."""
         problem = no_room(self._artefacts, size)
         if problem is not None and size < shutil.disk_usage(self._store.root).total / 2:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {problem}")
         return problem
 
     async def _copy_known(self, part: Part, folder: Path, files: Manifest) -> None:
-        """What is in the store already, and of its own project: the machine says which file it is, and may name any."""
-        stored = await asyncio.to_thread(_stored, files, self._store)
+        """Copy files that are in the store already and that the project may name: the machine may claim any hash for a file."""
+        stored = await asyncio.to_thread(
+            lambda: {path: entry for path, entry in files.items() if entry.sha256 in self._store}
+        )
         if not stored:
             return
         hashes = {entry.sha256 for entry in stored.values()}
-        lacking = await self._gateway.look(lambda session: _lacking_rights(session, part, hashes))
-        known = {path: each for path, each in stored.items() if each.sha256 not in lacking}
-        await self._write("known", partial(_copy, folder, known, self._store))
+
+        def lacking_rights(session: Session) -> frozenset[str]:
+            project = session.scalars(select(Job.project).where(Job.job_id == part.job_id)).one()
+            return rights.lacking(session, [project], hashes)
+
+        lacking = await self._gateway.look(lacking_rights)
+
+        def copy() -> None:
+            for path, entry in stored.items():
+                place = folder / path
+                if entry.sha256 not in lacking and not place.exists():
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    with contextlib.suppress(BlobError):
+                        self._store.copy(entry, place)
+
+        await self._write("known", copy)
 
     async def _write(self, name: str, fn: Callable[[], T]) -> T:
         return await to_its_end(self._written(name, fn))
@@ -146,7 +162,7 @@ class Collector:
 
 
 def _beyond(files: Manifest, limits: Limits) -> str | None:
-    """Why so many, or so large, are not fetched: the machine keeps to the limits, but is not trusted to."""
+    """The reason if the files exceed the job's limits; the machine should keep to them, but is not trusted to."""
     size = sum(entry.size for entry in files.values())
     if size > limits.artefact_mb << 20:
         largest = sorted(files, key=lambda path: -files[path].size)[:MAX_PATHS_LISTED]
@@ -157,8 +173,8 @@ def _beyond(files: Manifest, limits: Limits) -> str | None:
     return None
 
 
-def _partial(target: Path) -> tuple[Path, int]:
-    """A folder to fetch to, and its lock; that of an earlier try, unless somebody is at work there."""
+def _lock_partial(target: Path) -> tuple[Path, int]:
+    """The folder to fetch to, and its lock: the folder of an earlier try, unless another process is at work there."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for name in (f".{target.name}.partial", f".{target.name}.partial-{uuid.uuid4().hex}"):
         folder = target.with_name(name)
@@ -174,34 +190,26 @@ def _partial(target: Path) -> tuple[Path, int]:
     raise OSError(f"no folder to fetch to can be locked beside {target}")
 
 
-def _lacking_rights(session: Session, part: Part, hashes: Collection[str]) -> frozenset[str]:
-    """What the job's project has neither sent nor has in a checkpoint."""
-    project = session.scalars(select(Job.project).where(Job.job_id == part.job_id)).one()
-    return rights.lacking(session, [project], hashes)
-
-
-def _stored(files: Manifest, store: BlobStore) -> Manifest:
-    return {path: entry for path, entry in files.items() if entry.sha256 in store}
-
-
-def _copy(folder: Path, files: Manifest, store: BlobStore) -> None:
-    for path, entry in files.items():
-        place = folder / path
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(BlobError):
-                store.copy(entry, place)
-
-
 def _publish(folder: Path, target: Path, tree: WorkTree) -> None:
-    """Give the folder its name, with nothing in it but what belongs there."""
+    """Remove stray files from the folder, write the record, and give the folder its name."""
     for place in sorted(folder.rglob("*"), reverse=True):
         if place.is_dir():
             sync_folder(place)
         elif place.relative_to(folder).as_posix() not in tree.files:
             place.unlink()
     sync_folder(folder)
-    _write_record(record_of(target), tree)
+    document = {
+        "files": {name: [e.sha256, e.mode, e.size] for name, e in tree.files.items()},
+        "left_out": [list(entry) for entry in tree.refused],
+        "left_out_more": dict(tree.refused_more),
+    }
+    record = record_of(target)
+    temporary = record.with_name(f".{record.name}.{uuid.uuid4().hex}")
+    with temporary.open("w") as file:
+        json.dump(document, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(record)
     try:
         folder.rename(target)
     except OSError:
@@ -211,43 +219,27 @@ def _publish(folder: Path, target: Path, tree: WorkTree) -> None:
     sync_folder(target.parent)
 
 
-def _write_record(path: Path, tree: WorkTree) -> None:
-    files = {name: [e.sha256, e.mode, e.size] for name, e in tree.files.items()}
-    document = {
-        "files": files,
-        "left_out": [list(entry) for entry in tree.refused],
-        "left_out_more": dict(tree.refused_more),
-    }
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    with temporary.open("w") as file:
-        json.dump(document, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def _collected(target: Path, named: Collection[str]) -> Collected:
-    """What should be there and is not, and how much else was left out. `named`: the paths that the job calls its artefacts."""
+def _collected(target: Path, artefacts: Collection[str]) -> Collected:
+    """Which files should be there and are not, and how much else was left out. `artefacts`: the paths that the job names."""
     document = json.loads(record_of(target).read_text())
     left_out: list[tuple[str, str]] = document["left_out"]
     more: dict[str, int] = document.get("left_out_more", {})
-    reasons = [(path, _lacking(path, why, named)) for path, why in left_out]
-    lacking = [f"{path}: {reason}" for path, reason in reasons if reason]
+    lacking: list[str] = []
+    for path, why in left_out:
+        reason = KEPT_BACK.get(why) or (NAMED.get(why, why) if path in artefacts else None)
+        if reason:
+            lacking.append(f"{path}: {reason}")
     unnamed = sum(number for why, number in more.items() if why in KEPT_BACK)
     others = len(left_out) - len(lacking) + sum(more.values()) - unnamed
     if not lacking and not unnamed:
         return Collected(left_out=others)
-    told = f"{len(lacking) + unnamed} of the artefacts did not come: {'; '.join(lacking[:MAX_PATHS_LISTED])}"
-    return Collected(told, others)
-
-
-def _lacking(path: str, why: str, named: Collection[str]) -> str | None:
-    """Why it should have come and cannot; None: it is left out, as is said beforehand."""
-    return KEPT_BACK.get(why) or (NAMED.get(why, why) if path in named else None)
+    shown = "; ".join(lacking[:MAX_PATHS_LISTED])
+    problem = f"{len(lacking) + unnamed} of the artefacts did not come: {shown}"
+    return Collected(problem, others)
 
 
 def _link_current(target: Path) -> None:
-    """`current` leads to the newest epoch that has been fetched."""
+    """Let `current` lead to the newest epoch that has been fetched."""
     link = target.with_name("current")
     with contextlib.suppress(OSError, ValueError):
         if int(os.readlink(link)) >= int(target.name):

@@ -1,18 +1,16 @@
-"""Clearing away what nothing names any more on the control machine: blobs, and what pruned jobs have left of logs and artefacts; and rows
-of which only the last week is of use.
+"""Clears the control machine: blobs that nothing in the database names any more, logs and artefacts of pruned jobs, and rows older than a
+week that are of no more use.
 
-Whoever wants something gone takes it out of the database, and that is committed. Then its files go: here, by whoever comes first of
-`prune` and the dispatchers, which look now and then. A crash in between leaves files without a row, which the next look finds; there is
-never a row without its files.
+To remove something, its row is deleted and that is committed; then its files go, here, called by `prune` or by the dispatchers, which look
+now and then. A crash in between leaves files without a row, which the next look finds; there is never a row without its files.
 
-Whoever writes does it the other way round: first the blob, then the row that names it. Between the two nothing names the blob, and what
-spares it is its age (`jobs/hosts/files.py`): which blobs are named is asked after the time was looked at, so one that was put, or asked
-for, within a day of that stays, whatever was asked and however long it takes. Blobs that came by the mirror of checkpoints alone are spared
-for minutes, and while a mirror needs them: that is asked before it is asked what is named, so that it is the one or the other.
+Writers go the other way round: first the blob, then the row that names it. Between the two nothing names the blob, and its age spares it
+(`jobs/hosts/files.py`): the time is read before the named blobs are, so a blob that was put, or asked for, within a day of that time stays,
+however long the query takes. Blobs that came only by the mirror of checkpoints are spared for minutes, and while a mirror needs them: what
+is needed is read before what is named, so that each blob is in one of the two sets.
 
-Logs and artefacts go only of jobs of which the events say that they were pruned. Those of a job that no table knows may belong to a
-database that was set back, or to one that somebody has named by mistake; and a database that never had a job names no blob, so that it
-is not believed either.
+Logs and artefacts are removed only if the events say that their job was pruned. If no table knows a job, the database may have been
+restored from a backup, or be the wrong one. For the same reason, a database that never had a job, and so names no blob, is not believed.
 """
 
 from __future__ import annotations
@@ -47,28 +45,32 @@ from groupwise.jobs.hosts.spec import JOB_ID
 
 READ_AT_ONCE = 1000
 EVERY = SPARED_MARKED
-"""Seconds between two looks of dispatchers."""
+"""Seconds between two looks by dispatchers."""
 SILENT = 7 * 86_400.0
-"""Seconds after which nobody asks any more about a process of the control plane that was killed."""
+"""Seconds after which the row of a killed process of the control plane is of no more use."""
 HISTORY_MINUTES = 7 * 24 * 60
-"""Of what was seen of each GPU."""
+"""Minutes for which observations of each GPU are kept."""
 GPUS_AT_ONCE = 20
-"""In one transaction: a week of one is ten thousand rows."""
+"""GPUs whose history is cleared in one transaction: a week of one is ten thousand rows."""
 CLEARING = ".clearing"
 
 
 def clear_away(
     database: Database, store: BlobStore, folders: Sequence[Path], *, after: float = 0.0
 ) -> int:
-    """Remove what nothing names any more; bytes of the blobs among it. `folders`: those of logs and artefacts.
+    """Remove what nothing names any more. Returns the bytes of the blobs among it. `folders`: those of logs and artefacts.
 
-    Does nothing while another process of this store is at it, or where that was less than `after` seconds ago. Any step may be the last one
-    of this process.
+    Does nothing while another process clears this store, or if one did less than `after` seconds ago. The process may die after any step.
     """
     with _alone(store, after) as alone:
         if not alone:
             return 0
-        for job_id in database.read(lambda s: pruned(s, _names(folders))):
+        names: set[str] = set()
+        for folder in folders:
+            with suppress(FileNotFoundError):
+                names.update(path.name.removesuffix(".log") for path in folder.iterdir())
+        jobs = {name for name in names if JOB_ID.fullmatch(name)}
+        for job_id in database.read(lambda s: pruned(s, jobs)):
             remove_files(folders, job_id)
         database.run(forget_processes)
         forget_history(database)
@@ -83,7 +85,7 @@ def clear_away(
 
 @contextmanager
 def _alone(store: BlobStore, after: float) -> Generator[bool]:
-    """Whether it is time, and no other process collects in this store meanwhile."""
+    """Yields True if it is time to clear and no other process clears this store meanwhile."""
     with (store.root / CLEARING).open("ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,12 +99,12 @@ def _alone(store: BlobStore, after: float) -> Generator[bool]:
 
 
 def forget_processes(session: Session) -> None:
-    """Rows of processes that were killed; whoever ends in order takes its own away."""
+    """Delete the rows of processes that were killed; a process that ends in order deletes its own."""
     session.execute(delete(ControlProcess).where(ControlProcess.seen_at < clock() - SILENT))
 
 
 def forget_history(database: Database) -> None:
-    """What was seen of GPUs more than a week ago, of those too whose machines have left; the key of the table finds it."""
+    """Delete observations of GPUs that are more than a week old, also if their machine has left; found by the table's key."""
     gpus = database.read(lambda s: list(s.scalars(select(GPU.gpu_id))))
     for start in range(0, len(gpus), GPUS_AT_ONCE):
         database.run(partial(_forget_minutes, gpus[start : start + GPUS_AT_ONCE]))
@@ -118,11 +120,14 @@ def _forget_minutes(gpus: Sequence[int], session: Session) -> None:
 
 
 def named_blobs(session: Session) -> set[str] | None:
-    """Blobs that something in the database names: files of jobs, checkpoints, and what attempts that are not over began with.
+    """Blobs that the database names: files of jobs, checkpoints, and what unfinished attempts began with.
 
-    None: there never was a job, so that nobody knows. To be called within `Database.read`, which shows one moment.
+    None: there never was a job, so the answer is not known. Call it within `Database.read`, which shows one moment.
     """
-    if not _has_had_jobs(session):
+    pruned_jobs = select(Event.event_id).where(Event.kind == events.JOB_PRUNED)
+    traces = (session.scalar(query.limit(1)) for query in (select(Job.job_id), pruned_jobs))
+    had_jobs = any(trace is not None for trace in traces)
+    if not had_jobs:
         return None
     live = Attempt.state != AttemptState.ENDED
     queries = (
@@ -132,16 +137,11 @@ def named_blobs(session: Session) -> set[str] | None:
         select(Attempt.spec["files"]).where(live),
         select(Attempt.resume_from["manifest"]).where(live),
     )
-    return {name for query in queries for name in _names_in(session, query)}
+    return {name for query in queries for name in _hashes_in(session, query)}
 
 
-def _has_had_jobs(session: Session) -> bool:
-    gone = select(Event.event_id).where(Event.kind == events.JOB_PRUNED)
-    return any(session.scalar(query.limit(1)) is not None for query in (select(Job.job_id), gone))
-
-
-def _names_in(session: Session, query: Any) -> Iterator[str]:
-    """Of manifests, a few at a time: there may be very many. A row that somebody wrote by hand may hold anything."""
+def _hashes_in(session: Session, query: Any) -> Iterator[str]:
+    """Hashes in the manifests of a query, read in batches: there may be very many. A row written by hand may hold anything."""
     for manifest in session.scalars(query.execution_options(yield_per=READ_AT_ONCE)):
         if isinstance(manifest, dict):
             for entry in cast("dict[str, Any]", manifest).values():
@@ -150,7 +150,7 @@ def _names_in(session: Session, query: Any) -> Iterator[str]:
 
 
 def forget_rights(database: Database, store: BlobStore) -> None:
-    """Those to blobs that are gone. One that was sent again meanwhile has its right of then, which is young and stays."""
+    """Delete the rights to blobs that are gone. A blob that was sent again meanwhile has a new right, which is too young to go."""
     known = database.read(partial(rights.old, age=SPARED))
     gone = [sha256 for sha256 in known if sha256 not in store]
     for start in range(0, len(gone), READ_AT_ONCE):
@@ -162,7 +162,7 @@ def forget_rights(database: Database, store: BlobStore) -> None:
 
 
 def pruned(session: Session, jobs: Iterable[str]) -> list[str]:
-    """Of these, those that were cleared away and that nobody has submitted again under the same id."""
+    """The jobs among these that were pruned and not submitted again under the same id."""
     found: list[str] = []
     waiting = sorted(jobs)
     for start in range(0, len(waiting), READ_AT_ONCE):
@@ -180,15 +180,6 @@ def pruned(session: Session, jobs: Iterable[str]) -> list[str]:
     return found
 
 
-def _names(folders: Iterable[Path]) -> set[str]:
-    """What could be ids of jobs."""
-    found: set[str] = set()
-    for folder in folders:
-        with suppress(FileNotFoundError):
-            found.update(path.name.removesuffix(".log") for path in folder.iterdir())
-    return {name for name in found if JOB_ID.fullmatch(name)}
-
-
 def remove_files(folders: Iterable[Path], job_id: str) -> None:
     """Remove what a job has left in the folders of logs and artefacts."""
     for path in _paths(folders, job_id):
@@ -199,8 +190,15 @@ def remove_files(folders: Iterable[Path], job_id: str) -> None:
 
 
 def size_of_files(folders: Iterable[Path], job_id: str) -> int:
-    """Bytes of all that."""
-    return sum(_size(path) for path in _paths(folders, job_id))
+    """Bytes on the disk of what a job has left in these folders."""
+    size = 0
+    for path in _paths(folders, job_id):
+        inside = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()
+        for each in (path, *inside):
+            with suppress(OSError):
+                blocks = each.lstat().st_blocks
+                size += blocks * 512 if each.is_file() else 0
+    return size
 
 
 def _paths(folders: Iterable[Path], job_id: str) -> Iterator[Path]:
@@ -210,12 +208,3 @@ def _paths(folders: Iterable[Path], job_id: str) -> Iterator[Path]:
             path = folder / name
             if path.is_symlink() or path.exists():
                 yield path
-
-
-def _size(path: Path) -> int:
-    found = 0
-    for each in (path, *(path.rglob("*") if path.is_dir() and not path.is_symlink() else ())):
-        with suppress(OSError):
-            status = each.lstat()
-            found += status.st_blocks * 512 if each.is_file() else 0
-    return found

@@ -1,4 +1,4 @@
-"""What the folders of jobs are called, below those of logs and of artefacts; and by what the fleet's folder is known to be the same one."""
+"""Names of the folders of jobs below those of logs and artefacts; and the identity of the fleet's own folder."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from groupwise.jobs.hosts.spec import JOB_ID
 
 IDENTITY = "folder.id"
-"""In the fleet's folder: where a machine has not mounted what the others share, it says something else, or is not there."""
+"""A file in the fleet's folder: on a machine that has not mounted the shared folder, it says something else, or is missing."""
 NOBODYS = ".none"
-"""No job has it, and nothing is ever written there."""
+"""The folder name for invalid job ids: no job has it, and nothing is ever written there."""
 
 
 def folder_name(job: str) -> str:
-    """The job's id, which becomes part of a path. A row by hand may have one that leads elsewhere: such a job never runs, and has left
-    nothing."""
+    """The folder of a job: its id. A row written by hand may have an id that leads out of the folder: such a job never runs, and has left
+    no files."""
     return job if JOB_ID.fullmatch(job) else NOBODYS
 
 
 def identity_of(folder: Path) -> str:
-    """What a fleet's folder is known by, from wherever it is looked at. Whoever comes first gives it."""
+    """The identity of a fleet's folder, the same on every machine that mounts it. The first caller creates it."""
     path = folder / IDENTITY
     with contextlib.suppress(FileNotFoundError):
         return path.read_text(encoding="ascii").strip()
@@ -30,7 +30,7 @@ def identity_of(folder: Path) -> str:
     new.write_text(f"{secrets.token_hex(8)}\n", encoding="ascii")
     try:
         os.link(new, path)
-    except FileExistsError:  # somebody was faster
+    except FileExistsError:  # another process was faster
         pass
     except OSError:  # a disk without second names
         new.replace(path)

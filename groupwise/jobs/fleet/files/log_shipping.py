@@ -1,17 +1,17 @@
-"""Lines of logs, sent on as JSON lines: to standard output, a file or an HTTP address, for whoever gathers the logs of a whole company.
+"""Ships the lines of logs as JSON lines to standard output, a file or an HTTP address, from where a company's log system collects them.
 
-What a dispatcher has brought to this disk is read line by line and given to a `Sink`; how far that has come stands with the member of the
-attempt (`attempt_members.log_shipped`) and is moved only when the sink has taken the lines. So each line is sent at least once, and where
-it is sent twice, job, epoch, rank and offset are the same.
+The logs that a dispatcher has brought to this disk are read line by line and given to a `Sink`; how far that has come stands with the
+member of the attempt (`attempt_members.log_shipped`), which moves on only when the sink has taken the lines. So each line is sent at least
+once, and if it is sent twice, job, epoch, rank and offset are the same.
 
 A line is sent when its end is there, or its attempt is over. One that is longer than `LONGEST` is sent in pieces.
 
-What an address refuses because of what it is (too large, not to its liking) is sent in halves, and so on. A line that is refused alone is
-left out: a short one in its place says so, under the same offset. Where that is refused as well, it is not the line: the log waits, and the
-others go on. Where nothing is taken at all, everything waits.
+If an address refuses lines because of their content (too large, not to its liking), they are sent in halves, and so on. A line that is
+refused alone is left out: a short one in its place says so, under the same offset. If that is refused as well, the line is not the cause:
+this log waits, and the others go on. If nothing is taken at all, everything waits.
 
-Nothing else waits for a sink: what standard output or a file does not take is written by a thread of its own, for which neither the other
-tasks of the process wait nor its end. Lines that have not been taken then are sent by the next process.
+Nothing else waits for a sink: standard output and files are written by a thread of their own, for which neither the other tasks of the
+process nor its end wait. Lines that were not taken by then are sent by the next process.
 """
 
 from __future__ import annotations
@@ -46,37 +46,37 @@ from groupwise.jobs.fleet.store.tables import Attempt, Job, Member
 INTERVAL = 1.0
 """Seconds between two looks."""
 LONGEST_PAUSE = 60.0
-"""Seconds until a sink that does not take anything is asked again."""
+"""Longest pause in seconds before a sink that takes nothing is tried again."""
 MEMBERS_AT_ONCE = 200
 PIECE = 256 * 1024
-"""Bytes of one log that are read at a time: each may be a line of its own, and becomes a hundred bytes then."""
+"""Bytes of one log that are read at a time: each may be a line of its own, which becomes a hundred bytes of JSON."""
 LARGEST = 512 * 1024
-"""Bytes that a sink is given at once: many that speak HTTP take a megabyte at most. A line of `LONGEST` has room, whatever is in it."""
+"""Most bytes given to a sink at once: many HTTP sinks take a megabyte at most. Any line of `LONGEST` fits."""
 LEAST = 16 * 1024
-"""The same for an address that takes less."""
+"""Fewest bytes to which that limit shrinks for an address that takes less."""
 TOO_LARGE = 413
 ELSEWHERE = frozenset({401, 404, 405, 407, 408, 410, 421, 425, 429})
-"""Answers that have nothing to do with what was sent: to whom, by whom, how often."""
+"""HTTP statuses that are not about the lines sent, but about the address, the credentials or the rate."""
 REFUSED_IN_A_ROW = 10
-"""Logs; it is hardly they, then, where nothing is taken."""
+"""Logs refused in a row, with nothing taken, after which a round ends: then the sink is the cause, not the logs."""
 LONGEST = 64 * 1024
-"""Bytes of a line that are sent as one."""
+"""Most bytes of a line that are sent as one."""
 TAKEN = 30.0
-"""Seconds after which it is told that standard output or a file takes nothing."""
+"""Seconds after which a warning says that standard output or a file takes nothing."""
 
 AWAY = (OSError, httpx2.HTTPError, httpx2.InvalidURL)
-"""What a sink raises that takes nothing now."""
+"""Errors of a sink that takes nothing now."""
 NONE = (0, -1)
-"""No log is ordered before this one,"""
+"""The key before all logs."""
 LAST = (2**63 - 1, 2**31 - 1)
-"""and none behind this one."""
+"""The key after all logs."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """A log of which more is here than has been sent."""
+    """A log with bytes on this disk that have not been sent."""
 
     job_id: str
     project: str
@@ -84,32 +84,32 @@ class Behind:
     rank: int
     vm_id: str
     sent: int
-    """Bytes."""
+    """Bytes sent so far."""
     here: int
+    """Bytes on this disk."""
     over: bool
-    """Nothing will be added."""
+    """True if nothing will be added."""
 
     @property
     def key(self) -> tuple[int, int]:
-        """By which logs are ordered."""
+        """The key by which logs are ordered."""
         return self.epoch, self.rank
 
 
 @dataclass(frozen=True, slots=True)
 class _LogLine:
-    """As it is sent."""
+    """A line of a log, encoded for the sink; `begin` and `end` are its offsets in the log."""
 
     begin: int
     end: int
-    """Offsets in the log."""
-    told: bytes
+    encoded: bytes
 
 
 class Refused(Exception):
-    """These lines are not taken, however often they are sent."""
+    """The sink will never take these lines, however often they are sent."""
 
     def __init__(self, status: int) -> None:
-        """Of HTTP."""
+        """`status`: of HTTP."""
         self.status = status
         super().__init__(f"HTTP {status}")
 
@@ -118,27 +118,27 @@ class Sink(Protocol):
     """Takes lines, each a JSON object and a line end."""
 
     async def take(self, lines: bytes) -> None:
-        """Once this returns they are taken. Raises OSError, httpx2.HTTPError or httpx2.InvalidURL where they are not now, Refused where
+        """Returns once the lines are taken. Raises OSError, httpx2.HTTPError or httpx2.InvalidURL if they are not taken now, and Refused if
         they never will be."""
         ...
 
 
 _ONE_WRITES = threading.Lock()
-"""Where its role was begun anew, the writer of before may still have some lines to end."""
+"""If the role was restarted, the writer of before may still have some lines to finish."""
 
 
 class _Writer:
-    """Writes one thing after the other in a thread that may stand still for ever; asyncio's own threads are waited for at the end."""
+    """A sink that writes in a thread of its own, which may block for ever; asyncio's own threads are waited for at the end."""
 
     def __init__(self, write: Callable[[bytes], None], stalled: str) -> None:
-        """`stalled`: what is said, once each time, when it stands still."""
+        """`stalled`: the warning when a write blocks."""
         self._write = write
         self._stalled = stalled
         self._given: queue.SimpleQueue[tuple[bytes, Future[None]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    async def write(self, lines: bytes) -> None:
-        """Returns when it is written. Who gives up waiting gets it written all the same, sooner or later."""
+    async def take(self, lines: bytes) -> None:
+        """Return once the lines are written. If the caller is cancelled, they may still be written later."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="log-shipping", daemon=True)
             self._thread.start()
@@ -161,7 +161,7 @@ class _Writer:
             try:
                 with _ONE_WRITES:
                     self._write(lines)
-            except Exception as error:  # noqa: BLE001 - whoever waits for it raises it
+            except Exception as error:  # noqa: BLE001 - raised again by the waiting task
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -172,44 +172,37 @@ def _write_all(descriptor: int, lines: bytes) -> None:
     while view:
         try:
             view = view[os.write(descriptor, view) :]
-        except BlockingIOError:  # whoever else has it open does not want to wait for it
+        except BlockingIOError:  # another process has set it to non-blocking
             ready = poll()
             ready.register(descriptor, POLLOUT)
             ready.poll()
 
 
 def _own_output() -> int:
-    """Not by its buffer, which Python waits for at the end. One that was closed may be anything by now, even the database."""
+    """The descriptor of standard output, asked for at each write: after a close the number may be any other file, even the database.
+
+    Its buffer is not used, because Python waits for that at the end.
+    """
     if sys.__stdout__ is None:
         raise OSError("this process was begun without a standard output")
     return sys.__stdout__.fileno()
 
 
-class StandardOutput:
-    """Of this process."""
+class StandardOutput(_Writer):
+    """Ships to the standard output of this process."""
 
     def __init__(self, descriptor: Callable[[], int] = _own_output) -> None:
-        self._descriptor = descriptor
-        self._writer = _Writer(self._write, "nobody reads standard output")
-
-    async def take(self, lines: bytes) -> None:
-        """See `Sink`."""
-        await self._writer.write(lines)
-
-    def _write(self, lines: bytes) -> None:
-        _write_all(self._descriptor(), lines)
+        super().__init__(
+            lambda lines: _write_all(descriptor(), lines), "nobody reads standard output"
+        )
 
 
-class File:
-    """Opened anew each time, so that it may be rotated."""
+class File(_Writer):
+    """Ships to a file, which is opened at each write, so that it may be rotated."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(self._append, f"{path} takes nothing")
         self._path = path
-        self._writer = _Writer(self._append, f"{path} takes nothing")
-
-    async def take(self, lines: bytes) -> None:
-        """See `Sink`."""
-        await self._writer.write(lines)
 
     def _append(self, lines: bytes) -> None:
         with self._path.open("ab", buffering=0) as file:
@@ -236,7 +229,7 @@ class Address:
 
 
 def sink_of(word: str) -> Sink:
-    """What the setting `ship_logs` names: `stdout`, an http(s) address, or the path of a file."""
+    """The sink that the setting `ship_logs` names: `stdout`, an http(s) address, or the path of a file."""
     if word == "stdout":
         return StandardOutput()
     if word.startswith(("http://", "https://")):
@@ -245,7 +238,7 @@ def sink_of(word: str) -> Sink:
 
 
 class Shipper:
-    """Sends what is there to one sink, again and again."""
+    """Sends new lines of all logs to one sink, again and again."""
 
     def __init__(
         self, database: Database, logs: Path, sink: Sink, *, interval: float = INTERVAL
@@ -256,15 +249,15 @@ class Shipper:
         self._interval = interval
         self._largest = LARGEST
         self._first = NONE
-        """Behind this log the next round begins, so that one at which rounds break off is not always the first."""
+        """The next round begins after this log, so that a log that ends rounds is not always the first."""
         self._taken = 0
-        """Bytes of logs, ever."""
+        """Bytes of logs taken since this process began."""
         self._refused: dict[tuple[int, int], _Pause] = {}
-        """Logs of which the sink takes nothing while it takes others."""
-        self._leaving_out_is_told = False
+        """Pauses of the logs that the sink refuses while it takes others."""
+        self._warned_of_left_out = False
 
     async def run(self) -> None:
-        """For ever. A sink that does not take anything is told once, and asked again less and less often."""
+        """Ship for ever. A sink that takes nothing is logged once, and tried again less and less often."""
         pause = self._interval
         while True:
             try:
@@ -281,12 +274,13 @@ class Shipper:
             await asyncio.sleep(pause)
 
     async def round(self) -> int:
-        """Send all that is there now; how many bytes of logs that was."""
+        """Send all lines that are there now. Returns how many bytes of logs they were."""
         before, seen = self._taken, set[tuple[int, int]]()
         refused: dict[tuple[int, int], Refused] = {}
         async for log in self._all_behind():
             seen.add(log.key)
-            if self._waits(log.key):
+            paused = self._refused.get(log.key)
+            if paused is not None and time.monotonic() < paused.until:
                 continue
             try:
                 await self._send(log)
@@ -299,11 +293,11 @@ class Shipper:
             except AWAY:
                 self._first = log.key
                 raise
-        self._note(refused, seen, nothing_taken=self._taken == before)
+        self._pause_refused(refused, seen, nothing_taken=self._taken == before)
         return self._taken - before
 
     async def _all_behind(self) -> AsyncIterator[Behind]:
-        """Each once, in their order, round and round."""
+        """Each log with unsent bytes once, in order, beginning after the log at which the last round ended."""
         first, self._first = self._first, NONE
         for last, until in ((first, LAST), (NONE, first)):
             if last == until:
@@ -315,18 +309,14 @@ class Shipper:
                     yield log
                 last = behind[-1].key
 
-    def _waits(self, key: tuple[int, int]) -> bool:
-        known = self._refused.get(key)
-        return known is not None and time.monotonic() < known.until
-
-    def _note(
+    def _pause_refused(
         self,
         refused: Mapping[tuple[int, int], Refused],
         seen: Set[tuple[int, int]],
         *,
         nothing_taken: bool,
     ) -> None:
-        """Of a round that was not broken off. Raises Refused where it is the sink, as far as can be seen, and not the logs."""
+        """After a whole round, pause the refused logs. Raises Refused if nothing was taken: then the sink seems to be the cause."""
         new = {key: error for key, error in refused.items() if key not in self._refused}
         if new and nothing_taken:
             self._first, error = next(reversed(new.items()))
@@ -345,7 +335,7 @@ class Shipper:
             self._refused[key] = _Pause(time.monotonic() + seconds, seconds)
 
     async def _send(self, log: Behind) -> None:
-        """All of one log that can be sent."""
+        """Send all that can be sent of one log."""
         while log.sent < log.here:
             lines, end = await asyncio.to_thread(_lines, self._logs, log)
             if end == log.sent:
@@ -357,7 +347,7 @@ class Shipper:
             log = replace(log, sent=end)
 
     async def _give(self, log: Behind, lines: Sequence[_LogLine]) -> None:
-        """In halves where that is too much, or refused; one after the other, so that whoever reads them has them in their order."""
+        """Send these lines, in halves if they are too many or refused; one half after the other, so that they arrive in order."""
         if await self._is_taken(log, lines):
             await self._move(log, lines[0].begin, lines[-1].end)
             return
@@ -366,42 +356,49 @@ class Shipper:
         await self._give(log, lines[half:])
 
     async def _is_taken(self, log: Behind, lines: Sequence[_LogLine]) -> bool:
-        """One line alone always is, or what says in its place that it was left out."""
-        size = sum(len(line.told) for line in lines)
+        """True once the lines are taken; a single line always is, if only as a note in its place that it was left out."""
+        size = sum(len(line.encoded) for line in lines)
         if size > self._largest and len(lines) > 1:
             return False
         try:
-            await self._sink.take(b"".join(line.told for line in lines))
+            await self._sink.take(b"".join(line.encoded for line in lines))
         except Refused as error:
             if error.status == TOO_LARGE:
                 self._largest = min(self._largest, max(size // 2, LEAST))
             if len(lines) > 1:
                 return False
-            await self._leave_out(log, lines[0], error)
+            line = lines[0]
+            note = f"[{line.end - line.begin} bytes are left out here: {error}]"
+            await self._sink.take(_encode(log, line.begin, note, left_out=str(error)))
+            if not self._warned_of_left_out:
+                logger.warning(
+                    "where logs are sent a line of %s was refused (%s): it is left out there, "
+                    "and `left_out` says so, as of all further ones",
+                    log.job_id,
+                    error,
+                )
+            self._warned_of_left_out = True
         return True
 
-    async def _leave_out(self, log: Behind, line: _LogLine, error: Refused) -> None:
-        said = f"[{line.end - line.begin} bytes are left out here: {error}]"
-        await self._sink.take(_told(log, line.begin, said, left_out=str(error)))
-        if not self._leaving_out_is_told:
-            logger.warning(
-                "where logs are sent a line of %s was refused (%s): it is left out there, and `left_out` says so, as of all further ones",
-                log.job_id,
-                error,
-            )
-        self._leaving_out_is_told = True
-
     async def _move(self, log: Behind, begin: int, end: int) -> None:
-        await self._database.in_thread(partial(_moved, log=log, end=end))
+        def move(session: Session) -> None:
+            """Forwards only: another process may have sent more meanwhile."""
+            session.execute(
+                update(Member)
+                .where(Member.epoch == log.epoch, Member.rank == log.rank)
+                .where(Member.log_shipped < end)
+                .values(log_shipped=end)
+            )
+
+        await self._database.in_thread(move)
         self._taken += end - begin
 
 
 @dataclass(frozen=True, slots=True)
 class _Pause:
-    """Of one log."""
+    """How long a refused log waits, and until when by the monotonic clock."""
 
     until: float
-    """By the monotonic clock."""
     seconds: float
 
 
@@ -431,17 +428,8 @@ def _behind(session: Session, after: tuple[int, int], until: tuple[int, int]) ->
     ]
 
 
-def _moved(session: Session, log: Behind, end: int) -> None:
-    """Forwards only: another one may have sent more meanwhile."""
-    session.execute(
-        update(Member)
-        .where(Member.epoch == log.epoch, Member.rank == log.rank, Member.log_shipped < end)
-        .values(log_shipped=end)
-    )
-
-
 def _lines(logs: Path, log: Behind) -> tuple[list[_LogLine], int]:
-    """The lines that can be sent, and the offset behind them. A log that was pruned has none, and is done with."""
+    """The lines that can be sent, and the offset after them. A pruned log has no lines and counts as sent."""
     data = b""
     with (
         contextlib.suppress(FileNotFoundError),
@@ -455,12 +443,12 @@ def _lines(logs: Path, log: Behind) -> tuple[list[_LogLine], int]:
     for offset, part in _split(data, whole):
         begin = log.sent + offset
         text = part.decode("utf-8", "replace").removesuffix("\n")
-        lines.append(_LogLine(begin, begin + len(part), _told(log, begin, text)))
+        lines.append(_LogLine(begin, begin + len(part), _encode(log, begin, text)))
     return lines, lines[-1].end if lines else log.sent
 
 
 def _split(data: bytes, whole: bool) -> Iterator[tuple[int, bytes]]:
-    """Offset and bytes of each line, its end included; the last without one only where nothing follows, or it is too long."""
+    """Offset and bytes of each line, its line end included. The last may lack one only if nothing follows, or it is too long."""
     begin = 0
     while begin < len(data):
         end = data.find(b"\n", begin, begin + LONGEST) + 1
@@ -472,7 +460,7 @@ def _split(data: bytes, whole: bool) -> Iterator[tuple[int, bytes]]:
         begin = end
 
 
-def _told(log: Behind, offset: int, line: str, **more: str) -> bytes:
+def _encode(log: Behind, offset: int, line: str, **more: str) -> bytes:
     document = {
         "job_id": log.job_id,
         "project": log.project,

@@ -1,14 +1,14 @@
 """Logs of jobs on the control machine: `logs/<job>/<epoch>.log`, byte for byte what the command wrote, and `logs/<job>.log`, the newest.
 
-The machine has the log; this is a copy of its beginning. Whoever drives an attempt brings what is new (`LogMirror.catch_up`): bytes are
-asked for from the offset that the file really has and are only ever appended there, under the file's lock, so that two who do it at once
-write each byte once. The offset is reported when the bytes are on the disk. After a crash, what lies beyond the offset that was reported
-last may be torn; it is cut off and asked for again.
+The machine has the log; this is a copy of its beginning. The dispatcher that drives an attempt fetches what is new (`LogMirror.catch_up`):
+bytes are asked for from the file's real end and only ever appended there, under the file's lock, so that two processes at once write each
+byte once. The offset is reported when the bytes are on the disk. After a crash, bytes beyond the last reported offset may be torn; they are
+cut off and asked for again.
 
 In a gang, rank 0 writes `<epoch>.log` and rank r `<epoch>.<r>.log`.
 
-Who reads (`Follower`) keeps a position, the epoch and the offset, and opens the file by its name each time: so it goes on where it was
-whatever has happened to the file meanwhile, and with the next epoch when there is one.
+A reader (`Follower`) keeps a position, the epoch and the offset, and opens the file by its name each time: so it goes on where it was,
+even if the file was replaced meanwhile, and continues with the next epoch when there is one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from sqlalchemy.orm import Session
 
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"(0|[1-9][0-9]*)\.log")
 REMEMBERED = 10_000
-"""Logs that a mirror has made sure of."""
+"""Most logs that a mirror remembers to have cut."""
 LOOK_AGAIN = 0.25
 """Seconds until a follower that has read everything looks again."""
 LONGEST_TAIL = 16 << 20
-"""Bytes at the end of a log in which its last lines are looked for: of one that ends none, no more is shown."""
+"""Bytes at the end of a log that are searched for its last lines; if they hold too few lines, no more is shown."""
 TAIL_PIECE = 256 << 10
-"""Bytes that are read for that at once."""
+"""Bytes that are read at a time for that search."""
 _LINE_END = re.compile(rb"\r\n?|\n")
-"""A line ends as a terminal has it: a progress bar begins its line again and again."""
+"""Lines end as on a terminal: a progress bar begins its line again and again."""
 
 
 def log_path(logs: Path, job: str, epoch: int, rank: int = 0) -> Path:
-    """Where that log lies, or would."""
+    """The path of a log, whether it exists or not."""
     return logs / folder_name(job) / (f"{epoch}.log" if rank == 0 else f"{epoch}.{rank}.log")
 
 
@@ -59,7 +59,7 @@ def newest_link(logs: Path, job: str) -> Path:
 
 
 def epochs(logs: Path, job: str) -> list[int]:
-    """Those that have a log here, oldest first."""
+    """Epochs of the job that have a log here, oldest first."""
     with contextlib.suppress(FileNotFoundError):
         names = os.listdir(log_path(logs, job, 0).parent)
         return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
@@ -72,16 +72,19 @@ def epochs(logs: Path, job: str) -> list[int]:
 
 
 def append(path: Path, offset: int, data: bytes) -> int:
-    """Add bytes that belong at `offset`; how long the file is now, on the disk. Where it does not end at `offset`, nothing is written.
+    """Add bytes that belong at `offset`, and return the file's size, flushed. If the file does not end at `offset`, nothing is written.
 
-    Raises OSError, and then the file is as long as before.
+    Raises OSError; the file is then as long as before.
     """
     with _locked(path) as file:
         size = os.fstat(file).st_size
         if size != offset:
             return size
         try:
-            _write_all(file, data, offset)
+            rest, at = memoryview(data), offset
+            while rest:
+                written = os.pwrite(file, rest, at)
+                rest, at = rest[written:], at + written
             os.fsync(file)
         except OSError:
             os.ftruncate(file, offset)  # a full disk may have taken a part of it
@@ -90,7 +93,7 @@ def append(path: Path, offset: int, data: bytes) -> int:
 
 
 def cut(path: Path, reported: int) -> int:
-    """Remove what may be torn: all beyond the offset that was reported on the disk. How long the file is now."""
+    """Remove what may be torn: everything beyond the offset that was reported. Returns the file's size."""
     if not path.exists():
         return 0
     with _locked(path) as file:
@@ -102,62 +105,35 @@ def cut(path: Path, reported: int) -> int:
 
 
 def make(logs: Path, job: str, epoch: int, rank: int = 0) -> Path:
-    """An empty log where there is none; for rank 0 it is the newest of its job then, unless a later epoch has one."""
+    """Create an empty log if there is none. Rank 0's becomes the newest of its job, unless a later epoch has one."""
     path = log_path(logs, job, epoch, rank)
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(0o600)
         sync_folder(path.parent)
         sync_folder(logs)
-    if rank == 0:
-        _link_newest(logs, job, epoch)
-    return path
-
-
-def _link_newest(logs: Path, job: str, epoch: int) -> None:
+    if rank != 0:
+        return path
     link = newest_link(logs, job)
-    with _folder_locked(logs / job):
-        if _linked_epoch(link) >= epoch:
-            return
+    with _locked(logs / job, os.O_RDONLY | os.O_DIRECTORY):
+        with contextlib.suppress(OSError):  # there is no link yet
+            newest = _NAME.fullmatch(Path(os.readlink(link)).name)
+            if newest and int(newest[1]) >= epoch:
+                return path
         temporary = logs / job / ".newest"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(f"{job}/{epoch}.log")
         temporary.replace(link)
         sync_folder(logs)
-
-
-def _linked_epoch(link: Path) -> int:
-    """-1: there is none."""
-    try:
-        found = _NAME.fullmatch(Path(os.readlink(link)).name)
-    except OSError:
-        return -1
-    return int(found[1]) if found else -1
-
-
-def _write_all(file: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
+    return path
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Generator[int]:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def _locked(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW) -> Generator[int]:
+    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
-    finally:
-        os.close(file)
-
-
-@contextlib.contextmanager
-def _folder_locked(folder: Path) -> Generator[None]:
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
     finally:
         os.close(file)
 
@@ -169,11 +145,21 @@ class LogMirror:
         self._logs = logs
         self._gateway = gateway
         self._cut: set[tuple[int, int]] = set()
-        """Logs (epoch, rank) whose end has been made sure of since this process began, as far as they are remembered."""
+        """Logs (epoch, rank) whose torn end was cut off since this process began, as far as they are remembered."""
 
     async def catch_up(self, part: Part, size: int) -> None:
         """Fetch what is missing of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError, OSError, Stale."""
-        path, here = await self._begin(part)
+
+        def open_log() -> tuple[Path, int]:
+            path = make(self._logs, part.job_id, part.epoch, part.rank)
+            if (part.epoch, part.rank) not in self._cut:
+                return path, cut(path, part.log_offset)
+            return path, path.stat().st_size
+
+        path, here = await self._gateway.write("log.open", open_log)
+        if len(self._cut) >= REMEMBERED:
+            self._cut.clear()  # to cut once more costs a look, and at most bytes that are fetched again
+        self._cut.add((part.epoch, part.rank))
         while here < size:
             piece = await part.runner.log(part.job_id, part.epoch, here, limit=PIECE)
             if not piece.data:
@@ -182,21 +168,6 @@ class LogMirror:
             here = await self._gateway.write("log.append", lambda: append(path, offset, data))  # noqa: B023  # awaited at once
         if here != part.log_offset:
             await self._gateway.commit("log.offset", lambda session: _report(session, part, here))
-
-    async def _begin(self, part: Part) -> tuple[Path, int]:
-        """The file, and how long it is."""
-
-        def prepare() -> tuple[Path, int]:
-            path = make(self._logs, part.job_id, part.epoch, part.rank)
-            if (part.epoch, part.rank) not in self._cut:
-                return path, cut(path, part.log_offset)
-            return path, path.stat().st_size
-
-        path, here = await self._gateway.write("log.open", prepare)
-        if len(self._cut) >= REMEMBERED:
-            self._cut.clear()  # to make sure once more costs a look, and at most bytes that are fetched again
-        self._cut.add((part.epoch, part.rank))
-        return path, here
 
 
 def _report(session: Session, part: Part, offset: int) -> None:
@@ -211,7 +182,7 @@ def _report(session: Session, part: Part, offset: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far somebody has read."""
+    """How far a reader has come."""
 
     epoch: int
     offset: int
@@ -235,30 +206,28 @@ class Follower:
         self.position = position
 
     def read(self, limit: int = PIECE) -> LogPiece | None:
-        """What comes next; None: nothing yet. A later epoch comes when all of the one before has been read."""
+        """The next bytes; None: nothing yet. A later epoch comes once all of the one before has been read."""
         if self.position is None:
             known = epochs(self._logs, self._job)
             if not known:
                 return None
             self.position = Position(known[-1], 0)
         while True:
-            # Which epochs there are is asked before reading: what the one before got until then is read before the next one.
-            following = [e for e in epochs(self._logs, self._job) if e > self.position.epoch]
-            data = self._bytes(self.position, limit)
+            epoch, offset = self.position.epoch, self.position.offset
+            # The epochs are listed before reading, so that all of this one is read before the next begins.
+            following = [e for e in epochs(self._logs, self._job) if e > epoch]
+            data = b""
+            with (
+                contextlib.suppress(FileNotFoundError),
+                log_path(self._logs, self._job, epoch, self._rank).open("rb") as file,
+            ):
+                data = os.pread(file.fileno(), limit, offset)
             if data:
-                self.position = Position(self.position.epoch, self.position.offset + len(data))
+                self.position = Position(epoch, offset + len(data))
                 return LogPiece(data, self.position)
             if not following:
                 return None
             self.position = Position(following[0], 0)
-
-    def _bytes(self, position: Position, limit: int) -> bytes:
-        path = log_path(self._logs, self._job, position.epoch, self._rank)
-        try:
-            with path.open("rb") as file:
-                return os.pread(file.fileno(), limit, position.offset)
-        except FileNotFoundError:
-            return b""
 
 
 def follower_at(
@@ -270,7 +239,7 @@ def follower_at(
     rank: int = 0,
     tail: int | None = None,
 ) -> Follower:
-    """A reader from there on; without `epoch` of the newest log. `tail`: so many lines before its present end, whatever `offset` says."""
+    """A reader from this offset on; without `epoch`, of the newest log. `tail`: begin this many lines before its present end instead."""
     if tail is not None and epoch is None:
         epoch = next(reversed(epochs(logs, job)), None)
     if epoch is None:
@@ -281,30 +250,25 @@ def follower_at(
 
 
 def _offset_of_tail(path: Path, lines: int) -> int:
-    """Where the last lines of a file begin; it is read from its end, and no further than LONGEST_TAIL."""
+    """Offset at which the last lines of a file begin; it is read backwards from its end, and no further than LONGEST_TAIL."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return 0
+    pieces: list[bytes] = []
     with file:
         size = file.seek(0, os.SEEK_END)
-        end = _end_of_file(file, size, lines)
+        ends, start, first = 0, size, max(0, size - LONGEST_TAIL)
+        # The two bytes of one line end may be split between two pieces, and are then counted twice.
+        while start > first and ends <= lines + len(pieces):
+            before, start = start, max(first, start - TAIL_PIECE)
+            file.seek(start)
+            piece = file.read(before - start)
+            ends += piece.count(b"\n") + piece.count(b"\r") - piece.count(b"\r\n")
+            pieces.append(piece)
+    end = b"".join(reversed(pieces))
     inside = (found.end() for found in _LINE_END.finditer(end) if found.end() < len(end))
     begins = deque(inside, maxlen=lines)
     if len(begins) < lines:
         return size - len(end)
     return size - len(end) + begins[0] if lines else size
-
-
-def _end_of_file(file: BinaryIO, size: int, lines: int) -> bytes:
-    """So much of it that as many lines begin in it, or all that is looked at."""
-    pieces: list[bytes] = []
-    ends, start, first = 0, size, max(0, size - LONGEST_TAIL)
-    # One of two bytes that end a line together may stand in each of two pieces, and is counted there as well.
-    while start > first and ends <= lines + len(pieces):
-        before, start = start, max(first, start - TAIL_PIECE)
-        file.seek(start)
-        piece = file.read(before - start)
-        ends += piece.count(b"\n") + piece.count(b"\r") - piece.count(b"\r\n")
-        pieces.append(piece)
-    return b"".join(reversed(pieces))

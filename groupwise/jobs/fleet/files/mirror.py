@@ -1,21 +1,22 @@
 """Checkpoints travel: while a job runs, its newest complete checkpoint is brought to the control machine's blob store.
 
-A job that is tried again, on whatever machine, begins with it. A checkpoint is a folder whose `manifest.json` was written last and names
-step, files, sizes and hashes. Only blobs that are not in the store come; each is hashed here. One that is torn, or was removed by its job
-as it was read, is skipped: the one before is still there, and a later one will come. The row in the table is written when all of its
-blobs are on the disk, so that a checkpoint which stands there is whole. Where none comes, the operator is told (`records.not_mirrored`):
-nobody else would notice before the machine is lost, and its job begins anew.
+A retried job begins with it, on any machine. A checkpoint is a folder whose `manifest.json` was written last and names step, files, sizes
+and hashes. Only blobs that are not in the store are fetched; each is hashed here. A checkpoint that is torn, or that its job removed while
+it was read, is skipped: the one before is still there, and a later one will come. The row in the table is written when all of the blobs are
+on the disk, so a checkpoint with a row is complete. If none can be mirrored, the operator gets an alarm (`records.not_mirrored`): otherwise
+it would go unnoticed until the machine is lost and its job starts over.
 
-Jobs of a sweep save the same tokenizer at the same moment. A blob comes once for all of a project: whoever finds that another is fetching
-it waits for as long as more of it comes. One that stands still, because whoever holds it was stopped, comes beside it under another name.
+Jobs of a sweep save the same tokenizer at the same moment. A blob is fetched once for all jobs of a project: if another task is fetching
+it, this one waits for as long as more of it comes. If it stands still, because its fetcher was stopped, it is fetched again under another
+name.
 
-What the manifest says, the job has written. So a blob that is in the store, and that its project may not name (`store/rights.py`), comes
-too, or it would get the file of another project by its hash; what has come, the project may name from then on.
+The manifest is written by the job, so it may claim any hash. A blob that is in the store, but that the project may not name
+(`store/rights.py`), is fetched too; otherwise a project could get the file of another by its hash. Once fetched, the project may name it.
 
-Its blobs are marked in the store: they are many, nobody but rows of checkpoints and attempts is to name them, and those that none names
-any more go within minutes. So while one is brought here, the store is told that its blobs are needed.
+These blobs are marked in the store: they are many, only rows of checkpoints and attempts name them, and unnamed ones go within minutes. So
+while a checkpoint is fetched, its blobs are registered with the store as needed.
 
-Of a gang, what rank 0 wrote is the checkpoint.
+A gang's checkpoint is the one that rank 0 wrote.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.attempts.controller import Part
@@ -39,22 +40,22 @@ from groupwise.jobs.fleet.store.checkpoints import NEWEST_FIRST
 from groupwise.jobs.fleet.store.database import seconds
 from groupwise.jobs.fleet.store.tables import Checkpoint, Job
 from groupwise.jobs.hosts.answers import CheckpointTree
-from groupwise.jobs.hosts.files import SLOWEST_DISK, BlobBusy, BlobError, BlobStore, Incoming
+from groupwise.jobs.hosts.files import SLOWEST_DISK, BlobBusy, BlobError, BlobStore
 from groupwise.jobs.hosts.port import RunnerRefused
 from groupwise.jobs.hosts.spec import FileEntry
 
 log = logging.getLogger(__name__)
 
 KEPT = 2
-"""Checkpoints of a job that are kept unless told otherwise: one may turn out to be damaged on the disk."""
+"""Default number of checkpoints kept for each job: one may turn out to be damaged on the disk."""
 LOOK_AGAIN = 1.0
-"""Seconds between two looks at a blob that somebody else receives."""
+"""Seconds between two looks at a blob that another task receives."""
 STANDS_STILL = 60.0
-"""Seconds without more of it, after which it is not waited for any longer: a call to a machine that answers takes less."""
+"""Seconds without progress after which a blob is not waited for any longer: a call to a machine that answers takes less."""
 
 
 class _Torn(Exception):
-    """A checkpoint is not what its manifest says, or not there any more."""
+    """A checkpoint does not match its manifest, or is gone."""
 
 
 class CheckpointMirror:
@@ -69,20 +70,23 @@ class CheckpointMirror:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keep`: how many of a job stay, at least one; the rows of older ones go, and with them what holds their blobs."""
+        """`keep`: checkpoints to keep for each job, at least one; the rows of older ones are deleted, and their blobs then go."""
         self._store = store
         self._gateway = gateway
         self._keep = keep
         self._sleep, self._clock = sleep, clock
 
     async def mirror(self, part: Part) -> None:
-        """Fetch the newest complete one, unless it is here. Safe to repeat, and to cancel. Raises HostError, OSError, Stale."""
+        """Fetch the newest complete checkpoint, unless it is here. Safe to repeat and to cancel. Raises HostError, OSError, Stale."""
         if part.rank != 0:
             return
         tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
         if not tree.checkpoints:
             return
-        here = await self._gateway.look(lambda session: _newest_step(session, part))
+        own = select(func.max(Checkpoint.step)).where(
+            Checkpoint.job_id == part.job_id, Checkpoint.epoch == part.epoch
+        )
+        here = await self._gateway.look(lambda session: session.scalar(own))
         missed: tuple[CheckpointTree, _Torn] | None = None
         for checkpoint in sorted(tree.checkpoints, key=lambda c: c.step, reverse=True):
             if here is not None and checkpoint.step <= here:
@@ -99,10 +103,10 @@ class CheckpointMirror:
                 )
             return
         if missed:
-            await self._tell(part, *missed)
+            await self._report_missed(part, *missed)
 
-    async def _tell(self, part: Part, newest: CheckpointTree, torn: _Torn) -> None:
-        """That it did not come. One that still stands there as it did never will; else its job was faster than the line."""
+    async def _report_missed(self, part: Part, newest: CheckpointTree, torn: _Torn) -> None:
+        """Record that it could not be fetched. If it is still there unchanged, it never can be; else the job replaced it too quickly."""
         tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
         gone = newest not in tree.checkpoints
         because = (
@@ -118,10 +122,11 @@ class CheckpointMirror:
         )
 
     async def _fetch(self, part: Part, checkpoint: CheckpointTree) -> None:
-        """All its blobs are in the store. Raises _Torn; for one that is too large before any other has come."""
+        """Fetch all its blobs into the store, the largest first, so that one that is too large fails early. Raises _Torn."""
         largest_first = sorted(checkpoint.files.items(), key=lambda file: -file[1].size)
         entries = {entry.sha256: (path, entry) for path, entry in largest_first}
-        project = await self._gateway.look(lambda session: _project_of(session, part))
+        own = select(Job.project).where(Job.job_id == part.job_id)
+        project = await self._gateway.look(lambda session: session.scalars(own).one())
         wanted = await self._wanted(entries, project)
         size = sum(entries[sha256][1].size for sha256 in wanted)
         if (problem := await asyncio.to_thread(no_room, self._store.root, size)) is not None:
@@ -129,14 +134,14 @@ class CheckpointMirror:
         for sha256 in wanted:
             path, entry = entries[sha256]
             try:
-                await self._bring(part, path, entry, project)
+                await self._ensure_blob(part, path, entry, project)
             except RunnerRefused as error:
                 raise _Torn(str(error)) from error
             except BlobError as error:
                 raise _Torn(f"{path}: {error}") from error
 
     async def _wanted(self, hashes: Iterable[str], project: str) -> list[str]:
-        """Those that are not in the store, or that the project may not name."""
+        """The blobs to fetch: those that are not in the store, or that the project may not name."""
         every = list(hashes)
         lacking = await self._gateway.look(
             lambda session: rights.lacking(session, [project], every)
@@ -147,14 +152,14 @@ class CheckpointMirror:
         )
         return [sha256 for sha256 in every if sha256 in lacking or sha256 in missing]
 
-    async def _bring(self, part: Part, path: str, entry: FileEntry, project: str) -> None:
-        """Have one blob in the store, whoever fetches it. Raises RunnerRefused, BlobError."""
+    async def _ensure_blob(self, part: Part, path: str, entry: FileEntry, project: str) -> None:
+        """Return once a blob is in the store, fetched by this task or another. Raises RunnerRefused, BlobError."""
         sender = rights.sender([project])
         patience = STANDS_STILL + entry.size / SLOWEST_DISK
         here, since = -1, self._clock()
         while True:
             try:
-                await self._blob(part, path, entry, project, sender)
+                await self._fetch_blob(part, path, entry, project, sender)
                 return
             except BlobBusy:
                 await self._sleep(LOOK_AGAIN)
@@ -166,43 +171,26 @@ class CheckpointMirror:
             elif self._clock() - since >= patience:
                 sender = uuid.uuid4().hex
 
-    async def _blob(
+    async def _fetch_blob(
         self, part: Part, path: str, entry: FileEntry, project: str, sender: str
     ) -> None:
         with self._store.incoming(entry.sha256, entry.size, sender, marked=True) as incoming:
             try:
-                await self._rest(part, path, incoming)
+                while (offset := incoming.received) < incoming.size:
+                    data = await part.runner.read(part.job_id, part.epoch, path, offset=offset)
+                    if not data:
+                        raise BlobError(f"only {offset} of {incoming.size} bytes are there")
+                    await self._gateway.write("checkpoint.piece", partial(incoming.add, data))
             except (RunnerRefused, BlobError):
-                incoming.restart()  # that file is gone, and what has come of it is of no use
+                incoming.restart()  # that file is gone, and the bytes received of it are of no use
                 raise
             await self._gateway.write("checkpoint.blob", incoming.finish)
         sent = [(entry.sha256, project)]
         await self._gateway.commit("checkpoint.right", partial(rights.record, rights=sent))
 
-    async def _rest(self, part: Part, path: str, incoming: Incoming) -> None:
-        while incoming.received < incoming.size:
-            data = await part.runner.read(part.job_id, part.epoch, path, offset=incoming.received)
-            if not data:
-                raise BlobError(f"only {incoming.received} of {incoming.size} bytes are there")
-            await self._gateway.write("checkpoint.piece", partial(incoming.add, data))
-
-
-def _project_of(session: Session, part: Part) -> str:
-    return session.scalars(select(Job.project).where(Job.job_id == part.job_id)).one()
-
-
-def _newest_step(session: Session, part: Part) -> int | None:
-    """Of this attempt's mirrored ones."""
-    return session.scalar(
-        select(Checkpoint.step)
-        .where(Checkpoint.job_id == part.job_id, Checkpoint.epoch == part.epoch)
-        .order_by(Checkpoint.step.desc())
-        .limit(1)
-    )
-
 
 def _record(session: Session, part: Part, checkpoint: CheckpointTree, keep: int) -> None:
-    """It can be gone on with from here on; older ones (`store/checkpoints.py`) need not be kept, and damaged ones first of all."""
+    """Write the row, from which the job can now resume, and delete rows beyond `keep`: damaged ones first, then the oldest."""
     guarded(session, part.epoch, part.owner)
     mirrored(session, part.epoch, part.rank)
     session.merge(

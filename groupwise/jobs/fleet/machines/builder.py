@@ -2,15 +2,15 @@
 the lock and the wheels; it needs Python 3.8 and nothing else.
 
 An environment is `<folder>/<name>`, named after what was asked to be in it. It is built where it will stay, since environments cannot be
-moved, and `environment.json` is written in it last: without that it is half of one, which the next build removes and begins anew. One
-lock for each name is held by whoever builds, and by every pip that it has started; who comes second waits, and finds it made. What is
-whole and works is left as it is, so that asking again costs a second.
+moved, and `environment.json` is written in it last: without that file it is incomplete, and the next build removes it and starts over. Each
+name has one lock, held by the builder and by every pip that it has started; a second builder waits, and finds the environment made. An
+environment that is complete and works is left as it is, so that asking again costs a second.
 
-What a process still uses is never removed, neither to be built anew nor to make room; nor is, to make room, what was made or found a
-moment ago: whoever asked for it has yet to write down that a machine's jobs run with it.
+An environment that a process still uses is never removed, neither to be rebuilt nor to make room. Pruning also spares what was made or
+found a moment ago: the caller has yet to record in the database that a machine's jobs run with it.
 
-`result.json` in the working folder says how it went: {"python", "version", "groupwise", "made", "at"} or {"problem"}. Values of secrets are
-in the environment of pip alone; they and passwords in addresses are taken out of whatever it says.
+`result.json` in the working folder says how it went: {"python", "version", "groupwise", "made", "at"} or {"problem"}. Secret values are
+only in the environment of pip; they, and passwords in addresses, are removed from its output.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from collections import deque
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from typing import Any, NoReturn
+    from collections.abc import Sequence
+    from typing import Any
 
 MARKER = "environment.json"
 NAME = re.compile(r"[0-9a-f]{20}")
@@ -38,11 +38,11 @@ TEMPORARY = ".tmp"
 KEPT_LINES = 60
 """Lines of pip's output that are kept, to find the cause of a failure."""
 SPARED = 3600.0
-"""Seconds in which what was made or found is not removed; whoever asked has written it down long before, or asks again."""
+"""Seconds for which an environment that was just made or found is not pruned; the caller records it long before, or asks again."""
 LITTLE_MB = 4
-"""Free on a disk that is full for all that is done here."""
+"""A disk with less free space than this many MiB counts as full."""
 TRIED = 300.0
-"""Seconds for an import; a slow disk takes its time."""
+"""Timeout in seconds of the trial import; a slow disk takes its time."""
 PASSWORD = re.compile(r"(://)[^/@\s]+@")
 PROBE = "import sys; print('.'.join(map(str, sys.version_info[:3])), sys.prefix != sys.base_prefix)"
 WORKS = (
@@ -87,31 +87,31 @@ COMPLAINTS = (
 
 
 class Problem(Exception):
-    """It cannot be made; the message is for people."""
+    """The environment cannot be made; the message is for people."""
 
 
 class Order:
-    """What is asked for: the fields of `order.json`."""
+    """The fields of `order.json`."""
 
     def __init__(self, said: dict[str, Any]) -> None:
         self.prune: bool = said.get("prune", False)
         self.folder: str = said["folder"]
-        """All environments of the machine."""
+        """The folder of all environments of the machine."""
         self.keep: list[str] = said.get("keep", [])
-        """Names of those that are not to be removed."""
+        """Names of environments that must not be removed."""
         self.asked_at: float = said.get("asked_at", time.time())
-        """By the clock of the machine, from before it was asked which those are."""
+        """Time by the machine's clock, taken before the names to keep were read."""
         self.name: str = said.get("name", "")
         self.pythons: list[str] = said.get("pythons", [])
         """Programs and paths, in the order in which they are tried."""
         self.least: list[int] = said.get("least", [])
-        """The oldest Python that does."""
+        """The oldest version of Python that will do."""
         self.groupwise: str = said.get("groupwise", "")
-        """Its wheel; like `wheels` a file in the folder `wheels`."""
+        """File name of the wheel of groupwise; like `wheels` it lies in the folder `wheels`."""
         self.wheel_sha256: str = said.get("wheel_sha256", "")
         self.wheels: list[str] = said.get("wheels", [])
         self.pins: int = said.get("pins", 0)
-        """Lines of the lock, `lock.txt`."""
+        """Number of lines in the lock, `lock.txt`."""
         self.hashed: bool = said.get("hashed", False)
         self.offline: bool = said.get("offline", False)
         """Install from the folder `wheelhouse` alone."""
@@ -147,7 +147,7 @@ def finish(result: dict[str, Any]) -> None:
 
 
 def fail(problem: str) -> int:
-    """The same, where it did not go well. A disk without room for it has room for the exit code."""
+    """Write the problem for the caller, and return exit code 1, which arrives even if the disk has no room for the file."""
     say(problem)
     with contextlib.suppress(OSError):
         finish({"problem": problem})
@@ -155,7 +155,7 @@ def fail(problem: str) -> int:
 
 
 def say(text: str) -> None:
-    """A line of the log, which is followed while it is written."""
+    """Write a line of the log, which is followed while it is written."""
     sys.stdout.buffer.write((text + "\n").encode("utf-8", "replace"))  # whatever its locale is
     sys.stdout.buffer.flush()
 
@@ -164,12 +164,12 @@ def say(text: str) -> None:
 
 
 def build(order: Order) -> dict[str, Any]:
-    """The environment, made or found."""
+    """Make the environment, or find it made."""
     folder, name = order.folder, order.name
     place = os.path.join(folder, name)
     os.makedirs(folder, mode=0o755, exist_ok=True)
     lock = take_lock(folder, name, wait=True)
-    assert lock is not None, "who waits for a lock gets it"
+    assert lock is not None, "a waiting call returns the lock"
     try:
         found = whole(place)
         if found:
@@ -189,7 +189,7 @@ def build(order: Order) -> dict[str, Any]:
 
 
 def take_lock(folder: str, name: str, wait: bool) -> int | None:
-    """Held until it, and every process that was given it, has ended. None if another has it and nobody waits."""
+    """Lock a name, until this process and every child that inherits the descriptor have ended. None if it is taken and `wait` is False."""
     fd = os.open(os.path.join(folder, name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,7 +205,7 @@ def take_lock(folder: str, name: str, wait: bool) -> int | None:
 
 
 def whole(place: str) -> dict[str, Any] | None:
-    """The marker's content, if there is one and groupwise can be imported there as it says."""
+    """The marker's content, if there is one and the groupwise it names can be imported there."""
     try:
         with open(os.path.join(place, MARKER), encoding="utf-8") as file:
             said = dict(json.load(file))
@@ -219,7 +219,7 @@ def whole(place: str) -> dict[str, Any] | None:
 
 
 def clear(place: str) -> None:
-    """Remove what stands there, marker first, so that no moment shows half of it as whole."""
+    """Remove what stands there, marker first, so that a half-removed environment never looks complete."""
     if not os.path.lexists(place):
         return
     users = users_of(place)
@@ -234,18 +234,18 @@ def clear(place: str) -> None:
 
 
 def temporary_of(place: str) -> str:
-    """Folder for what pip unpacks: /tmp is often too small for it."""
+    """The folder in which pip unpacks: /tmp is often too small for it."""
     return place + TEMPORARY
 
 
 def make(order: Order, place: str, lock: int) -> dict[str, Any]:
-    """Build the environment from nothing, up to the marker."""
+    """Build the environment from nothing; the marker is written after everything else is on disk."""
     began = time.monotonic()
     program, version = interpreter(order)
     say(f"1/4 an environment with Python {version} ({program}) in {place}")
     pip = Pip(order, place, lock)
     pip.run([program, "-m", "venv", "--without-pip", place], "no environment can be made")
-    # By itself, because venv would keep to itself what it says.
+    # A separate step, because venv hides the output of ensurepip.
     pip.run([pip.python, "-m", "ensurepip", "--upgrade", "--default-pip"], "it gets no pip")
     say("2/4 groupwise, as it is installed where this was asked for")
     pip.install("--no-index", "--no-deps", os.path.join("wheels", order.groupwise))
@@ -267,25 +267,20 @@ def make(order: Order, place: str, lock: int) -> dict[str, Any]:
         "wheel": order.wheel_sha256,
         "made_at": time.time(),
     }
-    write_marker(place, made)
+    os.sync()
+    marker = os.path.join(place, MARKER)
+    with open(marker + ".new", "w", encoding="utf-8") as file:
+        json.dump(made, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(marker + ".new", marker)
+    os.sync()
     say(f"made in {time.monotonic() - began:.0f} s")
     return {**made, "made": True}
 
 
-def write_marker(place: str, made: dict[str, Any]) -> None:
-    """After everything else is on disk."""
-    os.sync()
-    path = os.path.join(place, MARKER)
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        json.dump(made, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(path + ".new", path)
-    os.sync()
-
-
 def try_it(place: str) -> tuple[str | None, str]:
-    """The release of groupwise that is imported there; or why none is."""
+    """Import groupwise there: its release and "", or None and the reason."""
     command = [os.path.join(place, "bin", "python"), "-I", "-c", WORKS]
     try:
         done = subprocess.run(
@@ -304,7 +299,7 @@ def try_it(place: str) -> tuple[str | None, str]:
 
 
 def interpreter(order: Order) -> tuple[str, str]:
-    """The first of those asked for that is new enough, and its version."""
+    """The first of the interpreters to try that is new enough, and its version."""
     least = ".".join(map(str, order.least))
     seen: list[str] = []
     for name in order.pythons:
@@ -325,7 +320,7 @@ def interpreter(order: Order) -> tuple[str, str]:
 
 
 def version_of(program: str) -> str | None:
-    """None if it is no Python that runs."""
+    """The version of an interpreter; None if it is no Python that runs."""
     try:
         said = subprocess.run(
             [program, "-I", "-c", PROBE],
@@ -344,7 +339,7 @@ def version_of(program: str) -> str | None:
 
 
 class Pip:
-    """Runs pip of the environment, and passes on what it says."""
+    """Runs the environment's pip, and passes its output on to the log."""
 
     def __init__(self, order: Order, place: str, lock: int) -> None:
         self.order, self.place, self.lock = order, place, lock
@@ -374,7 +369,7 @@ class Pip:
         )
 
     def check(self) -> None:
-        """Whether releases fit together. What groupwise lacks is a mistake of the lock; the rest may run as it runs elsewhere."""
+        """Check that the releases fit together. Only what groupwise itself lacks is an error: then the lock is wrong."""
         code, said = self.talk([self.python, "-m", "pip", "check"])
         lacking = [line for line in said if line.startswith("groupwise ")]
         if lacking:
@@ -386,7 +381,7 @@ class Pip:
             say("  not all of it fits together, pip says. It is used all the same.")
 
     def run(self, command: Sequence[str], failure: str) -> None:
-        """Raises Problem with what to do."""
+        """Run a command of the build. Raises Problem with what to do if it fails."""
         code, said = self.talk(command)
         if code:
             what = advice("\n".join(said), self.order) or (
@@ -395,7 +390,7 @@ class Pip:
             raise Problem(f"{failure}: {what}")
 
     def talk(self, command: Sequence[str]) -> tuple[int, list[str]]:
-        """Its exit code, and the last lines of what it said. It has the lock too: while it lives nobody else builds here."""
+        """The command's exit code, and the last lines of its output. It inherits the lock, so no other build begins while it lives."""
         kept: deque[str] = deque(maxlen=KEPT_LINES)
         process = subprocess.Popen(
             command,
@@ -408,13 +403,13 @@ class Pip:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
-                said = self.told(line.decode("utf-8", "replace").rstrip())
+                said = self.redacted(line.decode("utf-8", "replace").rstrip())
                 if said:
                     say("  " + said)
                     kept.append(said)
         return process.wait(), list(kept)
 
-    def told(self, line: str) -> str:
+    def redacted(self, line: str) -> str:
         """The line with passwords and secret values hidden."""
         for value in self.hidden:
             line = line.replace(value, "****")
@@ -422,13 +417,14 @@ class Pip:
 
 
 def advice(text: str, order: Order) -> str | None:
-    """What to do about it; None where that is not known."""
+    """What to do about a failure with this output; None if that is not known."""
     if "ensurepip is not available" in text or "No module named ensurepip" in text:
         return (
             "this Python cannot make environments: its module ensurepip is missing. On Debian and Ubuntu, "
             "`apt install python3-venv` there (python3.12-venv for python3.12, and so on); or name another one by --python."
         )
-    free = free_mb(order.folder)
+    disk = os.statvfs(order.folder)
+    free = disk.f_bavail * disk.f_frsize >> 20  # MiB
     said = "No space left on device" if free < LITTLE_MB else text  # not every program says so
     for pattern, what in COMPLAINTS:
         if re.search(pattern, said):
@@ -436,18 +432,12 @@ def advice(text: str, order: Order) -> str | None:
     return None
 
 
-def free_mb(folder: str) -> int:
-    """Free megabytes (MiB) of the disk that holds the folder."""
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize >> 20
-
-
 # --- removing -----------------------------------------------------------------------------------
 
 
 def prune(order: Order) -> None:
-    """Remove environments that are not to be kept, that nobody builds or has just been given, and that no process uses; what a build that
-    was killed had unpacked goes with its environment."""
+    """Remove the environments that are not to be kept, are not being built, were not handed out just now, and are used by no process; the
+    temporary folder that a killed build has left goes with its environment."""
     folder = order.folder
     removed: list[str] = []
     used: list[str] = []
@@ -479,7 +469,7 @@ def prune(order: Order) -> None:
 
 
 def is_recent(place: str, asked_at: float) -> bool:
-    """Whether it is whole, and may have been given to somebody who had not written it down when it was asked what is to be kept."""
+    """True if it is complete, and so new that its user may not have recorded it yet when the names to keep were read."""
     try:
         return os.stat(os.path.join(place, MARKER)).st_mtime + SPARED > asked_at
     except FileNotFoundError:
@@ -489,40 +479,25 @@ def is_recent(place: str, asked_at: float) -> bool:
 def users_of(place: str) -> list[str]:
     """Processes that were begun with it or have something of it open, as far as this user may look."""
     mark = os.fsencode(place + "/")
-    users = [pid for pid in others() if any(mark in content for content in contents(pid))]
-    return [f"{name_of(pid)} (pid {pid})" for pid in users]
-
-
-def others() -> Iterator[int]:
-    """All processes but this one."""
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            yield int(name)
-
-
-def contents(pid: int) -> Iterator[bytes]:
-    """Its command, its environment (a job's PATH begins with the environment's folder), and the files that it has mapped."""
-    for what in ("cmdline", "environ", "maps"):
-        try:
-            with open(f"/proc/{pid}/{what}", "rb") as file:
-                yield file.read()
-        except OSError:
+    users: list[str] = []
+    for pid in os.listdir("/proc"):
+        if not pid.isdigit() or int(pid) == os.getpid():
             continue
+        # Its command, its environment (a job's PATH begins with the environment's folder), and the files that it has mapped.
+        if any(mark in of_process(pid, what) for what in ("cmdline", "environ", "maps")):
+            program = of_process(pid, "comm").decode("utf-8", "replace").strip()
+            users.append(f"{program or 'a process'} (pid {pid})")
+    return users
 
 
-def name_of(pid: int) -> str:
-    """Name of the process's program."""
+def of_process(pid: str, what: str) -> bytes:
+    """A file of /proc; empty if this user may not read it, or the process has ended."""
     try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
+        with open(f"/proc/{pid}/{what}", "rb") as file:
+            return file.read()
     except OSError:
-        return "a process"
-
-
-def run() -> NoReturn:
-    """As a program."""
-    sys.exit(main())
+        return b""
 
 
 if __name__ == "__main__":
-    run()
+    sys.exit(main())

@@ -1,18 +1,18 @@
 """Clearing away what jobs have left on machines: working folders of attempts, and files that no job there needs.
 
-A dispatcher does it, a machine after the other, beside everything else and far more slowly. Nothing is remembered: the machine says which
-folders it has, the database which of these attempts are over, and so several dispatchers, or one that dies half-way, do no harm.
+A dispatcher clears one machine after the other, beside its other work and far more slowly. It keeps no state: the machine says which
+folders it has, the database which of these attempts are over, so several dispatchers, or one that dies half-way, do no harm.
 
-    folder of an attempt      goes a while after it has ended, its machine was seen to hold nothing of it, and nobody fetches anything more.
-                              People look into the folders of failures, so those stay longer. While a job goes on, its last folder on a
-                              machine stays. Where there are very many, the oldest go before their time
-    of a job that was pruned  goes at once: the events know that the attempt was ours, and over
-    files by hash             go when nobody has sent or asked for them for a day, and no live attempt there needs them
+    folder of an attempt      goes some time after the attempt has ended, once its machine was seen to hold nothing of it and no more is
+                              fetched from it. People look into the folders of failures, so those stay longer. While a job goes on, its last
+                              folder on a machine stays. If there are very many folders, the oldest go before their time
+    of a job that was pruned  goes at once: the events prove that the attempt was ours, and over
+    files by hash             go once they were neither sent nor asked for in a day, and no live attempt there needs them
     of a doctor that died     goes after an hour
-    anything else             is somebody else's, or was ours before the database was set back: it is never touched
+    anything else             is not ours, or was ours before the database was restored from a backup: it is never touched
 
-`forget` leaves a mark on the machine, so that a launch which is still under way to it finds itself refused. What an attempt needs that is
-claimed meanwhile may be swept: its launch is refused for the want of it, before anything is claimed there, and it is sent again.
+`forget` leaves a mark on the machine, so that a launch that is still on its way there is refused. A file that an attempt claimed meanwhile
+needs may be swept: its launch is then refused before anything starts, and the file is sent again.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from groupwise.jobs.fleet.states import FINAL, AttemptState, Cleanup, Outcome
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import seconds
 from groupwise.jobs.fleet.store.tables import Attempt, Event, Job, Member
-from groupwise.jobs.hosts.answers import MemberState, Observation, RunnerState
+from groupwise.jobs.hosts.answers import Observation, RunnerState
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.port import HostError, RunnerRefused
 
 log = logging.getLogger(__name__)
 
 AT_ONCE = 8
-"""Machines: whatever else a dispatcher does is more urgent."""
+"""Machines that are cleared at the same time; everything else a dispatcher does is more urgent."""
 MOST_FOLDERS = 500
-"""Most folders of ended attempts on one machine: each is looked at whenever the machine is."""
+"""Most folders of ended attempts on one machine: each costs time whenever the machine is observed."""
 LEAST = 3600.0
-"""Seconds that a folder stays in any case after its attempt has ended."""
+"""Seconds that a folder stays at least after its attempt has ended."""
 BLOBS = 86_400.0
-"""Seconds since a file was sent or asked for last."""
+"""Seconds since a file was last sent or asked for, after which it may go."""
 SWEPT_EVERY = 3600.0
 """Seconds between two sweeps of one machine, by one dispatcher."""
 LONGEST = 60.0
-"""Seconds that are spent on the folders of one machine in one round; the next goes on."""
+"""Most seconds spent on the folders of one machine in one round; the next round goes on."""
 DOCTORS = re.compile(r"doctor-[0-9a-f]{10}")
 """Names of the tiny jobs with which `groupwise fleet doctor` tries machines; they stand in no table."""
 OVER = frozenset(
@@ -81,7 +81,7 @@ class Keeping:
 
 
 def is_doctors(job: str, epoch: int) -> bool:
-    """Whether an attempt that stands in no table is the doctor's. Only of use for such: anybody may name a job so."""
+    """True if an attempt that stands in no table is the doctor's. Ask only about those: any job may have such a name."""
     return epoch == 1 and DOCTORS.fullmatch(job) is not None
 
 
@@ -100,7 +100,7 @@ class MachineClearing:
         self._swept: dict[str, float] = {}
 
     async def clear_all(self, runner: Callable[[Machine], Runner]) -> None:
-        """All machines of the fleet."""
+        """Clear all machines of the fleet."""
         machines = await self._gateway.look(records.machines)
         limit = asyncio.Semaphore(AT_ONCE)
 
@@ -111,9 +111,9 @@ class MachineClearing:
         await asyncio.gather(*(one(machine) for machine in machines))
 
     async def clear(self, machine: Machine, runner_of: Callable[[Machine], Runner]) -> None:
-        """One machine. What goes wrong is for the next round."""
+        """Clear one machine. Errors are logged, and the next round tries again."""
         if machine.lost:
-            return  # it is emptied first of what was given up
+            return  # the attempts given up on it are cleaned up first
         try:
             runner = runner_of(machine)
             seen = await runner.observe(probe=records.NO_PROBE)
@@ -133,7 +133,10 @@ class MachineClearing:
         due = await self._gateway.look(
             lambda s: forgettable(s, machine.vm_id, list(over), self._keeping)
         )
-        due += [name for name, state in over.items() if _left_by_a_doctor(state, seen.time)]
+        for name, state in over.items():
+            ended = None if state.exit is None else state.exit.finished_at
+            if ended is not None and seen.time is not None and is_doctors(*name):
+                due += [name] if seen.time > ended + LEAST else []  # both by the machine's clock
         until = self._clock() + LONGEST
         for job, epoch in due:
             if self._clock() > until:
@@ -152,32 +155,35 @@ class MachineClearing:
         self._swept[machine.vm_id] = now
 
 
-def _left_by_a_doctor(state: MemberState, now: float | None) -> bool:
-    """`now`: by the machine's clock, as the moment at which it ended."""
-    ended = None if state.exit is None else state.exit.finished_at
-    if ended is None or now is None or not is_doctors(state.job, state.epoch):
-        return False
-    return now > ended + LEAST
-
-
 # --- what may go ----------------------------------------------------------------------------------
 
 
 def forgettable(
     session: Session, vm_id: str, names: Sequence[Name], keeping: Keeping
 ) -> list[Name]:
-    """Of the attempts that a machine says are over there: those whose folders nobody needs any more, the oldest first."""
+    """Which of the attempts that a machine says are over may lose their folders there, the oldest first."""
     now = seconds(session)
     known = _known(session, vm_id, names)
-    last = _last_of_jobs_that_go_on(session, vm_id, {job for job, _ in known})
+    unfinished = session.execute(
+        select(Attempt.job_id, func.max(Attempt.epoch))
+        .join(Member, Member.epoch == Attempt.epoch)
+        .join(Job, Job.job_id == Attempt.job_id)
+        .where(
+            Member.vm_id == vm_id,
+            Attempt.job_id.in_({job for job, _ in known}),
+            Job.status.not_in(FINAL),
+        )
+        .group_by(Attempt.job_id)
+    )
+    last = dict(unfinished.all())  # the newest folder of each job that goes on
     free = [name for name, row in known.items() if _is_free(row) and last.get(name[0]) != name[1]]
     free.sort(key=lambda name: -known[name].ended_at)
-    due = [
-        name
-        for place, name in enumerate(free)
-        if now - known[name].ended_at
-        >= (LEAST if place >= MOST_FOLDERS else _kept_for(known[name].outcome, keeping))
-    ]
+    due: list[Name] = []
+    for place, name in enumerate(free):
+        row = known[name]
+        kept = keeping.succeeded if row.outcome in SUCCEEDED else keeping.others
+        if now - row.ended_at >= (LEAST if place >= MOST_FOLDERS else kept):
+            due.append(name)
     return [*_pruned(session, [n for n in names if n not in known]), *reversed(due)]
 
 
@@ -200,28 +206,13 @@ def _known(session: Session, vm_id: str, names: Iterable[Name]) -> dict[Name, An
 
 
 def _is_free(row: Any) -> bool:
-    """True if it is over and its machine holds nothing of it, so that it is neither driven nor fetched from."""
+    """True if the attempt is over and its machine holds nothing of it, so that it is neither driven nor fetched from."""
     over = row.state == AttemptState.ENDED and row.cleanup == Cleanup.CLEAN
     return over and row.released and row.ended_at is not None
 
 
-def _kept_for(outcome: str | None, keeping: Keeping) -> float:
-    return keeping.succeeded if outcome in SUCCEEDED else keeping.others
-
-
-def _last_of_jobs_that_go_on(session: Session, vm_id: str, jobs: Iterable[str]) -> dict[str, int]:
-    rows = session.execute(
-        select(Attempt.job_id, func.max(Attempt.epoch))
-        .join(Member, Member.epoch == Attempt.epoch)
-        .join(Job, Job.job_id == Attempt.job_id)
-        .where(Member.vm_id == vm_id, Attempt.job_id.in_(set(jobs)), Job.status.not_in(FINAL))
-        .group_by(Attempt.job_id)
-    )
-    return dict(rows.all())
-
-
 def _pruned(session: Session, names: Sequence[Name]) -> list[Name]:
-    """Attempts that have no row any more, because somebody has cleared their jobs away, and not because the database was set back."""
+    """Attempts without a row because their jobs were pruned, not because the database was restored from a backup."""
     was_clean = (
         select(Event.job_id, Event.epoch)
         .where(
@@ -236,7 +227,7 @@ def _pruned(session: Session, names: Sequence[Name]) -> list[Name]:
 
 
 def needed_blobs(session: Session, vm_id: str) -> list[str]:
-    """Files that live attempts there begin with."""
+    """Hashes of the files that live attempts on the machine begin with."""
     rows = session.execute(
         select(
             Attempt.spec["files"].label("own"),

@@ -1,24 +1,24 @@
 """Locks of environments: the files that name every release to install.
 
-Without a file the lock is read off this installation: groupwise with the extras that are wanted, all that these need, in the releases that
+Without a file the lock is read off this installation: groupwise with the wanted extras and all that these need, in the releases that
 are installed here. A build of torch is no release: `2.13.0+cpu` here is `2.13.0` in the lock, and which build of it a machine gets is
 decided by the index that its pip asks. What an extra needs and is not installed here stands in the lock as groupwise states it, with its
 bounds, and pip chooses: a control machine need not have torch.
 
-A file is one as `pip freeze`, `pip-compile` and `uv export` write it: `name==version`, markers, hashes. It is read strictly: whatever
-would make pip look elsewhere (options, folders, `-e`) is refused, and so is a line that leaves the choice of a release to pip.
-groupwise never comes by name, always as the wheel that is packed here.
+A lock file is one as `pip freeze`, `pip-compile` and `uv export` write it: `name==version`, markers, hashes. It is read strictly: lines
+that would make pip look elsewhere (options, folders, `-e`) are refused, and so are lines that leave the choice of a release to pip.
+groupwise is never installed by name, always as the wheel that is packed here.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.machines.packing import NAME, PACKAGE, installation
@@ -41,7 +41,7 @@ class Lock:
 
     lines: tuple[str, ...]
     hashed: bool = False
-    """Every line has its hashes, and pip takes nothing else."""
+    """True if every line has its hashes; pip then accepts nothing else."""
     left_to_pip: tuple[str, ...] = ()
     """Names that are not pinned, since they are not installed here."""
 
@@ -57,7 +57,7 @@ def normal(name: str) -> str:
 
 
 def name_of_wheel(path: Path) -> str:
-    """The distribution that is in it. Raises UsageError where the file has no name of a wheel."""
+    """The distribution in a wheel. Raises UsageError if the file name is not that of a wheel."""
     found = WHEEL.fullmatch(path.name)
     if found is None:
         raise UsageError(
@@ -74,43 +74,55 @@ def name_of_wheel(path: Path) -> str:
 def lock_of_this_installation(
     extras: Sequence[str], also: Sequence[str] = (), without: Collection[str] = ()
 ) -> Lock:
-    """All that groupwise needs with these extras, and what else is named, as installed here. `without`: what comes as a wheel."""
+    """Lock all that groupwise needs with these extras, and the distributions `also`, as installed here. `without`: these come as wheels."""
     own = installation()
-    _check_extras(own, extras)
-    walk = _Walk()
-    walk.enter(NAME, own, [normal(extra) for extra in extras])
+    there = [normal(extra) for extra in own.metadata.get_all("Provides-Extra") or ()]
+    for extra in extras:
+        if normal(extra) not in there:
+            raise UsageError(
+                f"--extra {extra}: groupwise has no such extra; there are: {', '.join(sorted(there))}."
+            )
+    roots: list[tuple[str, Distribution, Sequence[str]]] = [(NAME, own, [*map(normal, extras)])]
     for name in also:
-        walk.enter(normal(name), _installed(name), ())
-    left = _not_here(own, extras, without)
+        try:
+            roots.append((normal(name), distribution(name), ()))
+        except PackageNotFoundError:
+            raise UsageError(
+                f"--with {name}: it is not installed here, so there is no release to name; install it, or give its file: --wheel."
+            ) from None
+    left: dict[str, str] = {}  # requirements of groupwise itself that are not installed here
+    for needed in _needs(own, {"", *map(normal, extras)}):
+        if needed.name in without or needed.name == NAME:
+            continue
+        try:
+            distribution(needed.name)
+        except PackageNotFoundError:
+            left[needed.name] = needed.line
     pins = {
         name: _pin(name, each)
-        for name, each in walk.found.items()
+        for name, each in _with_requirements(roots).items()
         if name != NAME and name not in without
     }
     lines = (*sorted(pins.values()), *(left[name] for name in sorted(left)))
     return Lock(lines, left_to_pip=tuple(sorted(left)))
 
 
-class _Walk:
-    """Goes from a distribution to what it needs, as far as that is installed."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Distribution] = {}
-        self._seen: set[tuple[str, str]] = set()
-
-    def enter(self, name: str, each: Distribution, extras: Iterable[str]) -> None:
-        """Once for each extra, and once for none."""
-        self.found[name] = each
-        new = [extra for extra in ("", *extras) if (name, extra) not in self._seen]
-        self._seen.update((name, extra) for extra in new)
-        if not new:
-            return
+def _with_requirements(
+    roots: Iterable[tuple[str, Distribution, Iterable[str]]],
+) -> dict[str, Distribution]:
+    """These distributions with their extras, and all that they need, as far as it is installed."""
+    found: dict[str, Distribution] = {}
+    seen: set[tuple[str, str]] = set()  # distribution and extra; the empty extra stands for none
+    waiting = list(roots)
+    while waiting:
+        name, each, extras = waiting.pop()
+        found[name] = each
+        new = [extra for extra in ("", *extras) if (name, extra) not in seen]
+        seen.update((name, extra) for extra in new)
         for needed in _needs(each, new):
-            try:
-                below = distribution(needed.name)
-            except PackageNotFoundError:
-                continue  # of another system or Python; or pip brings it
-            self.enter(needed.name, below, needed.extras)
+            with suppress(PackageNotFoundError):  # of another system or Python; or pip brings it
+                waiting.append((needed.name, distribution(needed.name), needed.extras))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,54 +142,24 @@ def _needs(each: Distribution, extras: Collection[str]) -> Iterator[_Needed]:
         marker = found["marker"] or ""
         of = {normal(extra) for extra in OF_EXTRA.findall(marker)} or {""}
         if of.intersection(extras):
-            yield _Needed(normal(found["name"]), _extras(found["extras"]), _plain(found))
+            words = (found["extras"] or "").split(",")
+            extras_of_it = tuple(normal(word.strip()) for word in words if word.strip())
+            yield _Needed(normal(found["name"]), extras_of_it, _without_extra(found))
 
 
-def _extras(words: str | None) -> tuple[str, ...]:
-    return tuple(normal(word.strip()) for word in (words or "").split(",") if word.strip())
-
-
-def _plain(found: re.Match[str]) -> str:
+def _without_extra(found: re.Match[str]) -> str:
     """A requirement without the extra that it belongs to."""
     extras = f"[{found['extras']}]" if found["extras"] else ""
     marker = re.sub(r"^\s*and\s+", "", EXTRA_CLAUSE.sub("", found["marker"] or "")).strip()
     return f"{found['name']}{extras}{found['wanted']}" + (f" ; {marker}" if marker else "")
 
 
-def _check_extras(own: Distribution, extras: Sequence[str]) -> None:
-    there = [normal(extra) for extra in own.metadata.get_all("Provides-Extra") or ()]
-    for extra in extras:
-        if normal(extra) not in there:
-            raise UsageError(
-                f"--extra {extra}: groupwise has no such extra; there are: {', '.join(sorted(there))}."
-            )
-
-
-def _installed(name: str) -> Distribution:
-    try:
-        return distribution(name)
-    except PackageNotFoundError:
-        raise UsageError(
-            f"--with {name}: it is not installed here, so there is no release to name; install it, or give its file: --wheel."
-        ) from None
-
-
-def _not_here(own: Distribution, extras: Sequence[str], without: Collection[str]) -> dict[str, str]:
-    """Requirements of groupwise itself that are not installed here."""
-    found: dict[str, str] = {}
-    for needed in _needs(own, {"", *map(normal, extras)}):
-        if needed.name in without or needed.name == NAME:
-            continue
-        try:
-            distribution(needed.name)
-        except PackageNotFoundError:
-            found[needed.name] = needed.line
-    return found
-
-
 def _pin(name: str, each: Distribution) -> str:
-    """One line. What came from no index is named by the address that it came from; UsageError where that is a folder of this machine."""
-    origin = _origin(each)
+    """The line of one distribution: its release, or the address if it came from no index. Raises UsageError if that is a local folder."""
+    try:
+        origin = json.loads(each.read_text("direct_url.json") or "null")
+    except ValueError:
+        origin = None
     if origin is None:
         return f"{name}=={each.version.partition('+')[0]}"
     url, vcs = str(origin.get("url", "")), origin.get("vcs_info")
@@ -189,14 +171,6 @@ def _pin(name: str, each: Distribution) -> str:
         f"{name} {each.version} was installed here from {url or 'somewhere'}, where a machine cannot get it. Give it as a file "
         f"(`pip wheel --no-deps {url.removeprefix('file://') or name}`, then --wheel FILE), or a lock in which it has a release: --lock."
     )
-
-
-def _origin(each: Distribution) -> Mapping[str, Any] | None:
-    """The distribution's source, if it was not an index."""
-    try:
-        return json.loads(each.read_text("direct_url.json") or "null")
-    except ValueError:
-        return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -214,7 +188,7 @@ def read_lock(path: Path, without: Collection[str] = ()) -> Lock:
 
 
 def parse_lock(text: str, source: str, without: Collection[str] = ()) -> Lock:
-    """The same, of its text."""
+    """Parse the text of a lock file; `source` is its name in errors."""
     lines: list[str] = []
     hashed: list[bool] = []
     for number, line in _logical_lines(text):
@@ -231,7 +205,7 @@ def parse_lock(text: str, source: str, without: Collection[str] = ()) -> Lock:
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Without comments and blank lines; what goes on after a backslash is one. Each with the number of its first line."""
+    """Lines without comments, joined where a backslash continues them, blank ones left out; each with the number of its first line."""
     whole, first = "", 0
     for number, line in enumerate(text.splitlines(), 1):
         first = first if whole else number
@@ -248,9 +222,12 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _checked(line: str, where: str, skipped: Collection[str]) -> str | None:
-    """Check a line and return it as passed on; None for what comes as a wheel."""
+    """Check a line and return it as pip gets it; None for distributions that come as wheels."""
     if line.startswith("-"):
-        if _is_our_tree(line):
+        option, _, what = line.partition(" ")
+        folder = Path(what.strip().removeprefix("file://"))
+        own = what.strip().endswith(f"#egg={NAME}") or folder == PACKAGE.parent
+        if own and option in ("-e", "--editable"):  # groupwise itself, as `pip freeze` writes it
             return None
         raise UsageError(
             f"{where}: {line[:80]!r}: options are not read from a lock: --index-url and --extra-index-url are options of this command, "
@@ -270,13 +247,4 @@ def _checked(line: str, where: str, skipped: Collection[str]) -> str | None:
             f"{where}: {line[:120]!r}: each line of a lock names one release, as `torch==2.13.0`. `pip freeze`, `pip-compile` and "
             "`uv export --format requirements.txt` write such a file."
         )
-    return " ".join([_plain(found), *(f"--hash={each}" for each in hashes)])
-
-
-def _is_our_tree(line: str) -> bool:
-    """`-e` of groupwise itself, as `pip freeze` writes it."""
-    option, _, what = line.partition(" ")
-    if option not in ("-e", "--editable"):
-        return False
-    where = what.strip()
-    return where.endswith(f"#egg={NAME}") or Path(where.removeprefix("file://")) == PACKAGE.parent
+    return " ".join([_without_extra(found), *(f"--hash={each}" for each in hashes)])

@@ -1,25 +1,25 @@
-"""What a look at a machine means for the fleet: one observation, or the lack of one, written down in one transaction.
+"""Writes what the poller saw on a machine, or that it got no answer, to the database, in one transaction for each look.
 
-The poller looks; this says what follows. Reservations are the truth about what is in use: an observation only subtracts. It can say that a
-GPU must not be given away (somebody else uses it, it is gone, it does not answer as it should, it is split by MIG), and take that word
-back; it never closes a reservation and never ends an attempt.
+Reservations are the truth about what is in use: an observation only subtracts. It can mark a GPU as not to be given away (a foreign process
+uses it, it is gone, it does not answer as it should, it is split by MIG), and take the mark back; it never closes a reservation and never
+ends an attempt.
 
-Attempts that run there and stand in no table are written down with the machine for as long as anything of them lives there, be it without
-its supervisor or its folder, and are left alone.
+Attempts that run there and stand in no table are recorded with the machine for as long as anything of them lives there, even without a
+supervisor or a folder, and are left alone.
 
-Absence proves nothing by itself. Only a probe that was answered whole can say that a GPU is missing; one that failed, hung or gave lines
-that nobody could read makes the machine `degraded` and leaves its GPUs as they were last seen. A machine that does not answer is
-`unreachable` after several misses in a row, and that is all that it is.
+Absence proves nothing by itself. Only a probe with a complete answer can say that a GPU is missing; a probe that failed, hung or gave
+unreadable lines makes the machine `degraded` and leaves its GPUs as they were last seen. A machine that does not answer is `unreachable`
+after several misses in a row, and nothing more follows from that.
 
-Observations carry the time at which they were asked for, by the database's clock. An older one never overwrites a newer one.
+Each observation carries the time at which it was asked for, by the database's clock. An older one never overwrites a newer one.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from sqlalchemy import and_, func, or_, select
@@ -53,12 +53,12 @@ MISSES = 3
 MISSES_APART = 5.0
 """Seconds between two misses that count, so that several pollers do not count the same silence."""
 LONGEST = 500
-"""Characters of a problem."""
+"""Most characters of a problem that is stored."""
 ACTOR = "poller"
 HELD_UNTIL = "held_until"
-"""Key in a machine's facts: database time until which `hold_back` delays jobs of its unknown attempts; `let_go` gets it."""
+"""Key in a machine's facts: database time until which `hold_back` delays the jobs of its unknown attempts; passed to `let_go`."""
 NAME = re.compile(rf"({JOB_ID.pattern})\.(0|[1-9][0-9]{{0,18}})")
-"""Name of an attempt, as its processes carry it. Any user who can start a process there can forge it."""
+"""The name of an attempt as its processes carry it. Any user who can start a process there can forge it."""
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def apply(
 ) -> bool:
     """Record how a machine looked when asked at `asked_at`. False: a newer look is stored, or the look is not wanted.
 
-    `look_seconds`: when the next look follows, where whoever looks keeps to that.
+    `look_seconds`: seconds until the next look, if the poller keeps to an interval.
     """
     strays = _strays(session, vm_id, seen)
     jobs = untracked_processes.lock(session, {each.job for each in strays})
@@ -88,8 +88,8 @@ def apply(
     vm.degraded, vm.problem = trouble is not None, trouble
     vm.observed_round = asked_at
     held, ran = untracked_processes.holding(vm.facts), _unknown_jobs(vm)
-    quarantined = _quarantined(vm, now, seen, strays)
-    vm.facts = {**vm.facts, **_facts(seen), **quarantined, capacity.LOOK_SECONDS: look_seconds}
+    facts = _facts(vm, seen, strays, now)
+    vm.facts = {**vm.facts, **facts, capacity.LOOK_SECONDS: look_seconds}
     _hold_back(session, vm, jobs, ran)
     epochs.raise_above(session, [each.epoch for each in seen.attempts])
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
@@ -103,14 +103,14 @@ def apply(
 
 
 def missed(session: Session, vm_id: str, asked_at: float, problem: str) -> int:
-    """Write down that a machine gave no answer when it was asked at `asked_at`; how many times in a row it has given none."""
+    """Record that a machine gave no answer when asked at `asked_at`. Returns the number of misses in a row."""
     vm = _locked(session, vm_id)
     now = seconds(session)
     if vm is None or not _is_newer(asked_at, vm.observed_round, now):
         return 0
     counted_at = records.missed_at(vm.facts)
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
-    if not _is_barred(vm):  # which key it showed is still what its operator has to know
+    if not _is_barred(vm):  # its operator still has to know which key it showed
         vm.problem = problem[:LONGEST]
     if vm.misses and not _is_newer(asked_at - MISSES_APART, counted_at, now):
         return vm.misses
@@ -125,16 +125,15 @@ def missed(session: Session, vm_id: str, asked_at: float, problem: str) -> int:
 
 
 def _is_newer(asked_at: float, known: float, now: float) -> bool:
-    """True if a look at `asked_at` is newer than what is known. What is dated in the future was written before the clock of the database
-    was set back."""
+    """True if a look at `asked_at` is newer than the known one. A known time in the future dates from before the database's clock was set
+    back, and does not count."""
     return asked_at > known or known > now + records.AHEAD
 
 
 def key_shown(session: Session, vm_id: str, shown: keys.HostKey, *, pin: bool = False) -> None:
-    """An untrusted machine showed this key, or a trusted one showed this instead of the pinned one.
+    """Record the key shown by an untrusted machine, or shown by a trusted one instead of the pinned key.
 
-    `pin`: the first key of a machine is believed. A key that has changed never is; nothing more is done with the machine until an operator
-    has looked.
+    `pin`: trust the first key of a machine. A changed key is never trusted; the machine is left alone until an operator has looked.
     """
     vm = _locked(session, vm_id)
     if vm is None:
@@ -162,7 +161,7 @@ def key_shown(session: Session, vm_id: str, shown: keys.HostKey, *, pin: bool = 
 
 
 def not_trusted(session: Session, vm_id: str, problem: str) -> None:
-    """A key on the way to a machine is not trusted, or cannot be read: that of its jump host, or what stands in its row."""
+    """Record that a key on the way to a machine is not trusted or cannot be read: its jump host's, or the one in its row."""
     vm = _locked(session, vm_id)
     if vm is None or (vm.contact == Contact.UNTRUSTED and vm.problem == problem[:LONGEST]):
         return
@@ -172,7 +171,7 @@ def not_trusted(session: Session, vm_id: str, problem: str) -> None:
 
 
 def barred(session: Session) -> frozenset[str]:
-    """Machines that showed another key than the one that is pinned: only their key is looked at."""
+    """Machines that showed another key than the pinned one: nothing but their key is asked for."""
     rows = session.scalars(select(VM).where(VM.active, VM.contact == Contact.UNTRUSTED))
     return frozenset(vm.vm_id for vm in rows if _is_barred(vm))
 
@@ -181,13 +180,13 @@ def barred(session: Session) -> frozenset[str]:
 
 
 def _locked(session: Session, vm_id: str) -> VM | None:
-    """Its row, so that two pollers write one after the other; None: it has left the fleet."""
+    """The machine's row, locked so that two pollers write one after the other. None: it has left the fleet."""
     vm = session.get(VM, vm_id, with_for_update={"key_share": True}, populate_existing=True)
     return vm if vm is not None and vm.active else None
 
 
 def _is_barred(vm: VM) -> bool:
-    """It showed another key than the pinned one; a connection that was made before says nothing against that."""
+    """True if it showed another key than the pinned one, even if an earlier connection still answers."""
     return vm.contact == Contact.UNTRUSTED and vm.seen_host_key not in (None, vm.host_key)
 
 
@@ -218,7 +217,16 @@ def _answered(session: Session, vm: VM, seen: Observation) -> None:
         _tell(session, vm, events.VM_REACHABLE, before)
 
 
-def _facts(seen: Observation) -> dict[str, Any]:
+def _facts(vm: VM, seen: Observation, strays: Iterable[MemberState], now: float) -> dict[str, Any]:
+    """What is stored of the machine itself. `quarantined`: the runner's own finds, and living attempts that are in no table, each with when
+    it was first seen."""
+    before = {each["detail"]: each["since"] for each in untracked_processes.in_quarantine(vm)}
+    quarantined: list[dict[str, Any]] = [asdict(each) for each in seen.quarantined]
+    for each in strays:
+        name = f"{each.job}.{each.epoch}"
+        about = {"job_id": each.job, "epoch": each.epoch, "since": before.get(name, now)}
+        holds = {"gpus": list(each.gpus), "share_mb": each.share_mb, "slot": each.slot}
+        quarantined.append({"what": untracked_processes.ATTEMPT, "detail": name, **about, **holds})
     return {
         "load": [round(each, 2) for each in seen.load],
         "cpus": seen.cpus,
@@ -228,26 +236,20 @@ def _facts(seen: Observation) -> dict[str, Any]:
         "unremoved": list(seen.unremoved),
         "machine_time": seen.time,
         "missed_at": None,
+        "quarantined": quarantined,
     }
 
 
-def _quarantined(
-    vm: VM, now: float, seen: Observation, strays: Iterable[MemberState]
-) -> dict[str, Any]:
-    """Unknown things found there: the runner's own finds, and living attempts that are in no table, each with when it was first seen."""
-    before = {each["detail"]: each["since"] for each in untracked_processes.in_quarantine(vm)}
-    found: list[dict[str, Any]] = [asdict(each) for each in seen.quarantined]
-    for each in strays:
-        name = f"{each.job}.{each.epoch}"
-        about = {"job_id": each.job, "epoch": each.epoch, "since": before.get(name, now)}
-        holds = {"gpus": list(each.gpus), "share_mb": each.share_mb, "slot": each.slot}
-        found.append({"what": untracked_processes.ATTEMPT, "detail": name, **about, **holds})
-    return {"quarantined": found}
-
-
 def _strays(session: Session, vm_id: str, seen: Observation) -> list[MemberState]:
-    """Attempts that live there and stand in no table."""
-    living = _living(seen)
+    """Attempts that live there and stand in no table, even if the folder was removed and only processes reveal them."""
+    bare: dict[str, MemberState] = {}
+    for each in seen.quarantined:
+        if each.what == "process" and (match := NAME.fullmatch(each.detail)):
+            job, epoch = match.group(1), int(match.group(2))
+            if epoch <= MOST_EPOCH:
+                bare[each.detail] = MemberState(job, epoch, RunnerState.LOST, survivors=1)
+    there = (each for each in seen.attempts if each.lives or each.may_begin)
+    living = [*there, *bare.values()]
     known = records.known(session, vm_id, {e.job for e in living}) if living else {}
     found: list[MemberState] = []
     for each in living:
@@ -258,24 +260,12 @@ def _strays(session: Session, vm_id: str, seen: Observation) -> list[MemberState
     return found
 
 
-def _living(seen: Observation) -> list[MemberState]:
-    """Attempts of which something lives, even if the folder was removed and only processes reveal it."""
-    bare: dict[str, MemberState] = {}
-    for each in seen.quarantined:
-        if each.what == "process" and (found := NAME.fullmatch(each.detail)):
-            job, epoch = found.group(1), int(found.group(2))
-            if epoch <= MOST_EPOCH:
-                bare[each.detail] = MemberState(job, epoch, RunnerState.LOST, survivors=1)
-    there = (each for each in seen.attempts if each.lives or each.may_begin)
-    return [*there, *bare.values()]
-
-
 def _hold_back(session: Session, vm: VM, jobs: set[str], ran: set[str]) -> None:
-    """Jobs do not begin beside what runs of them here unknown; those of which it ran until now may. `jobs`: those that are locked, which
-    are all that were there."""
+    """Delay the jobs of unknown attempts that run here, and release those (`ran`) whose unknown attempts have ended. `jobs`: the locked
+    rows, which are all that exist."""
     runs = _unknown_jobs(vm)
     if ended := ran - runs:
-        session.flush()  # where else it runs is asked of all machines
+        session.flush()  # `let_go` reads the facts of all machines
         untracked_processes.let_go(session, ended, vm.facts.get(HELD_UNTIL))
     if runs:
         vm.facts = {**vm.facts, HELD_UNTIL: untracked_processes.hold_back(session, runs & jobs)}
@@ -285,13 +275,8 @@ def _unknown_jobs(vm: VM) -> set[str]:
     return {each["job_id"] for each in untracked_processes.in_quarantine(vm)}
 
 
-def _is_whole(seen: Observation) -> bool:
-    """True if the probe's answer covers every GPU of the machine."""
-    return seen.probe.status is ProbeStatus.OK and not seen.probe.lines_not_read
-
-
 def _trouble_of_probe(session: Session, vm: VM, seen: Observation) -> str | None:
-    """Why the GPUs of a machine are not known, or who is on them; None: they are, or it has none."""
+    """Why the GPUs of a machine, or the processes on them, are not known. None: they are known, or it has no GPU."""
     probe = seen.probe
     if probe.status is ProbeStatus.ABSENT:
         known = select(GPU.gpu_id).where(GPU.vm_id == vm.vm_id).limit(1)
@@ -320,18 +305,15 @@ _WORDS = {
 def _about_key(vm: VM, shown: keys.HostKey) -> str:
     command = f"groupwise fleet vm trust {vm.vm_id} {shown.fingerprint}"
     if vm.host_key is None:
+        kind = shown.type.removeprefix("ssh-").partition("-")[0]
         return (
             f"it shows the host key {shown.fingerprint}, which nobody has trusted yet. Compare it with the machine's own "
-            f"(ssh-keygen -lf /etc/ssh/ssh_host_{_short(shown)}_key.pub there), then `{command}`"
+            f"(ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub there), then `{command}`"
         )
     return (
         f"its host key has CHANGED: it shows {shown.fingerprint}, pinned is {_fingerprint(vm.host_key)}. Somebody may stand between, or "
         f"it was set up anew; nothing is sent there. If the new one is right: `{command}`"
     )
-
-
-def _short(key: keys.HostKey) -> str:
-    return key.type.removeprefix("ssh-").partition("-")[0]
 
 
 def _fingerprint(key: str | None) -> str | None:
@@ -363,24 +345,13 @@ def _tell(
 # --- its GPUs -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Epochs whose attempts hold something of a GPU, or held it when the machine was asked; by the GPU's number."""
-
-    epochs: Mapping[int, frozenset[int]]
-    names: Mapping[int, str]
-    """Epoch → `<job>.<epoch>`."""
-
-    def own(self, gpu_id: int) -> frozenset[str]:
-        return frozenset(self.names[epoch] for epoch in self.epochs.get(gpu_id, ()))
-
-
 def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Observation) -> bool:
-    """Returns True if a GPU has become available that was not before."""
-    own = select(GPU).where(GPU.vm_id == vm.vm_id).order_by(GPU.gpu_id)  # as who ends an attempt
+    """Record the GPUs of a machine. Returns True if one has become available that was not before."""
+    # The same order in which an attempt's end locks them.
+    own = select(GPU).where(GPU.vm_id == vm.vm_id).order_by(GPU.gpu_id)
     locked = session.scalars(own.with_for_update(key_share=True))
     rows = {gpu.uuid: gpu for gpu in locked}
-    twice = _named_twice(seen.gpus)
+    uuids = [gpu.uuid for gpu in seen.gpus]
     apps_known = seen.probe.apps is ProbeStatus.OK
     more, new = False, set[str]()
     for shown in {gpu.uuid: gpu for gpu in seen.gpus}.values():
@@ -391,14 +362,14 @@ def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Obs
             )
             session.add(rows[shown.uuid])
     session.flush()
-    held = _held(session, vm.vm_id, asked_at)
-    twins = _twins(session, vm, [gpu.uuid for gpu in seen.gpus])
+    holders = _holders(session, vm.vm_id, asked_at)
+    twins = _twins(session, vm, uuids)
     for shown in {gpu.uuid: gpu for gpu in seen.gpus}.values():
         gpu = rows[shown.uuid]
         _copy(gpu, shown, now)
         apps = [app for app in seen.apps if app.uuid == shown.uuid]
-        judged = _judged(shown, apps, held.own(gpu.gpu_id), vm.idle_memory_mb)
-        if shown.uuid in twice:
+        judged = _judged(shown, apps, holders.get(gpu.gpu_id, set()), vm.idle_memory_mb)
+        if uuids.count(shown.uuid) > 1:
             judged = Observed.DEGRADED, "its UUID was shown twice"
         if twin := twins.get(gpu.gpu_id):
             judged = (
@@ -409,11 +380,11 @@ def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Obs
             judged = Observed.FOREIGN_BUSY, gpu.detail
         more |= note_observed(session, gpu, *judged, actor=ACTOR) and judged[0] is Observed.OK
         more |= shown.uuid in new and judged[0] is Observed.OK
-    if _is_whole(seen):
-        for uuid in rows.keys() - {gpu.uuid for gpu in seen.gpus}:
+    if seen.probe.status is ProbeStatus.OK and not seen.probe.lines_not_read:
+        for uuid in rows.keys() - set(uuids):
             why = "the machine shows it no more"
             note_observed(session, rows[uuid], Observed.MISSING, why, actor=ACTOR)
-    _keep_history(session, [rows[gpu.uuid] for gpu in seen.gpus], now)
+    _keep_history(session, [rows[uuid] for uuid in uuids], now)
     return more
 
 
@@ -432,11 +403,6 @@ def _twins(session: Session, vm: VM, uuids: Sequence[str]) -> dict[int, str]:
     return dict(rows.all())
 
 
-def _named_twice(gpus: Iterable[SeenGPU]) -> set[str]:
-    names = [gpu.uuid for gpu in gpus]
-    return {name for name in names if names.count(name) > 1}
-
-
 def _copy(gpu: GPU, shown: SeenGPU, now: float) -> None:
     """Keep constant properties that a probe leaves out; reset changing ones, which are then unknown."""
     gpu.index = shown.index
@@ -449,47 +415,41 @@ def _copy(gpu: GPU, shown: SeenGPU, now: float) -> None:
 
 
 def _judged(
-    shown: SeenGPU, apps: list[SeenApp], own: frozenset[str], idle_memory_mb: int
+    shown: SeenGPU, apps: list[SeenApp], own: Collection[str], idle_memory_mb: int
 ) -> tuple[Observed, str | None]:
-    """Judge from what was seen if it may be given away. `own`: our attempts that may be at work on it."""
+    """Judge from what was seen whether a GPU may be given away. `own`: names of our attempts that may be at work on it."""
     if shown.mig:
         return Observed.MIG, f"{len(shown.mig_devices)} MIG devices"
     if shown.problems:
         return Observed.DEGRADED, "; ".join(shown.problems)[:LONGEST]
     foreign = [app for app in apps if app.attempt not in own]
     if foreign:
-        return Observed.FOREIGN_BUSY, _who(foreign)
+        # Without amounts of memory, which change at every look.
+        users = sorted({a.attempt or (f"pid {a.pid}" if a.pid else "somebody") for a in foreign})
+        more = " and others" if len(users) > 5 else ""
+        return Observed.FOREIGN_BUSY, f"in use by {', '.join(users[:5])}{more}"
     used = shown.memory_used_mb
     if not apps and not own and used is not None and used > idle_memory_mb:
         return Observed.FOREIGN_BUSY, "memory is in use by nobody who can be seen"
     return Observed.OK, None
 
 
-def _who(apps: list[SeenApp]) -> str:
-    """Without amounts, which change at every look."""
-    named = sorted({app.attempt or (f"pid {app.pid}" if app.pid else "somebody") for app in apps})
-    return f"in use by {', '.join(named[:5])}" + (" and others" if len(named) > 5 else "")
-
-
-def _held(session: Session, vm_id: str, asked_at: float) -> _Held:
+def _holders(session: Session, vm_id: str, asked_at: float) -> dict[int, set[str]]:
+    """For each GPU's number, the attempts (`<job>.<epoch>`) that hold something of it, or held it when the machine was asked."""
     query = (
         select(Reservation.gpu_id, Reservation.epoch, Attempt.job_id)
         .join(Attempt, Attempt.epoch == Reservation.epoch)
         .where(
             Reservation.vm_id == vm_id,
-            and_(
-                Reservation.gpu_id.is_not(None),
-                or_(Reservation.released_at.is_(None), Reservation.released_at >= asked_at),
-            ),
+            Reservation.gpu_id.is_not(None),
+            or_(Reservation.released_at.is_(None), Reservation.released_at >= asked_at),
         )
     )
-    by_gpu: dict[int, set[int]] = {}
-    names: dict[int, str] = {}
+    holders: dict[int, set[str]] = {}
     for gpu_id, epoch, job_id in session.execute(query):
         if gpu_id is not None:
-            by_gpu.setdefault(gpu_id, set()).add(epoch)
-        names[epoch] = f"{job_id}.{epoch}"
-    return _Held({gpu_id: frozenset(epochs) for gpu_id, epochs in by_gpu.items()}, names)
+            holders.setdefault(gpu_id, set()).add(f"{job_id}.{epoch}")
+    return holders
 
 
 def _keep_history(session: Session, gpus: list[GPU], now: float) -> None:

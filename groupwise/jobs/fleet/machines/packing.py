@@ -1,8 +1,8 @@
 """Groupwise itself as a wheel, packed from what is installed here, so that a machine runs exactly what its control plane does.
 
-No package index is asked: what carries our name there may be somebody else's. Nor is anything built: a wheel of a package in plain Python
-is its files, the metadata of its installation and a list of both, and these are here whether it was installed from a wheel or from a source
-tree. The same files make the same bytes, so the name of an environment changes with the code and not with the day.
+No package index is asked: a package of our name there may not be ours. Nor is anything built: a wheel of a package in plain Python is its
+files, the metadata of its installation and a list of both, and these are here whether it was installed from a wheel or from a source tree.
+The same files make the same bytes, so the name of an environment changes with the code and not with the day.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import io
 import re
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
@@ -49,7 +48,7 @@ class Packed:
 
 
 def pack() -> Packed:
-    """The wheel of this very code. Raises UsageError where it is not installed, or its metadata are of another release."""
+    """Pack this very code as a wheel. Raises UsageError if it is not installed, or its metadata belong to another release."""
     installed = installation()
     if installed.version != version():
         raise UsageError(
@@ -57,11 +56,29 @@ def pack() -> Packed:
             "Install it again (`pip install -e .` in its folder), so that both fit together."
         )
     info = f"{NAME}-{installed.version}.dist-info"
-    files = {**_code(), **{f"{info}/{name}": data for name, data in _metadata(installed)}}
+    files = {f"{info}/WHEEL": WHEEL.encode()}
+    for path in PACKAGE.rglob("*"):
+        inside = path.relative_to(PACKAGE)
+        hidden = any(part.startswith(".") or part == "__pycache__" for part in inside.parts)
+        if path.is_file() and not hidden:
+            files[f"{NAME}/{inside.as_posix()}"] = path.read_bytes()
+    for name in METADATA:
+        text = installed.read_text(name)
+        if text is not None:
+            files[f"{info}/{name}"] = text.encode()
+    lines: list[str] = []
+    for name, data in sorted(files.items()):
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        lines.append(f"{name},sha256={digest},{len(data)}")
     record = f"{info}/RECORD"
-    lines = [_recorded(name, data) for name, data in sorted(files.items())]
     files[record] = ("\n".join([*lines, f"{record},,"]) + "\n").encode()
-    return Packed(installed.version, _zipped(files))
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(files):
+            entry = zipfile.ZipInfo(name, LONG_AGO)
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, PLAIN_FILE
+            archive.writestr(entry, files[name])
+    return Packed(installed.version, packed.getvalue())
 
 
 def version() -> str:
@@ -79,37 +96,3 @@ def installation() -> Distribution:
         raise UsageError(
             "groupwise runs here without being installed, so nobody knows what it needs: `pip install -e .` in its folder installs it."
         ) from None
-
-
-def _code() -> dict[str, bytes]:
-    """Every file of the package but what Python makes of them."""
-    found: dict[str, bytes] = {}
-    for path in sorted(PACKAGE.rglob("*")):
-        inside = path.relative_to(PACKAGE)
-        hidden = any(part.startswith(".") or part == "__pycache__" for part in inside.parts)
-        if path.is_file() and not hidden:
-            found[f"{NAME}/{inside.as_posix()}"] = path.read_bytes()
-    return found
-
-
-def _metadata(installed: Distribution) -> Iterator[tuple[str, bytes]]:
-    yield "WHEEL", WHEEL.encode()
-    for name in METADATA:
-        text = installed.read_text(name)
-        if text is not None:
-            yield name, text.encode()
-
-
-def _recorded(name: str, data: bytes) -> str:
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-    return f"{name},sha256={digest},{len(data)}"
-
-
-def _zipped(files: dict[str, bytes]) -> bytes:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in sorted(files):
-            entry = zipfile.ZipInfo(name, LONG_AGO)
-            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, PLAIN_FILE
-            archive.writestr(entry, files[name])
-    return packed.getvalue()

@@ -1,8 +1,8 @@
-"""What is to be in an environment of a machine, worked out before any machine is asked: the lock, the wheels, where pip looks, and the
-name that follows from all of it. What was given and cannot work is refused here.
+"""Plans the environment of a machine before any machine is asked: the lock, the wheels, where pip looks, and the name that follows from all
+of it. Options that cannot work are refused here.
 
-A name and password of a package index stand in no argument list, neither here nor on the machine, and not in the name: they come by
-reference (`--secret PIP_INDEX_URL=env:NAME`) and travel beside the spec, as secrets of jobs do.
+The user name and password of a package index appear in no argument list, neither here nor on the machine, and not in the environment's
+name: they are given by reference (`--secret PIP_INDEX_URL=env:NAME`) and travel beside the spec, as secrets of jobs do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,13 +34,13 @@ from groupwise.jobs.hosts.spec import FileEntry, JobSpec, problems
 DIGITS = 20
 """Digits of the hash in a name: enough to tell environments of one machine apart, and short, since scripts begin with their path."""
 NEWER_PYTHONS = ("python3", "python3.13", "python3.12", "python3.11", "python3.14")
-"""Tried after the one that runs here: the lock is of releases that run with that."""
+"""Interpreters that are tried after the one that runs here, with which the locked releases are known to run."""
 WAY = 1
-"""How environments are made; another way is another number, and so another name."""
+"""Version of how environments are made; another number gives all of them another name."""
 USUAL_EXTRAS = ("train",)
 """Extras that the training kinds of jobs need."""
 TIME_SECONDS = 7200.0
-"""A CUDA build of torch is three gigabytes, and the line may be slow."""
+"""Time limit of a build in seconds: a CUDA build of torch is three gigabytes, and the line may be slow."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Plan:
     """groupwise itself."""
     lock: Lock
     wheels: tuple[Path, ...] = ()
-    """Installed as they are, without what they need."""
+    """Wheels that are installed without their requirements."""
     wheelhouse: tuple[Path, ...] | None = None
     """If given, pip takes wheels from here and contacts no index."""
     pythons: tuple[str, ...] = ()
-    """Interpreters to try on the machine, the first first; none given: the usual ones."""
+    """Interpreters to try on the machine, in this order; empty: the usual ones."""
     index_url: str | None = None
     extra_index_urls: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def candidates(self) -> tuple[str, ...]:
-        """Interpreters, the first first."""
+        """Interpreters in the order in which they are tried."""
         ours = "python{}.{}".format(*sys.version_info[:2])
         return self.pythons or tuple(dict.fromkeys((ours, *NEWER_PYTHONS)))
 
@@ -98,11 +98,14 @@ class Plan:
 
     def order(self, folder: str) -> dict[str, Any]:
         """The order as `builder.py` reads it."""
+        needs = installation().metadata.get_all("Requires-Python") or [">=3.11"]
+        least = re.search(r">=\s*(\d+)\.(\d+)", needs[0])
+        assert least is not None, f"Requires-Python of groupwise is {needs}"
         return {
             "folder": folder,
             "name": self.name,
             "pythons": list(self.candidates),
-            "least": list(least_python()),
+            "least": [int(part) for part in least.groups()],
             "groupwise": self.packed.file_name,
             "wheel_sha256": self.packed.sha256,
             "wheels": [path.name for path in self.wheels],
@@ -127,35 +130,25 @@ def sent_files(plan: Plan, folder: str, store: BlobStore) -> dict[str, FileEntry
     )
     for inside, paths in (("wheels", plan.wheels), ("wheelhouse", plan.wheelhouse or ())):
         for path in paths:
-            found[f"{inside}/{path.name}"] = _kept(path, plan.hashes[path], store)
+            sha256 = plan.hashes[path]
+            if store.missing([sha256]):
+                entry = store.put_file(path)
+            else:
+                entry = FileEntry(sha256, 0o644, path.stat().st_size)
+            found[f"{inside}/{path.name}"] = entry
     return found
 
 
 def with_builder(store: BlobStore, files: Mapping[str, bytes]) -> dict[str, FileEntry]:
-    """Small files, and the program that all of them are for."""
+    """Put small files and the builder, which reads them, into the store."""
     builder = Path(__file__).with_name("builder.py").read_bytes()
     every = {"builder.py": builder, **files}
     return {name: FileEntry(store.put(data), 0o644, len(data)) for name, data in every.items()}
 
 
 def as_bytes(document: Mapping[str, Any]) -> bytes:
-    """A document as it travels: the same for what is the same."""
+    """A document as JSON: equal documents give equal bytes."""
     return json.dumps(document, sort_keys=True).encode()
-
-
-def _kept(path: Path, sha256: str, store: BlobStore) -> FileEntry:
-    """A wheel in the store; one that is there is not copied again."""
-    if not store.missing([sha256]):
-        return FileEntry(sha256, 0o644, path.stat().st_size)
-    return store.put_file(path)
-
-
-def least_python() -> tuple[int, ...]:
-    """The oldest that groupwise runs with, as its metadata say."""
-    said = installation().metadata.get_all("Requires-Python") or [">=3.11"]
-    found = re.search(r">=\s*(\d+)\.(\d+)", said[0])
-    assert found is not None, f"Requires-Python of groupwise is {said}"
-    return tuple(map(int, found.groups()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,50 +169,70 @@ class PrepareOptions:
     time_seconds: float = TIME_SECONDS
 
 
-def plan_of(asked: PrepareOptions) -> Plan:
-    """The plan. Raises UsageError with what cannot work."""
-    _check(asked)
-    wheels = tuple(path.absolute() for path in asked.wheels)
-    given = _names(wheels)
-    if asked.lock is not None:
-        lock = read_lock(asked.lock, given)
+def plan_of(options: PrepareOptions) -> Plan:
+    """The plan. Raises UsageError with the options that cannot work."""
+    _check(options)
+    wheels = tuple(path.absolute() for path in options.wheels)
+    names = _names_of_wheels(wheels)
+    if options.lock is not None:
+        lock = read_lock(options.lock, names)
     else:
-        lock = lock_of_this_installation(asked.extras or USUAL_EXTRAS, asked.also, given)
+        lock = lock_of_this_installation(options.extras or USUAL_EXTRAS, options.also, names)
+    # This user may read what the references name; the allowed patterns are only for remote submitters.
+    references = options.secrets
+    for reference in references.values():
+        if re.search(r"[*?\[]", reference):
+            raise UsageError(f"--secret …={reference}: a variable or a file is wanted, no pattern.")
+    try:
+        secrets = AllowedSecrets(tuple(references.values())).read(references)
+    except SecretMissing as missing:
+        raise UsageError(f"{missing}.") from None
     return Plan(
         packed=pack(),
         lock=lock,
         wheels=wheels,
-        wheelhouse=None if asked.wheelhouse is None else _wheelhouse(asked.wheelhouse),
-        pythons=() if asked.python is None else (asked.python,),
-        index_url=asked.index_url,
-        extra_index_urls=tuple(asked.extra_index_urls),
-        environment=dict(asked.environment),
-        secrets=_values(asked.secrets),
-        time_seconds=asked.time_seconds,
+        wheelhouse=None if options.wheelhouse is None else _wheels_in(options.wheelhouse),
+        pythons=() if options.python is None else (options.python,),
+        index_url=options.index_url,
+        extra_index_urls=tuple(options.extra_index_urls),
+        environment=dict(options.environment),
+        secrets=secrets,
+        time_seconds=options.time_seconds,
     )
 
 
-def _check(asked: PrepareOptions) -> None:
-    if asked.lock is not None and (asked.extras or asked.also):
+def _check(options: PrepareOptions) -> None:
+    """Raise UsageError if an option is wrong, or has no effect beside another."""
+    if options.lock is not None and (options.extras or options.also):
         raise UsageError(
             "--lock names all that is installed; --extra and --with are for a lock that is made here."
         )
-    urls = [*([asked.index_url] if asked.index_url else []), *asked.extra_index_urls]
-    if asked.wheelhouse is not None and (urls or asked.secrets):
+    urls = [*([options.index_url] if options.index_url else []), *options.extra_index_urls]
+    if options.wheelhouse is not None and (urls or options.secrets):
         raise UsageError(
             "with --wheelhouse nobody is asked for packages: --index-url, --extra-index-url and --secret have no effect."
         )
     for url in urls:
         _check_address(url)
-    if asked.index_url is not None and "PIP_INDEX_URL" in {*asked.secrets, *asked.environment}:
+    variables = {*options.secrets, *options.environment}
+    if options.index_url is not None and "PIP_INDEX_URL" in variables:
         raise UsageError("--index-url and PIP_INDEX_URL both say where pip looks; give one.")
-    if asked.extra_index_urls and "PIP_EXTRA_INDEX_URL" in {*asked.secrets, *asked.environment}:
+    if options.extra_index_urls and "PIP_EXTRA_INDEX_URL" in variables:
         raise UsageError(
             "--extra-index-url and PIP_EXTRA_INDEX_URL both say where pip looks; give one."
         )
-    _check_python(asked.python)
-    spec = JobSpec(("pip",), environment=asked.environment, secrets=tuple(asked.secrets))
-    _refuse([*problems(spec), *text_problems(dict(asked.environment), "--env")])
+    python = options.python
+    if python is not None:
+        relative = "/" in python and not python.startswith(("/", "~/"))
+        if not python or relative or python.startswith("-"):
+            raise UsageError(
+                f"--python {python}: the name of a program of the machine (python3.12), or its whole path there (/opt/python/bin/python3)."
+            )
+    spec = JobSpec(("pip",), environment=options.environment, secrets=tuple(options.secrets))
+    wrong = [*text_problems(python or "", "--python"), *problems(spec)]
+    wrong += text_problems(dict(options.environment), "--env")
+    if wrong:
+        raise UsageError("; ".join(wrong))
 
 
 def _check_address(url: str) -> None:
@@ -239,26 +252,8 @@ def _check_address(url: str) -> None:
         )
 
 
-def _check_python(python: str | None) -> None:
-    """A name is looked up on the machine's PATH."""
-    if python is None:
-        return
-    relative = "/" in python and not python.startswith(("/", "~/"))
-    if not python or relative or python.startswith("-"):
-        raise UsageError(
-            f"--python {python}: the name of a program of the machine (python3.12), or its whole path there (/opt/python/bin/python3)."
-        )
-    _refuse(list(text_problems(python, "--python")))
-
-
-def _refuse(found: Iterable[str]) -> None:
-    told = list(found)
-    if told:
-        raise UsageError("; ".join(told))
-
-
-def _names(wheels: Sequence[Path]) -> set[str]:
-    """Names of the distributions that come as files. Raises UsageError."""
+def _names_of_wheels(wheels: Sequence[Path]) -> set[str]:
+    """The distributions in these wheels. Raises UsageError if a file is missing, is groupwise itself, or comes twice."""
     found: dict[str, Path] = {}
     for path in wheels:
         if not path.is_file():
@@ -274,8 +269,8 @@ def _names(wheels: Sequence[Path]) -> set[str]:
     return set(found)
 
 
-def _wheelhouse(folder: Path) -> tuple[Path, ...]:
-    """Its wheels, but for ours."""
+def _wheels_in(folder: Path) -> tuple[Path, ...]:
+    """The wheels in a wheelhouse, except that of groupwise. Raises UsageError if there is none."""
     if not folder.is_dir():
         raise UsageError(f"--wheelhouse {folder}: there is no such folder.")
     found = sorted(path.absolute() for path in folder.glob("*.whl") if path.is_file())
@@ -285,14 +280,3 @@ def _wheelhouse(folder: Path) -> tuple[Path, ...]:
             f"`pip wheel -r lock.txt -w {folder}`, fills it with what a machine like this one needs."
         )
     return tuple(path for path in found if name_of_wheel(path) != NAME)
-
-
-def _values(references: Mapping[str, str]) -> dict[str, str]:
-    """Read the values here, because the user at this terminal may read them; patterns are only for remote submitters."""
-    for reference in references.values():
-        if re.search(r"[*?\[]", reference):
-            raise UsageError(f"--secret …={reference}: a variable or a file is wanted, no pattern.")
-    try:
-        return AllowedSecrets(tuple(references.values())).read(references)
-    except SecretMissing as missing:
-        raise UsageError(f"{missing}.") from None

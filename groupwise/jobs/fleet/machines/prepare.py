@@ -2,19 +2,19 @@
 
     plan      here: the lock, the wheels, the interpreters to try; its hash names the environment
     provide   files that the machine lacks travel by hash, as those of jobs do
-    launch    `builder.py` as the command of one attempt, which needs nobody from then on
-    follow    its log is passed on while it works; a connection that is lost is made again
-    take in   what it says of itself (`result.json`); whoever asked then writes the interpreter into the machine's row
+    launch    `builder.py` as the command of one attempt, which runs on by itself from then on
+    follow    the build's log is printed while it works; a lost connection is made again
+    take in   the builder's `result.json` is read; the caller then writes the interpreter into the machine's row
 
 The machine's runner is used, with a root of its own (`environments/builds` in the machine's folder): so the same guarantees hold as for
-jobs, and yet what is built is no job, waits in no queue, and is no stranger to the dispatcher. Nothing that anybody typed becomes a word
-of a shell, and secrets travel beside the spec.
+jobs, and yet a build is no job, waits in no queue, and is not taken for a foreign process by the dispatcher. User input never becomes
+part of a shell command, and secrets travel beside the spec.
 
-Asked twice at once, the second follows the attempt of the first. Ended here by whatever means, the build goes on there; asked again, it is
-followed from its first line, or found made. A build that was killed there leaves half an environment, which the next one removes.
+A second `prepare` at the same time follows the attempt of the first. If the command ends here, the build goes on there; the next `prepare`
+follows it from its first line, or finds it made. A build that was killed there leaves half an environment, which the next one removes.
 
-Whoever prunes spares what was made or found within the hour before they read which environments the rows name. So one that is taken in is
-not removed before its row names it: where that comes late, as after a night in which nothing here ran, it is looked at once more.
+Pruning spares what was made or found within the hour before it reads which environments the rows name. So an environment is not removed
+before its row names it; if that comes late, as after a night in which nothing here ran, the environment is checked once more.
 """
 
 from __future__ import annotations
@@ -55,27 +55,28 @@ ENVIRONMENTS = "environments"
 BUILDS = "builds"
 PREPARED = re.compile(rf".*/{ENVIRONMENTS}/([0-9a-f]{{{DIGITS}}})/bin/python")
 NO_PROBE = ("true",)
-"""Nothing is asked of GPUs."""
+"""Probe command that asks nothing of GPUs."""
+BUILDER = ("python3", "-I", "builder.py")
 ALIVE = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING})
 WAIT = 20.0
-"""Seconds for one look at a build that says nothing."""
+"""Seconds to wait for news of a silent build before asking again."""
 AGAIN = 2.0
 """Seconds before a lost connection is made again."""
 CONNECTION_TIMEOUT = 600.0
 """Seconds without any connection after which following is given up."""
 KEPT_SECONDS = 600.0
-"""How long the folder of a build stays at least, for others that follow it."""
+"""Seconds that the folder of a build stays at least, for others that follow it."""
 LAUNCHES = 5
-"""Others may begin builds of the same environment meanwhile."""
+"""Launches to try: others may begin builds of the same environment meanwhile."""
 TAKEN_IN = SPARED / 2
-"""Seconds after which an environment that was made is looked at once more before it is taken in."""
+"""Seconds after which a new environment is checked once more before it is taken in."""
 RESULT_BYTES = 1 << 16
 
 Tell = Callable[[str], None]
 
 
 class PrepareError(RunError):
-    """A machine could not be prepared; the message says what to do. What it had is as it was."""
+    """A machine could not be prepared; the message says what to do. Its earlier environments are unchanged."""
 
     code = "vm_not_prepared"
 
@@ -90,22 +91,22 @@ class Prepared:
     """Version of Python."""
     groupwise: str
     made: bool
-    """False: it was there before."""
+    """True if it was made now, False if it was there before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Names of environments that were not to be kept."""
+    """Names of the environments that were not to be kept, by what became of them."""
 
     removed: list[str]
     used: list[str]
-    """Names of those that processes there use."""
+    """Left alone because processes there use them."""
     recent: list[str]
-    """Made or found a moment ago: another caller may be about to name them."""
+    """Left alone because they were just made or found: another caller may be about to name them."""
 
 
 def require_usable(machine: Machine) -> None:
-    """Raises UsageError if nothing can be done with it."""
+    """Raises UsageError if the machine is lost or not trusted."""
     if machine.lost:
         raise UsageError(
             f"{machine.vm_id} was declared lost; it can be prepared once it has answered again."
@@ -124,11 +125,11 @@ def require_usable(machine: Machine) -> None:
 async def prepare(
     machine: Machine, plan: Plan, store: BlobStore, tell: Tell, host: Host | None = None
 ) -> Prepared:
-    """Make the environment there, or find it made. Raises PrepareError, UsageError. `host`: the machine, where it is reached already."""
+    """Make the environment there, or find it made. Raises PrepareError, UsageError. `host`: an open connection to the machine."""
     require_usable(machine)
     reached = host or host_of(machine)
     try:
-        return await _Build(machine, plan, store, tell, reached).run()
+        return await _build(machine, plan, store, tell, reached)
     except HostKeyError as error:
         raise PrepareError(
             f"{machine.vm_id}: {error}. Nothing is said to it; compare the key with the machine's own, then "
@@ -154,7 +155,7 @@ async def prune(
     store: BlobStore,
     host: Host | None = None,
 ) -> Pruned:
-    """Remove the environments of a machine that nothing uses, but for those to keep, which are asked for once its time is known."""
+    """Remove a machine's unused environments, except those to keep; `keep` is called after the machine's time was read."""
     reached = host or host_of(machine)
     try:
         runner = builds_of(machine, reached)
@@ -166,9 +167,9 @@ async def prune(
             "keep": list(await keep()),
         }
         files = await asyncio.to_thread(with_builder, store, {"order.json": as_bytes(order)})
-        spec = _spec(files, JobSpec(("true",)))
-        task = _Task(runner, store, f"prune-{machine.vm_id}"[:60].replace(".", "-"), lambda _: None)
-        said = await task.run(spec, files, {}, hello)
+        spec = JobSpec(BUILDER, files=files, artefacts=(), checkpoints=())
+        job = f"prune-{machine.vm_id}"[:60].replace(".", "-")
+        said = await _Task(runner, store, job, lambda _: None).run(spec, {}, hello)
     except HostError as error:
         raise PrepareError(f"{machine.vm_id} cannot be asked: {error}") from None
     finally:
@@ -180,7 +181,7 @@ async def prune(
 
 
 def beginning(session: Session, vm_id: str) -> list[int]:
-    """Attempts of which the machine may be told with the interpreter that its row had a moment ago."""
+    """Attempts that may still be launched on the machine with the interpreter that its row named a moment ago."""
     query = (
         select(Attempt.epoch)
         .join(Member, Member.epoch == Attempt.epoch)
@@ -194,13 +195,13 @@ def beginning(session: Session, vm_id: str) -> list[int]:
 
 
 def named(session: Session) -> list[str]:
-    """Environments that are named by a row of any machine: two rows may be one machine."""
+    """Environments named by the row of any machine: two rows may be one machine."""
     found = (PREPARED.fullmatch(python) for python in session.scalars(select(VM.python)))
     return sorted({each[1] for each in found if each is not None})
 
 
 def builds_of(machine: Machine, host: Host) -> Runner:
-    """Its runner, in a root of its own. The programs that it starts are found on the machine's own PATH."""
+    """The machine's runner for builds, with a root of its own. The programs that it starts are found on the machine's PATH."""
     root = posixpath.join(machine.workdir, ENVIRONMENTS, BUILDS)
     return Runner(host, root=root, python="python3")
 
@@ -215,52 +216,32 @@ def _environments(hello: Hello) -> str:
     return posixpath.dirname(hello.root)
 
 
-class _Build:
-    """One environment on one machine."""
-
-    def __init__(
-        self, machine: Machine, plan: Plan, store: BlobStore, tell: Tell, host: Host
-    ) -> None:
-        self.machine, self.plan, self.store, self.tell = machine, plan, store, tell
-        self.runner = builds_of(machine, host)
-
-    async def run(self) -> Prepared:
-        """Run the whole preparation, and return the interpreter."""
-        hello = await self.runner.hello()
-        while True:
-            said = await self._said(hello)
-            hello = await self.runner.hello()
-            if _now_of(hello) - said["at"] <= TAKEN_IN:
-                break
-            self.tell("that was a while ago; looking whether it is still there")
-        return Prepared(
-            str(said["python"]), str(said["version"]), str(said["groupwise"]), bool(said["made"])
+async def _build(
+    machine: Machine, plan: Plan, store: BlobStore, tell: Tell, host: Host
+) -> Prepared:
+    """Make the environment, or find it made; again if that took so long that it may have been pruned meanwhile."""
+    runner = builds_of(machine, host)
+    hello = await runner.hello()
+    while True:
+        files = await asyncio.to_thread(sent_files, plan, _environments(hello), store)
+        spec = JobSpec(
+            BUILDER,
+            environment=plan.environment,
+            files=files,
+            secrets=tuple(plan.secrets),
+            artefacts=(),
+            checkpoints=(),
+            limits=Limits(time_seconds=plan.time_seconds, grace_seconds=5.0),
         )
-
-    async def _said(self, hello: Hello) -> dict[str, Any]:
-        """What the builder says of it; PrepareError where it could not be made."""
-        plan = self.plan
-        files = await asyncio.to_thread(sent_files, plan, _environments(hello), self.store)
-        limits = Limits(time_seconds=plan.time_seconds, grace_seconds=5.0)
-        about = JobSpec(
-            ("true",), environment=plan.environment, secrets=tuple(plan.secrets), limits=limits
-        )
-        task = _Task(self.runner, self.store, plan.job, self.tell)
-        said = await task.run(_spec(files, about), files, plan.secrets, hello)
+        said = await _Task(runner, store, plan.job, tell).run(spec, plan.secrets, hello)
         if "problem" in said:
-            raise PrepareError(f"{self.machine.vm_id} is not prepared: {said['problem']}")
-        return said
-
-
-def _spec(files: Manifest, about: JobSpec) -> JobSpec:
-    return JobSpec(
-        ("python3", "-I", "builder.py"),
-        environment=about.environment,
-        files=files,
-        secrets=about.secrets,
-        artefacts=(),
-        checkpoints=(),
-        limits=about.limits,
+            raise PrepareError(f"{machine.vm_id} is not prepared: {said['problem']}")
+        hello = await runner.hello()
+        if _now_of(hello) - said["at"] <= TAKEN_IN:
+            break
+        tell("that was a while ago; looking whether it is still there")
+    return Prepared(
+        str(said["python"]), str(said["version"]), str(said["groupwise"]), bool(said["made"])
     )
 
 
@@ -270,42 +251,42 @@ def _spec(files: Manifest, about: JobSpec) -> JobSpec:
 
 
 class _Task:
-    """A command on a machine that is followed to its end. A live one of the same name is followed, not begun again."""
+    """A command on a machine, followed to its end. If one of the same name is running there, that one is followed instead."""
 
     def __init__(self, runner: Runner, store: BlobStore, job: str, tell: Tell) -> None:
         self.runner, self.store, self.job, self.tell = runner, store, job, tell
 
-    async def run(
-        self, spec: JobSpec, files: Manifest, secrets: Mapping[str, str], hello: Hello
-    ) -> dict[str, Any]:
-        """Run or follow the build, and return the builder's result."""
+    async def run(self, spec: JobSpec, secrets: Mapping[str, str], hello: Hello) -> dict[str, Any]:
+        """Run or follow the build. Returns what the builder wrote in `result.json`, else {"problem"} with how it ended."""
         known = await self._known()
         state = _live(known)
         if state is not None:
             self.tell("it is being made already, by another `vm prepare`; what follows is its log")
         else:
-            # A launch under the epoch of one that was there, ended or not, is none.
+            # The runner refuses an epoch that it has seen before, whether that attempt has ended or not.
             epoch = max([int(_now_of(hello)), *(each.epoch + 1 for each in known)])
-            state = await self._begun(spec, files, secrets, epoch)
+            state = await self._begin(spec, secrets, epoch)
         state = await _Follower(self.runner, self.tell).follow(state)
-        said = await self._result(state)
-        await self._tidy(state, files)
+        try:
+            data = await self.runner.read(state.job, state.epoch, "result.json", limit=RESULT_BYTES)
+            said = dict(json.loads(data))
+        except (RunnerRefused, ValueError):
+            said = {"problem": _why(state)}
+        await self._tidy(state, spec.files)
         return said
 
     async def _known(self) -> list[MemberState]:
-        """All of that name that the machine has a folder of."""
+        """Attempts of this name of which the machine has a folder."""
         seen = await self.runner.observe(probe=NO_PROBE)
         return [state for state in seen.attempts if state.job == self.job]
 
-    async def _begun(
-        self, spec: JobSpec, files: Manifest, secrets: Mapping[str, str], epoch: int
-    ) -> MemberState:
+    async def _begin(self, spec: JobSpec, secrets: Mapping[str, str], epoch: int) -> MemberState:
         """Launch it, or find it launched by another caller that was quicker."""
         for turn in range(LAUNCHES):
-            sent = await self.runner.provide(self.store, files)
+            sent = await self.runner.provide(self.store, spec.files)
             if sent:
                 self.tell(f"sent {sent / 1e6:.1f} MB")
-            state = await self._launched(Launch(self.job, epoch, spec, secrets=secrets))
+            state = await self._launch(Launch(self.job, epoch, spec, secrets=secrets))
             if state is None:
                 continue
             if state.refused is None:
@@ -315,13 +296,12 @@ class _Task:
             live = _live(await self._known())
             if live is not None:
                 return live
-            epoch += (
-                1 << 6 * turn
-            )  # a build has just ended, or its clock was set back, nobody knows how far
+            # A build has just ended, or the machine's clock was set back by an unknown amount.
+            epoch += 1 << 6 * turn
         raise PrepareError("others begin builds there again and again; try again")
 
-    async def _launched(self, launch: Launch) -> MemberState | None:
-        """None: some of its files have just been collected."""
+    async def _launch(self, launch: Launch) -> MemberState | None:
+        """The state after the launch. None: some of its files have just been swept from the machine."""
         began = time.monotonic()
         while True:
             try:
@@ -331,24 +311,20 @@ class _Task:
                     return None
                 raise
             except OutcomeUnknown:
-                # Of one epoch there is never more than one; asked again, it says what became of it.
+                # An epoch is launched at most once, so it is safe to ask again what became of it.
                 if time.monotonic() - began > CONNECTION_TIMEOUT:
                     raise
                 await asyncio.sleep(AGAIN)
 
-    async def _result(self, state: MemberState) -> dict[str, Any]:
-        """Its own words; the runner's, where it could say none."""
-        try:
-            data = await self.runner.read(state.job, state.epoch, "result.json", limit=RESULT_BYTES)
-            return dict(json.loads(data))
-        except (RunnerRefused, ValueError):
-            return {"problem": _why(state)}
-
     async def _tidy(self, own: MemberState, files: Manifest) -> None:
-        """Folders of earlier builds go, and files that only they needed. That of this one stays: others may be following it."""
+        """Remove folders of earlier builds, and files that only they needed. The folder of this build stays: others may be following it."""
+        now = own.exit.finished_at if own.exit is not None else None  # by the machine's clock
         try:
             for state in (await self.runner.observe(probe=NO_PROBE)).attempts:
-                if _is_old(state, own):
+                if (state.job, state.epoch) == (own.job, own.epoch) or state.state in ALIVE:
+                    continue
+                then = state.exit.finished_at if state.exit is not None else None
+                if now is None or then is None or now - then > KEPT_SECONDS:
                     await self.runner.forget(state.job, state.epoch)
             await self.runner.sweep([entry.sha256 for entry in files.values()])
         except HostError:
@@ -360,17 +336,8 @@ def _live(states: Sequence[MemberState]) -> MemberState | None:
     return alive[-1] if alive else None
 
 
-def _is_old(state: MemberState, own: MemberState) -> bool:
-    """Ended long ago, by the clock of the machine."""
-    if (state.job, state.epoch) == (own.job, own.epoch) or state.state in ALIVE:
-        return False
-    now = own.exit.finished_at if own.exit is not None else None
-    then = state.exit.finished_at if state.exit is not None else None
-    return now is None or then is None or now - then > KEPT_SECONDS
-
-
 def _why(state: MemberState) -> str:
-    """How it ended, where it could not say so itself."""
+    """How a build ended that left no result."""
     ended = state.exit
     if state.state == RunnerState.REBOOTED:
         return "the machine was started anew meanwhile; try again"
@@ -385,7 +352,7 @@ def _why(state: MemberState) -> str:
 
 
 class _Follower:
-    """Passes on a log while it is written."""
+    """Passes on the log of a build while it is written."""
 
     def __init__(self, runner: Runner, tell: Tell) -> None:
         self.runner, self.tell = runner, tell
@@ -394,7 +361,7 @@ class _Follower:
         self._silent_since: float | None = None
 
     async def follow(self, state: MemberState) -> MemberState:
-        """Until it has ended. Raises HostError where the machine stays silent for CONNECTION_TIMEOUT."""
+        """Follow it until it has ended. Raises HostError if the machine stays silent for CONNECTION_TIMEOUT."""
         while True:
             try:
                 await self._read(state)
@@ -405,10 +372,18 @@ class _Follower:
                     state = each
                 self._heard()
             except (HostUnreachable, OutcomeUnknown) as error:
-                await self._silence(error)
+                now = time.monotonic()
+                if self._silent_since is None:
+                    self._silent_since = now
+                    self.tell(
+                        f"the connection is lost ({error}); it goes on there, and is looked for again"
+                    )
+                if now - self._silent_since > CONNECTION_TIMEOUT:
+                    raise
+                await asyncio.sleep(AGAIN)
 
     async def _read(self, state: MemberState) -> None:
-        """All that is there. Who has ended writes no more, so that what is read after that is all."""
+        """Read all of the log that is there. An attempt that has ended writes no more, so then this is all of it."""
         while True:
             part = await self.runner.log(state.job, state.epoch, self._offset)
             self._heard()
@@ -425,14 +400,3 @@ class _Follower:
         if self._silent_since is not None:
             self.tell("the connection is back")
         self._silent_since = None
-
-    async def _silence(self, error: HostError) -> None:
-        now = time.monotonic()
-        if self._silent_since is None:
-            self._silent_since = now
-            self.tell(
-                f"the connection is lost ({error}); it goes on there, and is looked for again"
-            )
-        if now - self._silent_since > CONNECTION_TIMEOUT:
-            raise error
-        await asyncio.sleep(AGAIN)

@@ -1,7 +1,7 @@
 """How a machine is reached: from what its row says to a `Host`, and to the key that it shows.
 
-Dispatcher and poller ask here. Nothing is connected yet when a `Host` is made; a machine without a pinned key gets one that refuses every
-call, and can only be asked for its key.
+Used by the dispatcher and the poller. A `Host` connects on its first call; that of a machine without a pinned key refuses every call, and
+can only be asked for the key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def host_of(machine: Machine, patience: Patience | None = None) -> Host:
 
 
 def runner_of(machine: Machine, host: Host) -> Runner:
-    """What is spoken to there. What an engine has begun that nobody knows any more is known by its files alone."""
+    """The runner there, reached through the machine's engine if it has one. Lost jobs of an engine are known by their files alone."""
     door = door_of(machine, host)
     return (
         Runner(host, root=machine.workdir, python=machine.python) if door is None else door.runner
@@ -52,17 +52,14 @@ def _kind(machine: Machine) -> EngineKind | None:
 
 
 async def shown_key(machine: Machine) -> HostKey:
-    """The key that a machine shows; nothing else is asked of it. Raises HostUnreachable; HostKeyError for the jump host's."""
+    """The host key that a machine shows. Raises HostUnreachable, or HostKeyError if the key of its jump host is wrong."""
     return await read_host_key(machine.ip_address, machine.port, jump=jump_address(machine.jump))
 
 
 def same_way(one: Machine, other: Machine) -> bool:
     """True if a connection made for the one serves for the other."""
-    return _way(one) == _way(other)
-
-
-def _way(machine: Machine) -> tuple[Any, ...]:
-    return machine.transport, _address(machine), machine.jump, _kind(machine)
+    ways = [(each.transport, _address(each), each.jump, _kind(each)) for each in (one, other)]
+    return ways[0] == ways[1]
 
 
 def _address(machine: Machine) -> Address:
@@ -76,7 +73,7 @@ def _address(machine: Machine) -> Address:
 
 
 def jump_address(row: Mapping[str, Any] | None) -> Address | None:
-    """The host that a machine is reached through. Written by hand, perhaps: what is missing has the value that SSH gives it."""
+    """The host that a machine is reached through. The row may be written by hand: missing fields get the defaults of SSH."""
     if not row:
         return None
     try:

@@ -1,16 +1,15 @@
-"""The way into the queue: whoever makes a row, and however, it is read, checked and expanded once, here.
+"""Admission: every new job row is read, checked and expanded once, here, before it enters the queue.
 
-`submit` makes the row of a `JobRequest`, `submit_array` those of many with few statements; people also insert rows by hand, and a
-dispatcher sweeps those up with `admit_new`. Whichever it was, admission reads the row as it stands in the database, since SQLite keeps
-whatever was written into a column. What is wrong is collected and
-becomes the `failure_reason` of a failed job: no row is ever lost without a word, and none that cannot be read stays where it would
-stop others. What is right is frozen: the command with all its parts and its hash, what it needs, and its place in the queue.
+`submit` writes the row of a `JobRequest`, `submit_array` writes many with few statements. People also insert rows by hand; the
+dispatcher finds those with `admit_new`. In each case admission reads the row as it stands in the database, since SQLite stores any type
+in any column. All problems are collected and become the `failure_reason` of a failed job: no row disappears silently, and an unreadable
+one does not block others. The row of a valid job gets its final command with its hash, its resources and its place in the queue.
 
-The place (`rank`) is a time: when the job was made, less an hour for each step of priority, or later, when those of its project that
-stand before it have had their turns (`fair_share.py`). So a project that submits thousands does not keep others from theirs, and nobody
-waits for ever, because ranks of later jobs are later.
+The place (`rank`) is a time in seconds: the job's creation, less an hour for each step of priority, or later if jobs of the same project
+go first (`fair_share.py`). So a project that submits thousands of jobs does not starve others, and every job gets its turn, because later
+jobs have later ranks.
 
-Nothing that a row names is imported: of kinds only the names count (`kinds.py`).
+Nothing that a row names is imported: a job type selects among installed kinds by name (`kinds.py`).
 """
 
 from __future__ import annotations
@@ -73,25 +72,27 @@ from groupwise.jobs.fleet.store.tables import GPU, VM, Job, Moment, Project, thi
 from groupwise.jobs.fleet.text_validation import text_problems
 from groupwise.jobs.hosts.spec import JOB_ID, JobSpec, as_json, path_problems, spec_hash
 
-MOST_WORDS = 4000
-"""Of a reason that is stored."""
+MAX_REASON_LENGTH = 4000
+"""Characters of a stored failure reason."""
 PORTION = 500
-"""Jobs of an array that are written and admitted together: more of them would save nothing, and make long statements."""
+"""Jobs of an array that are written and admitted together: a larger number saves nothing and makes long statements."""
 PASSES = 5
-"""In one look for new rows, over those with which nothing can be done."""
+"""Queries for new rows in one call of `admit_new`; each skips the rows that could be neither admitted nor refused."""
 ADMISSION = "admission"
 OWN_PROGRAMS = "groupwise"
-"""How they begin. A kind of job that runs one needs a machine that has it; whoever names a command knows by himself where that is."""
-_KEPT = frozenset({"job_id", "status", "project", "generation", "idempotency_key", "request_hash"})
-"""Columns of a row that no reading of it has to do without."""
+"""Prefix of our own programs. A job kind that runs one needs a prepared machine; a job that names its command brings its own program."""
+_NEVER_EMPTIED = frozenset(
+    {"job_id", "status", "project", "generation", "idempotency_key", "request_hash"}
+)
+"""Columns that keep their values when the rest of an unreadable row is replaced by defaults."""
 
 log = logging.getLogger(__name__)
 
-_TOLD: WeakKeyDictionary[Engine, set[str]] = WeakKeyDictionary()
-"""Jobs of each database that can be neither admitted nor refused, and that this process has told of: every sweep meets them again."""
+_LOGGED: WeakKeyDictionary[Engine, set[str]] = WeakKeyDictionary()
+"""Jobs of each database that can be neither admitted nor refused. Every sweep meets them again; each is logged once a process."""
 _JOBS: Table = Job.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
 _TIME = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d+)?)?)?(Z|[+-]\d\d:\d\d)?", re.ASCII)
-"""As SQLite reads times; Python reads more, and what the database does not read it does not let be written again."""
+"""The format of times that SQLite reads. Python reads more, but SQLite's triggers then refuse to write the row again."""
 
 
 # --- submitting -----------------------------------------------------------------------------------
@@ -107,10 +108,10 @@ def submit(
     idempotency_key: str | None = None,
     allowed: AllowedSecrets = UNLESS_TOLD,
 ) -> Job:
-    """A job of this request, admitted; where something is wrong with it, it has failed and says why.
+    """Write the row of this request and admit it. An invalid job is returned as failed, with its reason.
 
-    The same once more (by `idempotency_key`, else by `job_id`) gives the job that is there; another request under the same key or id is
-    refused: `idempotency_key_reused`, UsageError.
+    The same request under the same `idempotency_key` or `job_id` returns the existing job; a different request is refused: Refusal
+    `idempotency_key_reused` for the key, UsageError for the id.
     """
     _check(request, project)
     digest = _digest(project, [request])
@@ -135,7 +136,7 @@ def _submit(
     try:
         with session.begin_nested():
             session.add(job)
-    except IntegrityError:  # somebody has just submitted it
+    except IntegrityError:  # another process has just submitted it
         there = _same(session, project, job_id, idempotency_key, digest)
         if there is None:
             raise
@@ -155,9 +156,9 @@ def submit_array(
     idempotency_key: str | None = None,
     allowed: AllowedSecrets = UNLESS_TOLD,
 ) -> Iterator[Job]:
-    """What `submit` does with each request, in their order, with few statements for many. The key is one of them all.
+    """Submit many requests, in order, with few statements. One `idempotency_key` covers the whole array.
 
-    Raises what `submit` would, when all jobs before that one have been given out; nobody has rolled them back then.
+    Raises what `submit` would raise for a request, once all jobs before it have been yielded; those are not rolled back.
     """
     digest = _digest(project, requests)
     for start in range(0, len(requests), PORTION):
@@ -169,7 +170,7 @@ def submit_array(
 
 
 def key_in_array(key: str, number: int) -> str:
-    """Of a job of an array, from 0. Nobody submits with a key of this form: those of people are ASCII (`api/schemas/idempotency.py`)."""
+    """The key of a job of an array, counted from 0. Clients' keys are ASCII (`api/schemas/idempotency.py`), so none is the same."""
     return key if number == 0 else f"{key}·{number}"
 
 
@@ -181,6 +182,7 @@ def _submit_portion(
     project: str,
     allowed: AllowedSecrets,
 ) -> Iterator[Job]:
+    """Insert, admit and yield up to PORTION jobs; those that were submitted before under their key are yielded as they are."""
     there = _by_key(session, project, [key for _, key in portion if key is not None])
     ids: list[str] = []
     rows: list[dict[str, Any]] = []
@@ -190,58 +192,47 @@ def _submit_portion(
             _check(request, project)
             same = _repeated(None if key is None else there.get(key), None, digest)
         except (UsageError, Refusal) as error:
-            refused = error  # those before it may be wrong too, and are told first
+            refused = error  # an earlier one may be invalid too, and is reported first
             break
         ids.append(_new_id() if same is None else same.job_id)
         if same is None:
             rows.append(_written(request, digest, actor, project, ids[-1], key))
-    if rows and not _inserted(session, rows):
-        for request, key in portion:  # which of them it was, and whether it is the same
-            _check(request, project)
-            yield _submit(session, request, digest, actor, project, None, key, allowed)
-        return
+    if rows:
+        try:
+            with session.begin_nested():
+                session.execute(insert(Job), rows)
+        except IntegrityError:  # another process has just submitted one of them: find out which
+            for request, key in portion:
+                _check(request, project)
+                yield _submit(session, request, digest, actor, project, None, key, allowed)
+            return
     new = [row["job_id"] for row in rows]
     events.append_many(session, [_submission(actor, project, job_id) for job_id in new])
     _admit(session, new, allowed)
-    yield from _jobs(session, ids)
+    query = select(Job).where(Job.job_id.in_(ids)).execution_options(populate_existing=True)
+    found = {job.job_id: job for job in session.scalars(query)}
+    yield from (found[job_id] for job_id in ids)
     if refused is not None:
         raise refused
 
 
-def _inserted(session: Session, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """False, and none of them, where somebody has just submitted one."""
-    try:
-        with session.begin_nested():
-            session.execute(insert(Job), rows)
-    except IntegrityError:
-        return False
-    return True
-
-
-def _jobs(session: Session, ids: Sequence[str]) -> Iterator[Job]:
-    """As they stand in the database now, in this order."""
-    query = select(Job).where(Job.job_id.in_(ids)).execution_options(populate_existing=True)
-    found = {job.job_id: job for job in session.scalars(query)}
-    return (found[job_id] for job_id in ids)
-
-
 def _check(request: JobRequest, project: str) -> None:
-    """Raises InvalidRequest where something cannot even be written."""
+    """Raise InvalidRequest if a text cannot be stored in the database."""
     columns, document = request.columns(), request.document()
     if found := [*text_problems({**columns, **document, "project": project}, "")]:
         raise InvalidRequest(found)
 
 
 def _digest(project: str, requests: Sequence[JobRequest]) -> str:
-    """By which what was submitted together is known again: all of it, and how many they are."""
-    told = "\n".join([project, *(request.digest() for request in requests)])
-    return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
+    """Hash of everything that was submitted together, to recognise a repeated submission."""
+    submitted = "\n".join([project, *(request.digest() for request in requests)])
+    return hashlib.sha256(submitted.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _written(
     request: JobRequest, digest: str, actor: str, project: str, job_id: str, key: str | None
 ) -> dict[str, Any]:
-    """Its row, before it is admitted."""
+    """The row of a job before admission."""
     return {
         "job_id": job_id,
         "project": project,
@@ -255,7 +246,7 @@ def _written(
 
 
 def _submission(actor: str, project: str, job_id: str) -> dict[str, Any]:
-    """The event that tells of it."""
+    """The event of a submission."""
     detail = {"project": project}
     return {"actor": actor, "kind": events.JOB_SUBMITTED, "job_id": job_id, "detail": detail}
 
@@ -263,7 +254,7 @@ def _submission(actor: str, project: str, job_id: str) -> dict[str, Any]:
 def _same(
     session: Session, project: str, job_id: str | None, key: str | None, digest: str
 ) -> Job | None:
-    """The job that was made of the same request before."""
+    """The existing job of the same request, if any. Raises if the key or id belongs to another request."""
     if key is not None:
         there = _repeated(_by_key(session, project, [key]).get(key), job_id, digest)
         if there is not None:
@@ -277,7 +268,7 @@ def _same(
 
 
 def _by_key(session: Session, project: str, keys: Sequence[str]) -> dict[str, Job]:
-    """The jobs that were made with these keys."""
+    """The project's jobs with these idempotency keys."""
     if not keys:
         return {}
     query = select(Job).where(Job.project == project, Job.idempotency_key.in_(keys))
@@ -285,7 +276,7 @@ def _by_key(session: Session, project: str, keys: Sequence[str]) -> dict[str, Jo
 
 
 def _repeated(there: Job | None, job_id: str | None, digest: str) -> Job | None:
-    """The job of a key, where it is the same once more. Raises `idempotency_key_reused`."""
+    """The job of a key, if this is the same request again. Raises `idempotency_key_reused` otherwise."""
     if there is None:
         return None
     if there.request_hash != digest or job_id not in (None, there.job_id):
@@ -308,18 +299,18 @@ def _bad_id(job_id: str) -> str:
 
 
 def admit(session: Session, ids: Sequence[str], allowed: AllowedSecrets = UNLESS_TOLD) -> None:
-    """Check, expand and rank jobs that are as new; their rows then say what became of each.
+    """Check, expand and rank new jobs; their rows then say what became of each.
 
-    A job that does not say how many GPUs it wants stays as it is until some machine was observed: nobody can say before.
+    A job without a GPU count stays as it is until some machine was observed, since its default depends on the fleet.
     """
     session.flush()
     _admit(session, ids, allowed)
 
 
 def admit_new(session: Session, limit: int, allowed: AllowedSecrets = UNLESS_TOLD) -> int:
-    """The same for rows that nobody has admitted yet, the oldest first; how many were dealt with.
+    """Admit up to `limit` rows that are not admitted yet, oldest first; returns how many were admitted or refused.
 
-    Rows that the database does not even let be refused are passed over, so that they stand before no others.
+    Rows that can be neither admitted nor refused are skipped, so that they do not block younger ones.
     """
     dealt_with, stuck = 0, set[str]()
     for _ in range(PASSES):
@@ -332,7 +323,7 @@ def admit_new(session: Session, limit: int, allowed: AllowedSecrets = UNLESS_TOL
 
 
 def _new(session: Session, limit: int, but: Collection[str]) -> Sequence[str]:
-    """Ids of the oldest that nobody has admitted yet; no other dispatcher has them in hand."""
+    """Ids of the oldest jobs that are not admitted yet and that no other dispatcher is admitting now."""
     query = (
         select(Job.job_id)
         .where(Job.admitted_at.is_(None), Job.status.in_((JobStatus.QUEUED, JobStatus.HELD)))
@@ -346,9 +337,9 @@ def _new(session: Session, limit: int, but: Collection[str]) -> Sequence[str]:
 def _admit(
     session: Session, ids: Sequence[str], allowed: AllowedSecrets, stuck: set[str] | None = None
 ) -> int:
-    """All of them together; where that breaks, by halves, so that the one which breaks it holds up nobody else.
+    """Admit all of them together; if that fails, each half by itself, so that one bad row does not block the others.
 
-    `stuck` gets the ids of those with which nothing can be done.
+    Returns how many were admitted or refused; `stuck` receives the ids of rows for which neither was possible.
     """
     stuck = set() if stuck is None else stuck
     try:
@@ -356,10 +347,10 @@ def _admit(
             return _admit_together(session, ids, allowed)
     except DBAPIError as error:
         if not isinstance(error, DataError | IntegrityError):
-            raise  # the database itself: whoever asked begins anew
+            raise  # the database itself failed: the caller retries the transaction
         if len(ids) == 1:
             return _give_up(session, ids[0], error, stuck)
-    except Exception as error:  # noqa: BLE001 - a row holds what nobody thought of; which one is found out below
+    except Exception as error:  # noqa: BLE001 - a row holds an unforeseen value; the halves below find out which
         if len(ids) == 1:
             return _give_up(session, ids[0], error, stuck)
     half = len(ids) // 2
@@ -367,30 +358,31 @@ def _admit(
 
 
 def _give_up(session: Session, job_id: str, error: Exception, stuck: set[str]) -> int:
-    """A row that admission broke at has failed, with all that can be said about it; how many that are."""
-    told = _TOLD.setdefault(session.connection().engine, set())
-    if job_id not in told:
+    """Fail a job whose row broke admission. Returns 1, or 0 if the database refuses that too; then its id is added to `stuck`."""
+    logged = _LOGGED.setdefault(session.connection().engine, set())
+    if job_id not in logged:
         log.error("job %r cannot be admitted", job_id, exc_info=error)
     status = session.scalar(select(Job.status).where(Job.job_id == job_id))
     because = [f"it cannot be read: {type(error).__name__}: {error}"]
     row = _Row({"job_id": job_id, "status": status})
-    emptied = {column.name: "" for column in _JOBS.columns if column.name not in _KEPT}
-    for each in (row, _Row(row.values, emptied)):  # the database may not let it stay as it is
+    emptied = {column.name: "" for column in _JOBS.columns if column.name not in _NEVER_EMPTIED}
+    for each in (row, _Row(row.values, emptied)):  # a bad value may have to go before any update
         try:
             with session.begin_nested():
                 _refuse(session, each, because)
-            told.discard(job_id)
+            logged.discard(job_id)
             return 1
         except (DataError, IntegrityError) as refused:
             problem = refused
-    if job_id not in told:
+    if job_id not in logged:
         log.error("nor can it be refused, and it stays as it is", exc_info=problem)
-    told.add(job_id)
+    logged.add(job_id)
     stuck.add(job_id)
     return 0
 
 
 def _admit_together(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> int:
+    """Admit or refuse each of these jobs; returns for how many of them that could be decided now."""
     rows = _rows(session, ids)
     if not rows:
         return 0
@@ -404,17 +396,25 @@ def _admit_together(session: Session, ids: Sequence[str], allowed: AllowedSecret
         elif answer:
             _refuse(session, row, answer)
             refused += 1
-    accepted = [each for each in admitted if not _over_quota(session, each, fleet, rows)]
+    accepted: list[_Admitted] = []
+    for job in admitted:
+        project = fleet.projects[job.project]
+        if (full := project.full("submit it again")) is not None:
+            _refuse(session, job.row, [full])
+        else:
+            project.waiting += 1
+            accepted.append(job)
     _freeze(session, accepted, fleet)
     return len(admitted) + refused
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row as it stands there, and which of its columns cannot be read."""
+    """A row of `jobs` as it stands in the database."""
 
     values: Mapping[str, Any]
     unreadable: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Why a column cannot be read, by its name; its value is None."""
 
     @property
     def job_id(self) -> str:
@@ -422,14 +422,14 @@ class _Row:
 
     @property
     def request(self) -> Mapping[str, Any] | None:
-        """Its document, if it is one."""
+        """The document in column `request`, if it is a JSON object."""
         document = self.values["request"]
         return cast("Mapping[str, Any]", document) if isinstance(document, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Admitted:
-    """What becomes of a row that is right."""
+    """What admission decided for a valid row."""
 
     row: _Row
     spec: JobSpec
@@ -443,7 +443,7 @@ class _Admitted:
 
 
 class _Fleet:
-    """What admission must know beside the rows; read once for many."""
+    """What admission must know besides the rows; read once for many."""
 
     def __init__(self, session: Session, rows: Iterable[_Row], allowed: AllowedSecrets) -> None:
         self.allowed = allowed
@@ -452,15 +452,27 @@ class _Fleet:
         self.projects = _lock_projects(
             session, {row.values["project"] for row in rows if "project" not in row.unreadable}
         )
-        self.projects_of_jobs = _projects_of(session, rows)
+        after: set[str] = set()
+        for row in rows:
+            words: Any = (row.request or {}).get("after")
+            if isinstance(words, list):
+                named = cast("list[Any]", words)
+                after |= {dependency(word)[0] for word in named if isinstance(word, str)}
+        query = select(Job.job_id, Job.project).where(Job.job_id.in_(after))
+        self.projects_of_jobs = dict(session.execute(query).all()) if after else {}
 
 
 def _answer(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
-    """What becomes of it, or what is wrong with it; an empty list: it cannot be said yet."""
+    """The decision on a row, or what is wrong with it; an empty list if it cannot be decided yet."""
     found = [f"{name}: {why}" for name, why in row.unreadable.items()]
     if not JOB_ID.fullmatch(row.job_id):
         found.append(_bad_id(row.job_id))
-    columns, beyond = _columns(row, found), _beyond(row, found)
+    columns: Columns | None = None
+    try:
+        columns = columns_from_row(row.values)
+    except InvalidRequest as error:
+        found += [p for p in error.problems if p.partition(":")[0] not in row.unreadable]
+    beyond = _beyond(row, found)
     if columns is None or beyond is None:
         return found
     found += [*_column_problems(columns), *problems(beyond), *_follows(row, columns, beyond, fleet)]
@@ -475,15 +487,8 @@ def _answer(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
     return _admitted(row, spec, beyond, fleet)
 
 
-def _columns(row: _Row, found: list[str]) -> Columns | None:
-    try:
-        return columns_from_row(row.values)
-    except InvalidRequest as error:
-        found += [p for p in error.problems if p.partition(":")[0] not in row.unreadable]
-        return None
-
-
 def _beyond(row: _Row, found: list[str]) -> Beyond | None:
+    """What the request asks for beyond the columns; None if it is invalid, with the reasons added to `found`."""
     if row.request is None:
         if "request" not in row.unreadable:
             found.append("request: a JSON object is wanted, {} where there is nothing to say")
@@ -500,6 +505,7 @@ def _column_problems(columns: Columns) -> list[str]:
 
 
 def _follows(row: _Row, columns: Columns, beyond: Beyond, fleet: _Fleet) -> list[str]:
+    """What is wrong with the jobs that this one is to run after."""
     found: list[str] = []
     for word in beyond.after:
         job_id, _ = dependency(word)
@@ -511,6 +517,7 @@ def _follows(row: _Row, columns: Columns, beyond: Beyond, fleet: _Fleet) -> list
 
 
 def _admitted(row: _Row, spec: JobSpec, beyond: Beyond, fleet: _Fleet) -> _Admitted | list[str]:
+    """The decision on a valid row; an empty list while the default number of GPUs is unknown."""
     resources = beyond.resources
     if resources.settled(0) != resources.settled(1):
         if fleet.gpus_by_default is None:
@@ -520,45 +527,33 @@ def _admitted(row: _Row, spec: JobSpec, beyond: Beyond, fleet: _Fleet) -> _Admit
         resources = resources.settled(0)
     if row.values["job_type"] != COMMAND and spec.arguments[0].startswith(OWN_PROGRAMS):
         resources = resources.model_copy(update={"prepared": True})
-    # Who was released once is not held again because it was to be held at first.
+    # `hold` holds a job once: a retried one, which was released before, is not held again.
     to_be_held = beyond.hold and row.values["generation"] == 0
     held = to_be_held or row.values["status"] == JobStatus.HELD
     return _Admitted(row, spec, resources, held, beyond.after)
 
 
 def _gpus_by_default(session: Session) -> int | None:
-    """How many GPUs a job gets that does not say: one, or none in a fleet without. None: no machine was observed yet."""
+    """GPUs of a job that gives no number: 1, or 0 in a fleet without GPUs. None if no machine was observed yet."""
     of_fleet = select(GPU.gpu_id).join(VM, VM.vm_id == GPU.vm_id).where(VM.active).limit(1)
-    if session.scalar(of_fleet) is not None or _engine_gives_gpus(session):
+    if session.scalar(of_fleet) is not None:
+        return 1
+    documents = session.scalars(select(VM.engine).where(VM.active, VM.engine.is_not(None)))
+    engines = (elastic_of(document) for document in documents)
+    if any(engine is not None and engine.said.gpus > 0 for engine in engines):
         return 1
     seen = select(VM.vm_id).where(VM.active, (VM.observed_round > 0) | VM.last_polled.is_not(None))
     return None if session.scalar(seen.limit(1)) is None else 0
-
-
-def _engine_gives_gpus(session: Session) -> bool:
-    rows = session.scalars(select(VM.engine).where(VM.active, VM.engine.is_not(None)))
-    found = (elastic_of(document) for document in rows)
-    return any(each is not None and each.said.gpus > 0 for each in found)
-
-
-def _projects_of(session: Session, rows: Iterable[_Row]) -> dict[str, str]:
-    """The projects of the jobs that these rows are to come after."""
-    words: list[Any] = []
-    for row in rows:
-        after = (row.request or {}).get("after")
-        words += cast("list[Any]", after) if isinstance(after, list) else []
-    ids = {dependency(word)[0] for word in words if isinstance(word, str)}
-    if not ids:
-        return {}
-    query = select(Job.job_id, Job.project).where(Job.job_id.in_(ids))
-    return dict(session.execute(query).all())
 
 
 # --- rows as they stand there ---------------------------------------------------------------------
 
 
 def _rows(session: Session, ids: Sequence[str]) -> list[_Row]:
-    """In this order. Read column by column, as a mapped row fails as a whole where one value cannot be read; PostgreSQL has none such."""
+    """The rows of these jobs, in this order.
+
+    SQLite may hold values of the wrong type, and a mapped row fails as a whole if one cannot be read, so columns are read one by one.
+    """
     if not ids:
         return []
     raw: list[Any] = [
@@ -575,7 +570,18 @@ def _rows(session: Session, ids: Sequence[str]) -> list[_Row]:
     return [_row(dict(values), dialect) for values in found]
 
 
+_TYPE_NAMES = {
+    datetime: "a time",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    object: "JSON",
+}
+
+
 def _row(raw: Mapping[str, Any], dialect: Dialect) -> _Row:
+    """A row of SQLite, in which any column may hold a value of any type."""
     values: dict[str, Any] = {}
     unreadable: dict[str, str] = {}
     for column in _JOBS.columns:
@@ -583,13 +589,14 @@ def _row(raw: Mapping[str, Any], dialect: Dialect) -> _Row:
         try:
             values[name] = _value(column.type, raw[name], dialect)
         except (ValueError, TypeError):
-            unreadable[name] = f"{str(raw[name])[:60]!r} cannot be read as {_word(column.type)}"
+            wanted = _TYPE_NAMES[_type_of(column.type)]
+            unreadable[name] = f"{str(raw[name])[:60]!r} cannot be read as {wanted}"
             values[name] = None
     return _Row(values, unreadable)
 
 
 def _value(kind: Any, value: Any, dialect: Dialect) -> Any:
-    """The value of a column as mapped rows have it; ValueError or TypeError where it is of another type."""
+    """The value of a column as a mapped row has it; ValueError or TypeError if it has another type."""
     wanted = _type_of(kind)
     if wanted is datetime and value is not None and not _TIME.fullmatch(str(value)):
         raise ValueError(value)
@@ -609,30 +616,22 @@ def _value(kind: Any, value: Any, dialect: Dialect) -> Any:
 
 
 def _type_of(kind: Any) -> type:
-    """`object` for JSON, which may be anything."""
+    """The Python type of a column; `object` for JSON, which may be anything."""
     return datetime if isinstance(kind, Moment) else kind.python_type
-
-
-def _word(kind: Any) -> str:
-    words = {
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        bool: "true or false",
-        object: "JSON",
-    }
-    return words.get(_type_of(kind), "a time")
 
 
 # --- what is written ------------------------------------------------------------------------------
 
 
 def _refuse(session: Session, row: _Row, found: Sequence[str]) -> None:
-    """The job has failed before it began. What cannot be read is replaced by its default, or nobody could look at the row."""
-    no_objects = [name for name in ("request", "hyperparams") if _is_no_object(row, name)]
-    mended = {name: _default(name) for name in (*row.unreadable, *no_objects)}
-    reason = "\n".join(found)[:MOST_WORDS]
-    if row.values["status"] == JobStatus.HELD:  # nothing that is held fails; it is let go first
+    """Fail the job before it began. Unreadable columns get their defaults, since no query could read the row otherwise."""
+    mended = {name: _default(name) for name in row.unreadable}
+    for name in ("request", "hyperparams"):
+        value = row.values.get(name)
+        if value is not None and not isinstance(value, dict):
+            mended[name] = _default(name)
+    reason = "\n".join(found)[:MAX_REASON_LENGTH]
+    if row.values["status"] == JobStatus.HELD:  # a held job cannot fail; it is released first
         values = {**mended, "status": JobStatus.QUEUED}
         released = update(Job).where(Job.job_id == row.job_id).values(values)
         session.execute(released.execution_options(synchronize_session=False))
@@ -660,38 +659,32 @@ def _refuse(session: Session, row: _Row, found: Sequence[str]) -> None:
     )
 
 
-def _is_no_object(row: _Row, name: str) -> bool:
-    return row.values.get(name) is not None and not isinstance(row.values[name], dict)
-
-
 def _default(name: str) -> ColumnElement[Any]:
-    """What the database itself would put there."""
+    """The value that the database itself would put into a column of `jobs`."""
     default: Any = _JOBS.columns[name].server_default
     if default is None:
         return null()
     return literal_column(f"'{default.arg}'") if isinstance(default.arg, str) else default.arg
 
 
-def _over_quota(session: Session, job: _Admitted, fleet: _Fleet, rows: Sequence[_Row]) -> bool:
-    """Whether its project has as many waiting jobs as it may; then it has failed."""
-    project = fleet.projects[job.project]
-    if (full := project.full("submit it again")) is not None:
-        _refuse(session, job.row, [full])
-        return True
-    project.waiting += 1
-    return False
-
-
 def no_room(session: Session, project: str, ahead: int = 0) -> str | None:
-    """Why no job of a project may begin to wait once more, `ahead` of them being about to, if so; until the end nobody else admits one."""
+    """Why the project may not have `ahead` + 1 more waiting jobs, if so. Locks the project, so none is admitted until the commit."""
     return _lock_projects(session, [project])[project].full("retry it", ahead)
 
 
 def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
-    """Command, needs and place of each, with an event; and how far each project has come."""
+    """Write command, resources and place of each job, with an event, and how far its project's queue has come."""
     if not jobs:
         return
-    places = [_placed(job, fleet) for job in jobs]
+    places: list[QueuePosition] = []
+    for job in jobs:
+        made: datetime = job.row.values["created_at"]
+        if made.tzinfo is None:
+            made = made.replace(tzinfo=UTC)
+        # A retried job has waited since its retry; a creation time in the future counts as now.
+        since = fleet.now if job.row.values["generation"] else min(made.timestamp(), fleet.now)
+        due = since - job.row.values["priority"] * PRIORITY_SECONDS
+        places.append(fleet.projects[job.project].line.place(due, job.resources))
     for project in fleet.projects.values():
         project.line.settle()
     values: list[dict[str, Any]] = []
@@ -711,7 +704,12 @@ def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
             }
         )
     session.execute(update(Job), values)
-    rights.record(session, _named(jobs))
+    blobs = (
+        (sha256, job.project)
+        for job in jobs
+        for sha256, _, _ in (job.row.request or {}).get("files", {}).values()
+    )
+    rights.record(session, blobs)
     events.append_many(
         session,
         [
@@ -726,38 +724,21 @@ def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
     )
 
 
-def _named(jobs: Iterable[_Admitted]) -> Iterator[tuple[str, str]]:
-    """The blobs that their requests name, each with the project."""
-    for job in jobs:
-        for sha256, _, _ in (job.row.request or {}).get("files", {}).values():
-            yield sha256, job.project
-
-
-def _placed(job: _Admitted, fleet: _Fleet) -> QueuePosition:
-    """Where it stands in the line of its project. One that is retried has waited since then, and nobody waits since a time to come."""
-    made: datetime = job.row.values["created_at"]
-    if made.tzinfo is None:
-        made = made.replace(tzinfo=UTC)
-    since = fleet.now if job.row.values["generation"] else min(made.timestamp(), fleet.now)
-    due = since - job.row.values["priority"] * PRIORITY_SECONDS
-    return fleet.projects[job.project].line.place(due, job.resources)
-
-
 # --- projects -------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Share:
-    """Of a project in the queue."""
+    """A project's limit of waiting jobs and its place in the queue."""
 
     name: str
     max_waiting: int | None
     waiting: int
-    """Counted only where there is a limit."""
+    """Counted only if there is a limit."""
     line: ProjectQueue
 
     def full(self, remedy: str, ahead: int = 0) -> str | None:
-        """Why no more of it may wait, if so."""
+        """Why no more jobs of the project may wait, if so."""
         waiting = self.waiting + ahead
         if self.max_waiting is None or waiting < self.max_waiting:
             return None
@@ -768,8 +749,9 @@ class _Share:
 
 
 def _lock_projects(session: Session, names: Collection[str]) -> dict[str, _Share]:
-    """The projects, made where they are not there yet; nobody else ranks a job of theirs until the end."""
+    """The projects, created if need be, and locked: no other process ranks their jobs until this transaction ends."""
     ordered = sorted(names)
+    waiting = select(func.count()).where(WAITING, Job.admitted_at.is_not(None))
     if not ordered:
         return {}
     insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
@@ -784,13 +766,10 @@ def _lock_projects(session: Session, names: Collection[str]) -> dict[str, _Share
         row.name: _Share(
             row.name,
             row.max_waiting,
-            0 if row.max_waiting is None else _waiting(session, row.name),
+            0
+            if row.max_waiting is None
+            else session.scalar(waiting.where(Job.project == row.name)) or 0,
             ProjectQueue(session, row.name, row.weight),
         )
         for row in rows
     }
-
-
-def _waiting(session: Session, project: str) -> int:
-    query = select(func.count()).where(WAITING, Job.admitted_at.is_not(None))
-    return session.scalar(query.where(Job.project == project)) or 0

@@ -1,14 +1,14 @@
-"""What the fleet has free.
+"""Capacity: what the fleet has free.
 
-`view` reads machines, GPUs and open reservations into the views of `placement.py`, together with what is withheld for jobs that have
-waited for long and how much each project uses of its quota. `claim.py` places jobs on it, `requeue_pending.py` tries on it who could begin,
-`pending_reasons.py` says by it why a job waits.
+`view` reads machines, GPUs and open reservations into the dataclasses of `placement.py`, together with what is withheld for long-waiting
+jobs and how much each project uses of its quota. `claim.py` places jobs on it, `requeue_pending.py` tries which pending jobs could begin,
+`pending_reasons.py` derives from it why a job waits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -41,55 +41,55 @@ from groupwise.jobs.fleet.store.database import seconds
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
 
 STALE_SECONDS = 120.0
-"""A machine that was not observed for longer gets nothing new; it is polled every 15, unless told otherwise."""
+"""A machine that was not observed for longer gets no new job; by default it is polled every 15 seconds."""
 STALE_LOOKS = 4
-"""Nor one that is looked at more rarely, and was not for so many times as long as between two looks."""
+"""A machine that is polled more rarely gets none after this many polling intervals without an observation."""
 LOOK_SECONDS = "look_seconds"
-"""Beside the facts of a machine: how often its poller looks at it."""
+"""Key in the facts of a machine: its polling interval in seconds."""
 MOST_PATIENT = 16
-"""Jobs for which something is withheld at once; those for which nothing could be are not counted."""
+"""Long-waiting jobs for which something is withheld at once; those for which nothing could be withheld do not count."""
 MOST_ASKED = 256
-"""Jobs that have waited for long, of which those are."""
+"""Long-waiting jobs that are considered for that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """GPUs of a project. One of which it holds several shares is one."""
+    """GPUs that a project may have and holds. A GPU of which it holds several shares counts once."""
 
     most: int
     held: frozenset[int] = frozenset()
     """gpu_id of each."""
     of_engines: int = 0
-    """That engines were asked for, beside those."""
+    """GPUs requested from engines, in addition."""
 
     @property
     def used(self) -> int:
-        """All together."""
+        """All GPUs that count for the quota."""
         return len(self.held) + self.of_engines
 
     def has_room_for(self, resources: Resources) -> bool:
-        """On whichever GPUs."""
+        """True if the project may have that many GPUs more, none of which it shares already."""
         wanted = _gpus_of(resources)
         return not wanted or self.used + wanted <= self.most
 
 
 @dataclass(slots=True)
 class View:
-    """What is free at one moment, less what was placed on it since."""
+    """What is free at one moment, less what `take` has booked since."""
 
     now: float
     machines: dict[str, Machine]
     patient: deque[tuple[RankKey, Resources, str]] = field(
         default_factory=deque[tuple[RankKey, Resources, str]]
     )
-    """Jobs, of projects, that have waited for long, in their order, and for which it has not been found out yet what to withhold: that is
-    done when somebody behind them looks."""
+    """Long-waiting jobs with their projects, by rank, for which nothing was withheld yet: that is computed when a job behind them is
+    placed."""
     held: list[tuple[RankKey, Held]] = field(default_factory=list[tuple[RankKey, Held]])
-    """What is withheld for others of them, in their order."""
+    """What is withheld for the other long-waiting jobs, by rank."""
     quotas: dict[str, Quota] = field(default_factory=dict[str, Quota])
-    """Of projects that have one."""
+    """Quotas of the projects that have one."""
     roomy: list[str] | None = None
-    """Machines that have anything free; fewer and fewer. None: nobody has looked yet."""
+    """Machines that have anything free, fewer with each booking. None: not computed yet."""
 
     def look(
         self,
@@ -98,28 +98,28 @@ class View:
         key: RankKey,
         avoid: Avoid = NOTHING_AVOIDED,
     ) -> Placement | Blocked:
-        """Room for a job, or why there is none."""
+        """Find room for a job, or say why there is none."""
         if (why := self.over_quota(resources, project)) is not None:
             return why
         open_to_it = self._open_to(resources, project, self.machines.values())
         held = self.held_before(key)
         found = place(resources, open_to_it, held_for_others=held, avoid=avoid)
         if isinstance(found, Blocked) and self._may_take_no_more(resources, project):
-            uses, share = _uses(project, self.quotas[project]), resources.share_mb
+            uses, share = self._quota_use(project), resources.share_mb
             return Blocked((f"{uses}, and those have no room for a share of {share} MB",))
         return found
 
     def room_for(
         self, resources: Resources, project: str, key: RankKey, avoid: Avoid = NOTHING_AVOIDED
     ) -> Placement | None:
-        """The same placement without reasons: machines that have nothing free for anybody, most of a full fleet, are passed over."""
+        """The same placement without reasons. Faster: machines with nothing free, which are most of a full fleet, are skipped."""
         if self.over_quota(resources, project):
             return None
         open_to_it = self._open_to(resources, project, self._with_room())
         return room(resources, open_to_it, self.held_before(key), avoid)
 
     def take(self, placement: Placement, resources: Resources, project: str) -> None:
-        """Book it, so that what is looked at next sees what is left."""
+        """Book the placement, so that the next job sees what is left."""
         apply(placement, resources, self.machines)
         if quota := self.quotas.get(project):
             taken = {gpu.gpu_id for seat in placement.seats for gpu in seat.gpus}
@@ -129,7 +129,7 @@ class View:
             )
 
     def is_full(self, after: RankKey | None = None) -> bool:
-        """Nothing whatever is free, or nothing for who stands behind this job, so that none need be looked at."""
+        """True if nothing is free, for any job or for those behind `after`, so that none of them need be tried."""
         held = NOTHING_HELD if after is None else self.held_before(after)
         return not any(has_room(machine, held) for machine in self._with_room())
 
@@ -139,23 +139,27 @@ class View:
         return [self.machines[name] for name in self.roomy]
 
     def over_quota(self, resources: Resources, project: str) -> Blocked | None:
-        """Why the project may not have that much more, wherever it were; a share may be one of a GPU that it has already."""
+        """Why the project's quota forbids the job on any machine, if so; a share may be on a GPU that the project shares already."""
         quota, wanted = self.quotas.get(project), _gpus_of(resources)
         if quota is None or quota.has_room_for(resources):
             return None
         if resources.share_mb is not None and self._shared_by(project):
             return None
         return Blocked(
-            (f"{_uses(project, quota)}, {wanted} wanted",),
+            (f"{self._quota_use(project)}, {wanted} wanted",),
             never=wanted > quota.most,
         )
+
+    def _quota_use(self, project: str) -> str:
+        quota = self.quotas[project]
+        return f"project {project} uses {quota.used} of its {quota.most} GPUs"
 
     def _may_take_no_more(self, resources: Resources, project: str) -> bool:
         quota = self.quotas.get(project)
         return quota is not None and not quota.has_room_for(resources)
 
     def _shared_by(self, project: str) -> frozenset[int]:
-        """GPUs of which the project holds shares."""
+        """gpu_id of the GPUs of which the project holds shares."""
         held = self.quotas[project].held
         return frozenset(
             gpu.gpu_id
@@ -167,8 +171,8 @@ class View:
     def _open_to(
         self, resources: Resources, project: str, among: Iterable[Machine]
     ) -> Iterable[Machine]:
-        """Where a job may go at all: to no machine that is kept for others, and one whose project may have no more GPUs, to those that it
-        has."""
+        """The machines as the job may use them: those kept for other projects are closed, and a project with an exhausted quota sees only
+        GPUs that it shares already."""
         among = [
             each
             if each.projects is None or project in each.projects
@@ -182,7 +186,7 @@ class View:
         return [replace(each, gpus=gpus) for each, gpus in kept if gpus]
 
     def held_before(self, key: RankKey) -> Held:
-        """What is withheld for others: those that stand before it in the queue."""
+        """What is withheld for other jobs that stand before this one in the queue."""
         while self.patient and self.patient[0][0] < key:
             other, resources, project = self.patient.popleft()
             if len(self.held) < MOST_PATIENT and self.over_quota(resources, project) is None:
@@ -194,7 +198,7 @@ class View:
         return together
 
     def withhold_for(self, resources: Resources, project: str, key: RankKey) -> None:
-        """Keep for this job what it will need, unless others before it do."""
+        """Withhold for this job what it will need, except what is withheld for others before it."""
         if all(other != key for other, _ in self.held):
             before = self.held_before(key)
             open_to_it = self._open_to(resources, project, self.machines.values())
@@ -204,16 +208,12 @@ class View:
                 self.held.sort(key=lambda entry: entry[0])
 
 
-def _uses(project: str, quota: Quota) -> str:
-    return f"project {project} uses {quota.used} of its {quota.most} GPUs"
-
-
 def _gpus_of(resources: Resources) -> int:
     return resources.gpu_count * resources.machines
 
 
 def view(session: Session, projects: Collection[str]) -> View:
-    """What is free now, what is withheld, and the quotas of these projects."""
+    """Read what is free now, what is withheld, and the quotas of these projects."""
     now = seconds(session)
     patient = _patient(session, now)
     counted = {*projects, *(project for _, _, project in patient)}
@@ -228,7 +228,7 @@ def view(session: Session, projects: Collection[str]) -> View:
 def machines(
     session: Session, now: float, vm_ids: Collection[str] | None = None
 ) -> dict[str, Machine]:
-    """The machines of the fleet, or these of them, as placement sees them."""
+    """Read the machines of the fleet, or only `vm_ids`, as placement sees them."""
     return _machines(session, now, vm_ids, _taken(session, vm_ids))
 
 
@@ -244,7 +244,11 @@ def _machines(
         strays = untracked_processes.holding(facts)
         engine = elastic_of(row.engine)
         own = () if engine else tuple(_beside(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
-        slots = engine.said.slots if engine else _cpu_slots(row.cpu_slots, own)
+        slots = (
+            engine.said.slots
+            if engine
+            else (int(not own) if row.cpu_slots is None else row.cpu_slots)
+        )
         labels: Mapping[str, Any] = row.labels or {}
         found[row.vm_id] = Machine(
             vm_id=row.vm_id,
@@ -267,12 +271,8 @@ def _machines(
     return found
 
 
-def _cpu_slots(column: int | None, gpus: Sequence[MachineGPU]) -> int:
-    return int(not gpus) if column is None else column
-
-
 def _beside(gpu: MachineGPU, strays: untracked_processes.Holding) -> MachineGPU:
-    """What is left of it by attempts that stand in no table."""
+    """The GPU, less what untracked attempts hold of it."""
     share = strays.shares_mb.get(gpu.uuid, 0)
     if not share and gpu.uuid not in strays.whole:
         return gpu
@@ -299,7 +299,7 @@ _VM_COLUMNS = (
 
 
 def kept_for(column: Any) -> frozenset[str] | None:
-    """Whose jobs alone a machine takes; None: any project's. What is no list, in a column that anybody may write, names none."""
+    """The only projects whose jobs a machine takes; None: any. People write this column by hand: anything but a list names none."""
     if column is None:
         return None
     named = cast("list[Any]", column) if isinstance(column, list) else []
@@ -307,9 +307,10 @@ def kept_for(column: Any) -> frozenset[str] | None:
 
 
 def _trouble(row: Any, now: float) -> str | None:
-    """Why nothing new is placed on a machine."""
+    """Why no new job is placed on a machine, if so."""
     problem = f": {row.problem}" if row.problem else ""
     age, stale = now - row.observed_round, stale_after(row.facts)
+    minutes = "two minutes" if stale == STALE_SECONDS else f"{stale / 60:.0f} minutes"
     reasons = (
         (row.lost_at is not None, "given up as lost"),
         (row.contact == Contact.NEW, "not observed yet (is a poller running?)"),
@@ -321,48 +322,46 @@ def _trouble(row: Any, now: float) -> str | None:
         (row.draining, "draining"),
         (row.cordoned is not None, f"cordoned: {row.cordoned}"),
         (row.degraded, f"its GPUs cannot be read{problem}"),
-        (age > stale, f"not observed for over {_minutes(stale)} (is a poller running?)"),
+        (age > stale, f"not observed for over {minutes} (is a poller running?)"),
     )
     return next((why for applies, why in reasons if applies), None)
 
 
 def stale_after(facts: Mapping[str, Any] | None) -> float:
-    """Seconds after which what was seen of a machine says nothing any more."""
+    """Seconds after which an observation of a machine is too old to place jobs by."""
     looks = (facts or {}).get(LOOK_SECONDS)
     rarely = STALE_LOOKS * looks if isinstance(looks, int | float) else 0.0
     return max(STALE_SECONDS, rarely)
 
 
-def _minutes(seconds: float) -> str:
-    return "two minutes" if seconds == STALE_SECONDS else f"{seconds / 60:.0f} minutes"
-
-
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What open reservations hold."""
+    """What open reservations hold: GPUs by gpu_id, slots and promises by vm_id."""
 
     whole: set[int] = field(default_factory=set[int])
     shares: dict[int, int] = field(default_factory=dict[int, int])
     slots: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     cpus: dict[str, int] = field(default_factory=dict[str, int])
     ram_mb: dict[str, int] = field(default_factory=dict[str, int])
-    """By machine, of the jobs that asked for some."""
+    """RAM of jobs that asked for some, by machine; `cpus` likewise."""
     of_project: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
-    """GPUs, whole or shared, that count for its quota."""
+    """GPUs, whole or shared, that count for a project's quota."""
     of_engines: dict[str, int] = field(default_factory=dict[str, int])
-    """How many more engines were asked for."""
+    """GPUs requested from engines, in addition, by project."""
 
 
 _COUNTS = or_(Attempt.state != AttemptState.ENDED, VM.contact != Contact.UNREACHABLE)
-"""For a quota. What is over, on a machine that has fallen silent, stays reserved there until it answers; its project goes on elsewhere."""
+"""Whether a reservation counts for a quota. That of an ended attempt on an unreachable machine stays open until the machine answers, but
+does not count, so that its project can go on elsewhere."""
 GPUS_OF_ENGINE = case(
     (Reservation.gpu_id.is_(None), func.coalesce(Job.resources["gpus"].as_integer(), 0)), else_=0
 )
-"""Beside a reservation: the GPUs that an engine was asked for. A job that has a CPU slot of a machine wants none."""
+"""For a reservation of a slot: the GPUs requested from an engine. A job in a CPU slot of a machine has requested none."""
 
 
 def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
-    # Outer joins keep PostgreSQL from beginning with all jobs, of which there are many more than reservations.
+    """Sum up the open reservations of the fleet, or of these machines."""
+    # Outer joins keep PostgreSQL from starting with the jobs table, which has many more rows than reservations.
     query = (
         select(
             Reservation.vm_id,
@@ -406,6 +405,7 @@ def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
 def _gpus(
     session: Session, vm_ids: Collection[str] | None, taken: _Taken
 ) -> dict[str, list[MachineGPU]]:
+    """The GPUs of each machine, by index."""
     query = select(
         GPU.vm_id,
         GPU.gpu_id,
@@ -446,6 +446,7 @@ _OBSERVED: Mapping[str, str] = {
 
 
 def _gpu_trouble(observed: str, detail: str | None, quarantined: str | None) -> str | None:
+    """Why a GPU is given to no new job, if so."""
     if quarantined is not None:
         return f"is quarantined: {quarantined}"
     if observed == Observed.OK:
@@ -455,14 +456,15 @@ def _gpu_trouble(observed: str, detail: str | None, quarantined: str | None) -> 
 
 
 def _whole(value: Any) -> int | None:
-    """What a runner said of itself, if it is a number."""
+    """A fact that a runner reported, if it is a number."""
     return int(value) if isinstance(value, int | float) else None
 
 
 def lock_quotas(session: Session, projects: Collection[str], *, waiting: bool = True) -> set[str]:
-    """Nobody else books on these projects until the end; those without a quota are not locked. The names of those that are.
+    """Lock the quotas of these projects until the transaction ends; returns the projects that have one and are locked.
 
-    Who holds some already does not wait for more, since somebody else may hold those and wait for these: `waiting` False.
+    `waiting` False: skip those that another transaction has locked. A transaction that already holds quota locks must not wait for more,
+    or two could wait for each other.
     """
     if not projects:
         return set()
@@ -472,7 +474,7 @@ def lock_quotas(session: Session, projects: Collection[str], *, waiting: bool = 
 
 
 def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
-    """What these projects may have and use, where they have a quota."""
+    """The quotas of these projects, where they have one."""
     limits = _limits(session, projects)
     if not limits:
         return {}
@@ -497,16 +499,16 @@ def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
 
 
 def _limits(session: Session, projects: Collection[str]) -> dict[str, int]:
-    """GPUs that these may have at once, where that is limited."""
+    """The most GPUs that these projects may have at once, where that is limited."""
     query = select(Project.name, Project.max_gpus).where(Project.name.in_(projects))
     rows = session.execute(query).all() if projects else ()
     return {name: most for name, most in rows if most is not None}
 
 
 def _patient(session: Session, now: float) -> list[tuple[RankKey, Resources, str]]:
-    """Jobs that something is withheld for: the best of each pending shape, and those that were woken but not placed yet.
+    """Long-waiting jobs to withhold capacity for: the best of each pending shape, and those that were woken but not placed yet.
 
-    A job that takes one unit alone needs no help while it stands in the queue: it is simply the next.
+    A queued job that needs only one GPU or slot is not among them: it simply gets the next one that is free.
     """
     since = now - PATIENCE_SECONDS
     found: dict[str, tuple[RankKey, Resources, str]] = {}

@@ -1,17 +1,18 @@
-"""Jobs from the queue onto machines: the transaction that makes attempts, with all that they hold, and the one for jobs without room.
+"""Claiming jobs from the queue: one transaction creates attempts and books machines, another marks the jobs that found no room.
 
-A dispatcher calls `claim`. It takes the best-ranked jobs that may begin, locked so that no other dispatcher takes them too, looks at the
+A dispatcher calls `claim`. It takes the best-ranked jobs that may begin, locked so that no other dispatcher takes them too, reads the
 fleet once (`capacity.view`) and plans where each would go. Then it locks the machines of that plan, in the order of their names, reads
-them anew and books what is still free: attempt, members, reservations and the job's move to running. What somebody else has taken
-meanwhile stays queued for the next round. The database refuses a second reservation of a GPU whatever this file does; such a job is
-rolled back alone.
+them again and books what is still free: attempt, members, reservations and the job's change to running. A job whose place was taken
+meanwhile stays queued for the next round. The database refuses a second reservation of a GPU whatever this file does; only that job is
+rolled back.
 
-Jobs that found no room become pending, all queued ones of the same shape with them, so that the head of the queue never fills up with
-jobs that cannot begin. That is a transaction of its own, `mark`, so that nobody who is to begin waits for it: it looks anew, and a job that
-was not marked because its dispatcher died is simply met again. `requeue_pending.py` says how they come back and why none is forgotten.
+Jobs that found no room become pending, with all queued ones of the same shape, so that the head of the queue never fills up with jobs that
+cannot begin. That is a transaction of its own, `mark`, so that no attempt waits for it. It checks again whether there is room; a job that
+was not marked because its dispatcher died is simply found again. `requeue_pending.py` says how pending jobs come back and why none is
+forgotten.
 
-Locks are taken in one order everywhere: jobs, projects, machines, their GPUs, marking; several of one kind by their names or numbers. Who
-has marked waits for no row.
+Locks are taken in one order everywhere: jobs, projects, machines, their GPUs, marking; several of one kind by their names or numbers. A
+transaction that holds the marking lock waits for no row.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ from groupwise.api.http.addresses import is_loopback
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.queue import capacity, kinds, pending_reasons, requeue_pending
 from groupwise.jobs.fleet.queue.capacity import Quota, View
-from groupwise.jobs.fleet.queue.pending_reasons import Unmet
 from groupwise.jobs.fleet.queue.placement import PATIENCE_SECONDS, Avoid, Blocked, Placement, Seat
 from groupwise.jobs.fleet.queue.request import Columns
 from groupwise.jobs.fleet.queue.resource_shapes import QUEUED, RankKey
@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 MOST_MARKED = 100
 """Jobs that become pending in one transaction; the rest follows in the next."""
 MOST_LOOKS = 8
-"""At the queue in one transaction, further behind each time."""
+"""Queries of the queue in one transaction, each starting behind the last."""
 ELSEWHERE = frozenset(
     {
         FailureClass.LAUNCH_FAILURE,
@@ -78,12 +78,12 @@ ELSEWHERE = frozenset(
         FailureClass.SUPERVISOR_LOST,
     }
 )
-"""After these the next attempt goes to another machine, where there is one."""
+"""After these failures the next attempt goes to another machine if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """An attempt that was made: reserved, and owned by whoever claimed it."""
+    """A new attempt: reserved, and leased by the dispatcher that claimed it."""
 
     job_id: str
     epoch: int
@@ -92,25 +92,25 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What came of one look at the queue."""
+    """The result of one `claim`."""
 
     made: Sequence[Claimed] = ()
     unplaced: Unplaced | None = None
-    """What is to be marked, if anything."""
+    """Jobs that `mark` is to make pending, if any."""
     again: bool = False
-    """Some were made, and there may be more that can begin now."""
+    """Attempts were made, and more jobs may be able to begin now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """Jobs that were met in the queue and could not begin."""
+    """Queued jobs that could not begin."""
 
     dependent: Sequence[_Candidate]
-    """They are to come after jobs that have not ended yet."""
+    """Jobs that are to run after others which have not ended yet."""
     blocked: Sequence[_Candidate]
-    """For each shape the first that found no room."""
+    """For each shape the first job that found no room."""
     drained: bool
-    """There was nothing else in the queue."""
+    """There was no other job in the queue."""
 
 
 def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> Round:
@@ -121,7 +121,11 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
         requeue_pending.wake_unnoticed(session, None)
         return Round()
     plan = _Plan()
-    found = _look(session, plan, jobs)
+    projects = {job.project for job in jobs}
+    locked = capacity.lock_quotas(session, projects)  # what is booked below counts on them
+    found = capacity.view(session, projects)
+    plan.projects.update(projects)
+    plan.quotas.update({name: found.quotas[name] for name in locked})
     drained = _plan_all(session, found, plan, jobs, limit)
     made = _book(session, found, plan, Lease(owner, lease_seconds))
     more = len(made) < len(plan.placed) or not (drained or plan.full)
@@ -134,7 +138,7 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
 
 
 def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
-    """Jobs become pending that still cannot begin, now that nobody can release anything unnoticed; whether others were woken instead."""
+    """Make jobs pending that still cannot begin, under the lock that no release escapes. Returns whether others were woken instead."""
     actor = f"dispatcher:{owner}"
     requeue_pending.lock_marking(session)
     with events.gathered(session):
@@ -144,16 +148,6 @@ def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
         found = capacity.view(session, {job.project for job in unplaced.blocked})
         _let_wait_for_room(session, unplaced.blocked, found, actor)
     return unplaced.drained and bool(requeue_pending.wake_unnoticed(session, found))
-
-
-def _look(session: Session, plan: _Plan, jobs: Sequence[_Candidate]) -> View:
-    """The fleet, with the quotas of these jobs' projects locked, since what is booked counts on them."""
-    projects = {job.project for job in jobs}
-    locked = capacity.lock_quotas(session, projects)
-    found = capacity.view(session, projects)
-    plan.projects.update(projects)
-    plan.quotas.update({name: found.quotas[name] for name in locked})
-    return found
 
 
 # --- candidates -----------------------------------------------------------------------------------
@@ -186,9 +180,9 @@ def _candidates(
     passed_over: Collection[str] = (),
     after: RankKey | None = None,
 ) -> list[_Candidate]:
-    """The best-ranked jobs that may begin and that nobody else is claiming; locked until the end.
+    """The best-ranked jobs that may begin and that no other dispatcher is claiming; locked until the transaction ends.
 
-    None of the shapes in `passed_over`, and none that stands before `after`.
+    Leaves out shapes in `passed_over` and jobs up to `after`.
     """
     chosen = (
         select(Job.job_id)
@@ -241,25 +235,26 @@ def _candidates(
 
 @dataclass(slots=True)
 class _Earlier:
-    """What was tried of this generation so far."""
+    """Earlier attempts of a job in its present generation."""
 
     number: int = 0
-    """Of the next one."""
+    """The number of the next attempt."""
     previous_failure: str | None = None
     machines: set[str] = field(default_factory=set[str])
-    """Where it failed by no fault of its own."""
+    """Machines on which it failed by no fault of its own."""
     gpus: set[int] = field(default_factory=set[int])
-    """That it called broken, or did not get where it was to have them."""
+    """GPUs that it reported as broken, or was given but could not use."""
     slots: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
-    """Likewise."""
+    """CPU slots likewise."""
 
     @property
     def avoid(self) -> Avoid:
-        """What it gets only where nothing else will do."""
+        """What the next attempt gets only if nothing else is free."""
         return Avoid(frozenset(self.machines), frozenset(self.gpus), frozenset(self.slots))
 
 
 def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str, _Earlier]:
+    """The earlier attempts of these jobs; without an entry there are none."""
     generations = {job.job_id: job.generation for job in jobs}
     rows = session.execute(
         select(
@@ -281,21 +276,20 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
         if row.generation != generations[row.job_id]:
             continue
         earlier = found.setdefault(row.job_id, _Earlier())
-        earlier.number = row.number + (
-            row.outcome != Outcome.VOID
-        )  # one that never ran is no attempt
+        # A void attempt never ran, so its number is used again.
+        earlier.number = row.number + (row.outcome != Outcome.VOID)
         earlier.previous_failure = row.failure_class or earlier.previous_failure
         if row.failure_class in ELSEWHERE:
             earlier.machines.add(row.vm_id)
         if row.failure_class in (FailureClass.GPU_FAULT, FailureClass.LAUNCH_FAILURE):
             blamed[row.epoch] = earlier
     if blamed:
-        _note_what_they_had(session, blamed)
+        _note_blamed_gpus(session, blamed)
     return found
 
 
-def _note_what_they_had(session: Session, blamed: Mapping[int, _Earlier]) -> None:
-    """GPUs and slots of attempts that failed for their sake, perhaps: the GPUs that their reason names, or all where it names none."""
+def _note_blamed_gpus(session: Session, blamed: Mapping[int, _Earlier]) -> None:
+    """Note GPUs and slots that may have made attempts fail, by epoch: the GPUs that the failure's reason names, else all they had."""
     had = session.execute(
         select(
             Reservation.epoch,
@@ -324,7 +318,7 @@ def _note_what_they_had(session: Session, blamed: Mapping[int, _Earlier]) -> Non
 
 @dataclass(slots=True)
 class _Plan:
-    """Where candidates would go, by a look at the fleet without locks."""
+    """Where candidates would go, planned without locks on machines."""
 
     before: dict[str, _Earlier] = field(default_factory=dict[str, _Earlier])
     placed: list[tuple[_Candidate, Placement]] = field(
@@ -332,27 +326,27 @@ class _Plan:
     )
     dependent: list[_Candidate] = field(default_factory=list[_Candidate])
     blocked: dict[str, _Candidate] = field(default_factory=dict[str, _Candidate])
-    """By shape."""
+    """The first candidate without room, by shape."""
     projects: set[str] = field(default_factory=set[str])
-    """Of all candidates so far."""
+    """Projects of all candidates so far."""
     quotas: dict[str, Quota] = field(default_factory=dict[str, Quota])
-    """Of those of them that have one and are locked, so that nobody else books on them; as they were before anything was planned."""
+    """Quotas that this transaction has locked, as they were before anything was planned."""
     full: bool = False
-    """Nothing is left for anybody behind them."""
+    """The fleet has nothing left for jobs behind the candidates."""
     busy: set[str] = field(default_factory=set[str])
-    """Projects whose quota somebody else is booking on."""
+    """Projects whose quota another transaction has locked."""
 
     def earlier(self, job: _Candidate) -> _Earlier:
-        """What was tried of it before."""
+        """Earlier attempts of the job."""
         return self.before.get(job.job_id) or _Earlier()
 
 
 def _plan_all(
     session: Session, found: View, plan: _Plan, jobs: Sequence[_Candidate], limit: int
 ) -> bool:
-    """Plan these candidates, then others behind them while there are too few; whether the queue ended meanwhile.
+    """Plan these candidates, then others behind them until `limit` are placed. Returns whether the end of the queue was reached.
 
-    A head of the queue that cannot begin hides nobody.
+    So jobs at the head of the queue that cannot begin do not hide those behind them.
     """
     wanted = limit
     for _ in range(MOST_LOOKS):
@@ -373,7 +367,7 @@ def _plan_all(
 
 
 def _look_at_quotas(session: Session, found: View, plan: _Plan, projects: Collection[str]) -> None:
-    """Of projects that come in addition. The jobs of those that somebody else is booking on are left for the next round."""
+    """Lock the quotas of further projects. If another transaction has locked one, its jobs are left for the next round."""
     added = set(projects) - plan.projects
     locked = capacity.lock_quotas(session, added, waiting=False)
     limits = capacity.quotas(session, added)
@@ -385,6 +379,7 @@ def _look_at_quotas(session: Session, found: View, plan: _Plan, projects: Collec
 
 
 def _plan(found: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
+    """Place each job in the view, or note its shape as blocked; for one that has waited long, withhold what it will need."""
     for job in jobs:
         if job.shape in plan.blocked:
             continue
@@ -395,12 +390,11 @@ def _plan(found: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
             plan.placed.append((job, placement))
             continue
         plan.blocked[job.shape] = job
-        if _is_patient(job, found) and not found.over_quota(job.resources, job.project):
+        long_waiting = (
+            job.waiting_since is not None and found.now - job.waiting_since >= PATIENCE_SECONDS
+        )
+        if long_waiting and not found.over_quota(job.resources, job.project):
             found.withhold_for(job.resources, job.project, job.key)
-
-
-def _is_patient(job: _Candidate, found: View) -> bool:
-    return job.waiting_since is not None and found.now - job.waiting_since >= PATIENCE_SECONDS
 
 
 # --- booking --------------------------------------------------------------------------------------
@@ -408,14 +402,14 @@ def _is_patient(job: _Candidate, found: View) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Whose an attempt is, and for how many seconds unless renewed."""
+    """The dispatcher that owns an attempt, and for how many seconds unless it renews the lease."""
 
     owner: str
     seconds: float
 
 
 def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Claimed]:
-    """Machines locked and read anew: what is still free there is booked."""
+    """Lock the planned machines, read them again, and book what is still free there."""
     if not plan.placed:
         return []
     names = sorted({seat.vm_id for _, placement in plan.placed for seat in placement.seats})
@@ -429,14 +423,16 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
     fresh = View(
         found.now, capacity.machines(session, found.now, names), held=found.held, quotas=plan.quotas
     )
-    now = seconds(session)  # read last: nothing begins before what it was seen to follow had ended
+    now = seconds(
+        session
+    )  # read after the locks: no attempt begins before a job that it follows has ended
     resume = _checkpoints(session, [job for job, _ in plan.placed])
     bookings: list[_Booking] = []
     for job, planned in plan.placed:
         earlier = plan.earlier(job)
         placement = fresh.look(job.resources, job.project, job.key, earlier.avoid)
         if isinstance(placement, Blocked):
-            continue  # somebody was quicker; the next round looks at the whole fleet
+            continue  # another dispatcher was quicker; the next round reads the whole fleet again
         assert len(placement.seats) == len(planned.seats)
         placement = _led(placement, addresses)
         fresh.take(placement, job.resources, job.project)
@@ -448,14 +444,14 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
 
 
 def _led(placement: Placement, addresses: Mapping[str, str]) -> Placement:
-    """Rank 0 is where all others meet, so it is not a machine that only itself finds by its address."""
+    """Rank 0 is the meeting point of all others, so a machine with a loopback address comes last."""
     seats = sorted(placement.seats, key=lambda seat: is_loopback(addresses[seat.vm_id]))
     return replace(placement, seats=tuple(seats))
 
 
 @dataclass(frozen=True, slots=True)
 class _Booking:
-    """What becomes an attempt."""
+    """A job that is about to become an attempt."""
 
     job: _Candidate
     placement: Placement
@@ -466,14 +462,14 @@ class _Booking:
 def _made(
     session: Session, bookings: Sequence[_Booking], lease: Lease, now: float
 ) -> list[Claimed]:
-    """All of them at once; where that is refused, one by one, without those for which it is."""
+    """Create all attempts at once; if the database refuses that, one by one, leaving out those that it refuses."""
     if not bookings:
         return []
     try:
         with session.begin_nested():
             return _make_attempts(session, bookings, lease, now)
     except IntegrityError:
-        # a row without its lock: a GPU was reserved, or an attempt made, by somebody else
+        # another process, without holding the lock, has reserved a GPU or made an attempt
         if len(bookings) == 1:
             return []
     return [made for each in bookings for made in _made(session, [each], lease, now)]
@@ -482,7 +478,7 @@ def _made(
 def _make_attempts(
     session: Session, bookings: Sequence[_Booking], lease: Lease, now: float
 ) -> list[Claimed]:
-    """A statement for each table, however many they are."""
+    """Insert attempts, members and reservations and set the jobs running, with one statement for each table."""
     rows = [
         {
             "job_id": each.job.job_id,
@@ -518,21 +514,6 @@ def _make_attempts(
             for row in _reservations(job, epoch, rank, seat, now)
         ],
     )
-    _set_running(session, bookings)
-    return [Claimed(each.job.job_id, epoch, each.placement) for epoch, each in numbered]
-
-
-def _reservations(
-    job: _Candidate, epoch: int, rank: int, seat: Seat, now: float
-) -> Iterable[dict[str, Any]]:
-    common = {"vm_id": seat.vm_id, "epoch": epoch, "rank": rank, "reserved_at": now}
-    if seat.slot is not None:
-        yield {**common, "gpu_id": None, "slot": seat.slot, "share_mb": None}
-    for gpu in seat.gpus:
-        yield {**common, "gpu_id": gpu.gpu_id, "slot": None, "share_mb": job.resources.share_mb}
-
-
-def _set_running(session: Session, bookings: Sequence[_Booking]) -> None:
     places = [(each.job.job_id, each.placement.seats[0]) for each in bookings]
     session.connection().execute(
         _RUNNING,
@@ -546,6 +527,18 @@ def _set_running(session: Session, bookings: Sequence[_Booking]) -> None:
             for job_id, seat in places
         ],
     )
+    return [Claimed(each.job.job_id, epoch, each.placement) for epoch, each in numbered]
+
+
+def _reservations(
+    job: _Candidate, epoch: int, rank: int, seat: Seat, now: float
+) -> Iterable[dict[str, Any]]:
+    """The rows for what one member holds: its slot or its GPUs."""
+    common = {"vm_id": seat.vm_id, "epoch": epoch, "rank": rank, "reserved_at": now}
+    if seat.slot is not None:
+        yield {**common, "gpu_id": None, "slot": seat.slot, "share_mb": None}
+    for gpu in seat.gpus:
+        yield {**common, "gpu_id": gpu.gpu_id, "slot": None, "share_mb": job.resources.share_mb}
 
 
 _JOBS: Table = Job.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
@@ -566,6 +559,7 @@ _RUNNING = (
 
 
 def _events(claimed: Claimed, actor: str) -> list[dict[str, Any]]:
+    """The two events of a new attempt."""
     seats = [
         {"vm": seat.vm_id, "gpus": [gpu.uuid for gpu in seat.gpus], "slot": seat.slot}
         for seat in claimed.placement.seats
@@ -593,7 +587,7 @@ def _events(claimed: Claimed, actor: str) -> list[dict[str, Any]]:
 
 
 def _checkpoints(session: Session, jobs: Sequence[_Candidate]) -> dict[str, dict[str, Any]]:
-    """What each job goes on from: its newest complete checkpoint (`store/checkpoints.py`), also where it was begun anew by `retry`."""
+    """The newest intact checkpoint of each job, from which it resumes; also one of an earlier generation, before a `retry`."""
     rows = session.scalars(
         select(Checkpoint)
         .where(Checkpoint.job_id.in_([job.job_id for job in jobs]), Checkpoint.damaged_at.is_(None))
@@ -614,7 +608,7 @@ def _checkpoints(session: Session, jobs: Sequence[_Candidate]) -> dict[str, dict
 
 
 def _smaller_spec(session: Session, job: _Candidate) -> dict[str, Any] | None:
-    """After the GPU's memory was too small: the spec with a smaller batch, where the job allows it and its kind knows one."""
+    """After the GPU ran out of memory: the spec with a smaller batch, if the job allows it and its kind has one."""
     times = job.spent.get(FailureClass.GPU_OOM, 0)
     if not times or not job.smaller:
         return None
@@ -622,9 +616,8 @@ def _smaller_spec(session: Session, job: _Candidate) -> dict[str, Any] | None:
     columns = {name: getattr(row, name) for name in Columns.model_fields}
     try:
         spec = kinds.smaller({**columns, "job_id": row.job_id, "request": row.request}, times)
-    except (
-        UsageError
-    ) as error:  # its kind has gone, or is another one by now: the frozen command is what there is
+    except UsageError as error:
+        # Its kind was uninstalled or has changed since admission; the frozen command still works.
         log.warning("%s is tried again with the batch that it had: %s", job.job_id, error)
         return None
     return None if spec is None else as_json(spec)
@@ -634,6 +627,7 @@ def _smaller_spec(session: Session, job: _Candidate) -> dict[str, Any] | None:
 
 
 def _let_wait_for_jobs(session: Session, jobs: Sequence[_Candidate], actor: str) -> None:
+    """Make jobs pending that follow an unfinished job; fail those that follow one which did not end as wanted."""
     unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in jobs})
     still_queued = (
         select(Job.job_id)
@@ -642,51 +636,48 @@ def _let_wait_for_jobs(session: Session, jobs: Sequence[_Candidate], actor: str)
         .with_for_update(skip_locked=True, key_share=True)
     )
     for job_id in session.scalars(still_queued).all() if unmet else ():
-        _wait_for_job(session, job_id, unmet[job_id], actor)
-
-
-def _wait_for_job(session: Session, job_id: str, unmet: Unmet, actor: str) -> None:
-    if unmet.hopeless:
-        values: dict[str, Any] = {
-            "status": JobStatus.FAILED,
-            "failure_reason": unmet.reason,
-            "end_time": this_moment(),
-        }
-    else:
-        values = {
-            "status": JobStatus.PENDING,
-            "blocked_reasons": [unmet.reason],
-            "blocked_on": unmet.job_id,
-        }
-    session.execute(
-        update(Job)
-        .where(Job.job_id == job_id)
-        .values(waiting_since=None, **values)
-        .execution_options(synchronize_session=False)
-    )
-    detail = {"reason": unmet.reason}
-    to = values["status"]
-    events.append_of_jobs(session, [job_id], JobStatus.QUEUED, to, actor, detail)
+        awaited = unmet[job_id]
+        if awaited.hopeless:
+            values: dict[str, Any] = {
+                "status": JobStatus.FAILED,
+                "failure_reason": awaited.reason,
+                "end_time": this_moment(),
+            }
+        else:
+            values = {
+                "status": JobStatus.PENDING,
+                "blocked_reasons": [awaited.reason],
+                "blocked_on": awaited.job_id,
+            }
+        session.execute(
+            update(Job)
+            .where(Job.job_id == job_id)
+            .values(waiting_since=None, **values)
+            .execution_options(synchronize_session=False)
+        )
+        detail = {"reason": awaited.reason}
+        to = values["status"]
+        events.append_of_jobs(session, [job_id], JobStatus.QUEUED, to, actor, detail)
 
 
 def _let_wait_for_room(
     session: Session, heads: Sequence[_Candidate], found: View, actor: str
 ) -> None:
-    """Those that stand first in their shapes, and what stands behind them."""
+    """Make the first job of each shape pending if it still finds no room, with the queued jobs of the same shape behind it."""
     left = MOST_MARKED
     unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in heads})
     for job in heads:
         if not left:
             break
         if job.job_id in unmet:
-            continue  # what it comes after was begun anew meanwhile
+            continue  # the job that it follows was retried meanwhile
         answer = found.look(job.resources, job.project, job.key)
         if isinstance(answer, Blocked):
             left -= _wait_for_room(session, job, answer, found, actor, left)
 
 
 def _depends() -> ColumnElement[bool]:
-    """It is to come after other jobs."""
+    """SQL condition: the job is to run after others."""
     after = Job.request["after"].as_string()
     return and_(after.is_not(None), after.not_in(("[]", "null")))
 
@@ -694,7 +685,7 @@ def _depends() -> ColumnElement[bool]:
 def _wait_for_room(
     session: Session, job: _Candidate, why: Blocked, found: View, actor: str, most: int
 ) -> int:
-    """The job and those that stand behind it with the same shape, `most` of them; how many there were."""
+    """Make the job and up to `most` of the same shape behind it pending; returns how many."""
     query = (
         select(Job.job_id)
         .where(
@@ -702,7 +693,7 @@ def _wait_for_room(
             Job.shape == job.shape,
             Job.rank >= job.rank,
             Job.cancel_requested_at.is_(None),
-            # Who waits for a job, or for a time, does not wait for room: it is looked at when it is its turn. The first of them has been.
+            # Not those that wait for a job or a time: they are checked at their turn. The first job has been checked.
             Job.not_before <= found.now,
             or_(~_depends(), Job.job_id == job.job_id),
         )
@@ -711,7 +702,7 @@ def _wait_for_room(
         .with_for_update(skip_locked=True, key_share=True)
     )
     ids = session.scalars(query).all()
-    # Who waits for the project's quota does not wait for a place, so that none is kept for it.
+    # A job that waits for its project's quota does not wait for room, so none is withheld for it.
     waits_for_a_place = found.over_quota(job.resources, job.project) is None
     session.execute(
         update(Job)

@@ -187,16 +187,16 @@ def _spent_up(policy: RetryPolicy, failure: FailureClass, spent: Mapping[str, An
             else f"retries after this failure: all {most} used"
         )
     if budget.charged and spent["charged"] > policy.charged:
-        return _charged_are_used(policy.charged)
+        if policy.charged == 0:
+            return "no retries are allowed"
+        return (
+            "its one retry is used"
+            if policy.charged == 1
+            else f"retries: all {policy.charged} used"
+        )
     if not budget.charged and spent["free"] > FREE_RETRIES:
         return f"machines have failed under it {spent['free']} times; it is taken to be the cause"
     return None
-
-
-def _charged_are_used(most: int) -> str:
-    if most == 0:
-        return "no retries are allowed"
-    return "its one retry is used" if most == 1 else f"retries: all {most} used"
 
 
 def backoff(failures: int, chance: random.Random) -> float:

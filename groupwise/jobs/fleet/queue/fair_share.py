@@ -1,22 +1,21 @@
-"""The line of one project: in which order its jobs stand, and when each of them is due.
+"""Fair share: the queue of one project, in which each job has a `due` time and a `rank`.
 
-Within its project a job stands by `due`: when it was made, less an hour for each step of priority. Between projects what counts is the
-`rank`: a job is due then, or once those that stand before it in its project have had their turns, each by how much it asks for and by
-the weight of the project. So ranks of one project are always in the order of `due` and a turn apart, whatever was admitted when; and a
-project that submits thousands, at whatever priority, does not keep others from theirs.
+Within its project a job is ordered by `due`: its creation time, less an hour for each step of priority. Across projects jobs are ordered
+by `rank`: the due time, or the moment at which all jobs before it in its project have had their turns, whichever is later. A turn grows
+with the GPUs that a job asks for and shrinks with the weight of the project. So ranks of one project follow the order of `due`, a turn
+apart, and a project that submits thousands of jobs, at whatever priority, does not starve the others.
 
-Both are stored, since a claim has no time to compute them. Most jobs go to the end of their line, which costs a look at the last one
-there. One that goes before others needs its turn as well: mostly there is time for it between its neighbours, as a step of priority is
-worth many turns; otherwise all behind it are put off in one statement, by as much as is missing and a hundredth of how far they reach, so
-that it is not done again for each of many that go before a hundred thousand.
+Both are stored, since a claim has no time to compute them. Most jobs join at the end, which costs one query for the last job there. A job
+that joins ahead of others needs a turn as well. Mostly there is room for it between its neighbours, as a step of priority is worth many
+turns; otherwise all jobs behind it are postponed in one statement: by what is missing, plus one per cent of the span of their ranks, so
+that inserting many jobs ahead of a hundred thousand does not shift those each time.
 
-Admission places jobs while it holds the lock of their project, and tells the line to `settle` before it lets go.
+Admission places jobs while it holds the lock of their project, and calls `settle` before it commits.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,50 +26,50 @@ from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.store.tables import Job
 
 PRIORITY_SECONDS = 3600.0
-"""Of waiting that a step of priority is worth."""
+"""Seconds of waiting that one step of priority is worth."""
 TURN_SECONDS = 30.0
-"""By which a project of weight 1 comes later with each GPU that it asks for."""
+"""Length of a turn for each GPU asked for, in a project of weight 1."""
 MARGIN = 0.01
-"""Of how far those reach that are put off: by so much more."""
+"""Jobs are postponed by this share of the span of their ranks more than needed."""
 WAITING: ColumnElement[bool] = literal_column("jobs.status IN ('queued', 'pending', 'held')")
-"""Written out as in the index of waiting jobs."""
+"""Written out as in the partial index of waiting jobs, so that the database uses that."""
 
 _BACKWARDS = (Job.due.desc(), Job.rank.desc())
 
 
 @dataclass(slots=True)
 class QueuePosition:
-    """Of one job in the line."""
+    """The place of one job in the queue of its project."""
 
     due: float
     rank: float
     turn: float
-    """Seconds after which the next one may be due."""
+    """Seconds from this job's rank to the earliest rank of the next."""
 
     @property
     def end(self) -> float:
-        """Of its turn."""
+        """The end of its turn: the earliest rank of the next job."""
         return self.rank + self.turn
 
 
 @dataclass(slots=True)
 class _Gap:
-    """Two jobs that stand next to each other in the database; None: there is nobody on that side."""
+    """Two jobs that are neighbours in the database; None: there is no job on that side."""
 
     before: QueuePosition | None
     behind: QueuePosition | None
     put_off: float = 0.0
-    """By which all on its far side are to come later than they stand there."""
+    """Seconds by which all jobs behind the gap will be postponed."""
 
     def has(self, due: float) -> bool:
-        """Whether that is where such a job goes; it goes behind its equals."""
+        """Whether a job with this due time goes here; it goes behind those with the same one."""
         return (self.before is None or self.before.due <= due) and (
             self.behind is None or due < self.behind.due
         )
 
 
 class ProjectQueue:
-    """The jobs of a project that wait, for whoever has locked the project."""
+    """The waiting jobs of a project; the caller holds the project's lock."""
 
     def __init__(self, session: Session, project: str, weight: float) -> None:
         self._session = session
@@ -78,11 +77,17 @@ class ProjectQueue:
         self._weight = max(weight, 1e-3)
         self._gaps: list[_Gap] = []
         self._placed: list[QueuePosition] = []
-        """Those that are not in the database yet, in their order."""
+        """Positions that are not in the database yet, in order."""
 
     def place(self, due: float, resources: Resources) -> QueuePosition:
-        """The place of a job that joins. Its rank stands when all have been placed that are placed together."""
-        gap = self._gap(due)
+        """The position of a job that joins. Its rank is final once all jobs of this transaction have been placed."""
+        gap = next((gap for gap in self._gaps if gap.has(due)), None)
+        if gap is None:
+            gap = _Gap(
+                self._neighbour(Job.due <= due, *_BACKWARDS),
+                self._neighbour(Job.due > due, Job.due, Job.rank),
+            )
+            self._gaps.append(gap)
         index = bisect_right(self._placed, due, key=lambda each: each.due)
         before = [*self._now(gap.before), *self._placed[:index][-1:]]
         behind = [*self._now(gap.behind), *self._placed[index:][:1]]
@@ -90,7 +95,10 @@ class ProjectQueue:
         place = QueuePosition(due, rank, self._turn(resources))
         missing = place.end - min([place.end, *(each.rank for each in behind)])
         if missing:
-            missing += MARGIN * self._reach(gap)
+            if gap.behind is not None:
+                last = self._neighbour(Job.due >= gap.behind.due, *_BACKWARDS)
+                span = 0.0 if last is None else max(0.0, last.rank - gap.behind.rank)
+                missing += MARGIN * span
             gap.put_off += missing
             for each in self._placed[index:]:
                 each.rank += missing
@@ -98,9 +106,10 @@ class ProjectQueue:
         return place
 
     def settle(self) -> None:
-        """Put off in the database those that others were placed before. Who is being claimed or changed at this moment stays as it is.
+        """Write the postponed ranks of jobs behind those that were placed.
 
-        For that it is not waited: whoever has locked a job may be waiting for its project.
+        Jobs that another process has locked (claimed, changed) keep their rank: waiting for one could deadlock, as its holder may be
+        waiting for the project.
         """
         for gap in self._gaps:
             if gap.behind is None or not gap.put_off:
@@ -118,36 +127,20 @@ class ProjectQueue:
         return TURN_SECONDS * max(1, resources.gpu_count) * resources.machines / self._weight
 
     def _now(self, place: QueuePosition | None) -> list[QueuePosition]:
-        """A neighbour, as it will stand in the database."""
+        """A neighbour with its rank after `settle`; empty if there is none."""
         if place is None:
             return []
         before = (g for g in self._gaps if g.behind is not None and g.behind.due <= place.due)
         return [QueuePosition(place.due, place.rank + sum(g.put_off for g in before), place.turn)]
 
-    def _reach(self, gap: _Gap) -> float:
-        """From the first to the last of those in the database that stand behind a gap."""
-        if gap.behind is None:
-            return 0.0
-        last = self._neighbour(Job.due >= gap.behind.due, *_BACKWARDS)
-        return 0.0 if last is None else max(0.0, last.rank - gap.behind.rank)
-
-    def _gap(self, due: float) -> _Gap:
-        known = next((gap for gap in self._gaps if gap.has(due)), None)
-        if known is None:
-            known = _Gap(
-                self._neighbour(Job.due <= due, *_BACKWARDS),
-                self._neighbour(Job.due > due, Job.due, Job.rank),
-            )
-            self._gaps.append(known)
-        return known
-
     def _neighbour(self, side: ColumnElement[bool], *order: Any) -> QueuePosition | None:
+        """The first waiting job on one side, in this order."""
         query = select(Job.due, Job.rank, Job.resources).where(*self._members(), side)
         row = self._session.execute(query.order_by(*order).limit(1)).first()
-        return None if row is None else self._read(row.due, row.rank, row.resources)
-
-    def _read(self, due: float, rank: float, resources: Mapping[str, Any]) -> QueuePosition:
-        return QueuePosition(due, rank, self._turn(Resources.model_validate(resources)))
+        if row is None:
+            return None
+        turn = self._turn(Resources.model_validate(row.resources))
+        return QueuePosition(row.due, row.rank, turn)
 
     def _members(self) -> tuple[ColumnElement[bool], ...]:
         return (WAITING, Job.project == self._project, Job.admitted_at.is_not(None))

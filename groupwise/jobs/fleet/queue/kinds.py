@@ -1,11 +1,11 @@
-"""From a row to a command: what a kind of job makes of its columns.
+"""Kinds of jobs: how the columns of a row become a command.
 
 `COMMAND` is built in: its command is the argument list of the request. Other kinds (GRPO, SFT, EVAL) come from installed packages, as
-entry points of the group `groupwise.fleet_kinds`; the fleet itself knows nothing of training. Admission asks `expand` once for each
-generation of a job and freezes the answer; a job that may begin again with a smaller batch is expanded once more for that attempt.
+entry points of the group `groupwise.fleet_kinds`; the fleet itself knows nothing of training. Admission calls `expand` once for each
+generation of a job and stores the result; a job that may start again with a smaller batch is expanded once more for that attempt.
 
-A kind sees columns and gives a command. What every job may ask for besides (environment, files, secrets, limits, artefacts) is added
-here, so that no kind has to. The names of kinds are the only thing that a row decides: nothing that a row names is ever imported.
+A kind turns columns into a command. What every job may ask for besides (environment, files, secrets, limits, artefacts) is added here, so
+that no kind has to. A row only chooses among installed kinds by name: nothing that a row names is ever imported.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Row = Mapping[str, Any]
 
 @runtime_checkable
 class Kind(Protocol):
-    """What an entry point names. It may also have `smaller(row) -> row | None`: the same with a smaller batch, None where there is none."""
+    """What an entry point names. It may also have `smaller(row) -> row | None`: the row with a smaller batch, or None if there is none."""
 
     def expand(self, row: Row) -> JobSpec:
-        """The command of a job of this kind. UsageError with all that is wrong with the row, a line for each problem."""
+        """The command of a job of this kind. Raises UsageError with everything that is wrong with the row, a line for each problem."""
         ...
 
 
@@ -41,7 +41,7 @@ class Command:
     """The built-in kind: the arguments are the command."""
 
     def expand(self, row: Row) -> JobSpec:
-        """It looks at no column that is for training, so it takes none."""
+        """The arguments as a command. Columns that are for training are refused."""
         found = [
             f"{name} is given, but a job of kind {COMMAND} runs its arguments alone: leave {name} out, or give its job_type"
             for name in ("model", "dataset", "reward_function", "hyperparams")
@@ -58,15 +58,30 @@ class Command:
 
 
 def known() -> list[str]:
-    """The kinds that there are."""
+    """The names of all kinds."""
     return sorted({COMMAND, *_announced()})
 
 
 def expand(row: Row) -> JobSpec:
-    """The whole spec of a job, checked. UsageError with all that is wrong, a line for each problem."""
+    """The whole spec of a job, checked. Raises UsageError with everything that is wrong, a line for each problem."""
     beyond = beyond_from_document(row["request"])
     made = _made(row)
-    whole = _with_request(made, beyond)
+    limits, resources = beyond.limits, beyond.resources
+    said = {name: value for name, value in limits.model_dump().items() if value is not None}
+    whole = replace(
+        made,
+        environment={**made.environment, **beyond.environment},
+        files={**made.files, **beyond.manifest()},
+        secrets=(*made.secrets, *(name for name in beyond.secrets if name not in made.secrets)),
+        artefacts=made.artefacts if beyond.artefacts is None else tuple(beyond.artefacts),
+        checkpoints=made.checkpoints if beyond.checkpoints is None else tuple(beyond.checkpoints),
+        limits=replace(
+            made.limits,
+            ram_mb=resources.ram_mb or made.limits.ram_mb,
+            disk_mb=resources.disk_mb or made.limits.disk_mb,
+            **said,
+        ),
+    )
     found = [*_clashes(made, beyond), *spec.problems(whole)]
     if found:
         raise InvalidRequest(found)
@@ -74,7 +89,7 @@ def expand(row: Row) -> JobSpec:
 
 
 def smaller(row: Row, times: int) -> JobSpec | None:
-    """The spec with a batch that was made smaller so many times; None where the kind knows no smaller one."""
+    """The spec after the batch was made smaller `times` times; None if the kind has no smaller one."""
     kind = _kind(row["job_type"])
     shrink = getattr(kind, "smaller", None)
     if shrink is None:
@@ -118,7 +133,7 @@ def _kind(name: str) -> Kind:
 
 @cache
 def _load(place: str) -> Kind:
-    """An installed package's own object; what a row says never comes here."""
+    """Import the object that an installed package's entry point names; never a name from a row."""
     kind = plugins.load(place, kind="kind of job").object
     if not isinstance(kind, Kind):
         raise UsageError(f"{place}, an entry point of {ENTRY_POINTS}, has no `expand(row)`")
@@ -127,27 +142,8 @@ def _load(place: str) -> Kind:
 
 @cache
 def _announced() -> dict[str, str]:
-    """Looked up once: to go through all installed packages takes longer than all else of admitting a job."""
+    """Entry points by kind. Cached: scanning all installed packages takes longer than everything else in admitting a job."""
     return {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINTS)}
-
-
-def _with_request(made: JobSpec, beyond: Beyond) -> JobSpec:
-    limits, resources = beyond.limits, beyond.resources
-    said = {name: value for name, value in limits.model_dump().items() if value is not None}
-    return replace(
-        made,
-        environment={**made.environment, **beyond.environment},
-        files={**made.files, **beyond.manifest()},
-        secrets=(*made.secrets, *(name for name in beyond.secrets if name not in made.secrets)),
-        artefacts=made.artefacts if beyond.artefacts is None else tuple(beyond.artefacts),
-        checkpoints=made.checkpoints if beyond.checkpoints is None else tuple(beyond.checkpoints),
-        limits=replace(
-            made.limits,
-            ram_mb=resources.ram_mb or made.limits.ram_mb,
-            disk_mb=resources.disk_mb or made.limits.disk_mb,
-            **said,
-        ),
-    )
 
 
 def _clashes(made: JobSpec, beyond: Beyond) -> list[str]:

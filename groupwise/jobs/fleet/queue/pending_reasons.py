@@ -1,4 +1,4 @@
-"""Why a job waits, in words: for jobs that it comes after, for room, for its turn."""
+"""Why a job waits, in words: for other jobs, for room, or for its turn in the queue."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MOST_COUNTED = 1000
 
 @dataclass(frozen=True, slots=True)
 class Unmet:
-    """A job that another one waits for."""
+    """A job that another one is to run after, and why that one cannot begin yet."""
 
     job_id: str
     reason: str
     hopeless: bool = False
-    """What was waited for will not come any more."""
+    """The other job has ended otherwise than wanted, or is gone: this one can never begin."""
 
 
 def unmet(session: Session, after: Mapping[str, Sequence[str]]) -> dict[str, Unmet]:
-    """Of jobs and what they are to come after (`JOB`, `JOB:ok`): those that cannot begin yet, or never."""
+    """The jobs that cannot begin yet, or never. `after`: for each job what it is to run after (`JOB`, `JOB:ok`)."""
     ids = {dependency(word)[0] for words in after.values() for word in words}
     if not ids:
         return {}
@@ -47,6 +47,7 @@ def unmet(session: Session, after: Mapping[str, Sequence[str]]) -> dict[str, Unm
 
 
 def _unmet(word: str, statuses: Mapping[str, str]) -> Unmet | None:
+    """Whether one dependency is unmet, and why."""
     job_id, must_complete = dependency(word)
     status = statuses.get(job_id)
     if status in (None, *FINAL):
@@ -61,18 +62,29 @@ def _unmet(word: str, statuses: Mapping[str, str]) -> Unmet | None:
 
 
 def outlook(session: Session, job: Job) -> Placement | Blocked:
-    """Where an admitted job would begin now, were it the next, or why it would not."""
+    """Where an admitted job would begin if it were the next now, or why it could not."""
     resources = Resources.model_validate(job.resources or {})
     found = view(session, {job.project})
     return found.look(resources, job.project, (job.rank or 0.0, job.job_id))
 
 
 def explain(session: Session, job: Job) -> list[str]:
-    """Why a job waits, as of now, in words; empty where it does not wait."""
+    """Why a job waits now, in words; empty if it does not wait."""
     if job.status == JobStatus.HELD:
         return [f"it is held: `groupwise fleet release {job.job_id}` lets it go on"]
     if job.status == JobStatus.RUNNING:
-        return _in_a_queue(session, job)
+        # Its attempt may still wait in the queue of Slurm or Ray, and says for what.
+        words = Member.handle["waits"].as_string()
+        query = (
+            select(words)
+            .join(Attempt, Attempt.epoch == Member.epoch)
+            .where(
+                Attempt.job_id == job.job_id,
+                Attempt.state != AttemptState.ENDED,
+                words.is_not(None),
+            )
+        )
+        return [f"it was placed on {job.assigned_vm}: {said}" for said in session.scalars(query)]
     if job.status not in (JobStatus.QUEUED, JobStatus.PENDING):
         return []
     if job.admitted_at is None:
@@ -89,19 +101,6 @@ def explain(session: Session, job: Job) -> list[str]:
     if isinstance(found, Blocked):
         return [*reasons, *found.reasons]
     return reasons or [_place_in_queue(session, job)]
-
-
-def _in_a_queue(session: Session, job: Job) -> list[str]:
-    """What its attempt waits for in the queue of the engine that it was given to, as that says."""
-    words = Member.handle["waits"].as_string()
-    query = (
-        select(words)
-        .join(Attempt, Attempt.epoch == Member.epoch)
-        .where(
-            Attempt.job_id == job.job_id, Attempt.state != AttemptState.ENDED, words.is_not(None)
-        )
-    )
-    return [f"it was placed on {job.assigned_vm}: {said}" for said in session.scalars(query)]
 
 
 def _place_in_queue(session: Session, job: Job) -> str:

@@ -1,16 +1,15 @@
-"""Where a job can run: a pure function of what it needs and what the machines have free.
+"""Placement: on which machines and GPUs a job can run. A pure function of what it needs and what the machines have free.
 
-`capacity.py` reads the machines from the database into the views below; `claim.py` asks `place` and books what it says. Machines are
-looked at one by one: each says what it would give, or why it gives nothing, in words that its operator can act on. Of those that would,
-the one is taken that has least left over afterwards, so that large holes stay for large jobs. The result depends on what stands in the
-views alone, never on their order.
+`capacity.py` reads the machines from the database into the dataclasses below; `claim.py` calls `place` and books the result. Each machine
+is examined by itself: it yields either a seat or a reason that its operator can act on. Of the machines with a seat, the one with least
+left over is chosen, so that large holes stay for large jobs (best fit). The result depends only on the contents, never on their order.
 
 GPUs are given whole or in shares of their memory, never both at once. A job without GPUs takes a CPU slot. Behind an engine
-(`elastic.py`) every job takes a slot and the engine gives the GPUs; no job waits there for what a machine has free.
+(`elastic.py`) every job takes a slot and the engine gives the GPUs, so what a machine has free does not matter there.
 
-A job that needs much at once would wait for ever while small ones take each GPU as it comes free. So GPUs are withheld for a job that has
-waited longer than `PATIENCE_SECONDS`: `withhold` chooses the machines where least is missing for it, and what it chose is given to no
-job that stands behind it. As GPUs drain, less and less is missing: the choice settles by itself.
+A large job would starve while small ones take each GPU as it comes free. So GPUs are withheld for a job that has waited longer than
+`PATIENCE_SECONDS`: `withhold` chooses the machines where least is missing for it, and no job behind it gets what was chosen. As GPUs
+become free, less and less is missing, so the choice converges.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from groupwise.jobs.fleet.queue.elastic import Elastic
 from groupwise.jobs.fleet.queue.resources import Resources
 
 PATIENCE_SECONDS = 600.0
-"""A job that has waited longer for room has GPUs withheld for it."""
+"""GPUs are withheld for a job that has waited longer than this for room."""
 MOST_REASONS = 12
-"""Lines that say why there is no room; the rest is counted."""
+"""Lines of reasons why there is no room; the rest is only counted."""
 _NAMED_MACHINES = 3
-"""Of those with the same reason."""
+"""Machines named for each reason; the rest is only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +39,15 @@ class MachineGPU:
     model: str | None = None
     memory_mb: int | None = None
     trouble: str | None = None
-    """Why nothing new gets it, whatever is reserved: `foreign_busy`, `quarantined: …`."""
+    """Why it is given to no new job, even if it is free: `foreign_busy`, `quarantined: …`."""
     whole: bool = False
-    """A job holds all of it."""
+    """One job holds all of it."""
     shares_mb: int = 0
     """Memory that shares hold."""
 
     @property
     def idle(self) -> bool:
-        """No job holds anything of it."""
+        """True if no job holds any part of it."""
         return not self.whole and not self.shares_mb
 
 
@@ -61,27 +60,27 @@ class Machine:
     trouble: str | None = None
     """Why nothing new is placed there: `draining`, `unreachable …`."""
     projects: frozenset[str] | None = None
-    """Whose jobs alone are placed there; None: any project's."""
+    """Only jobs of these projects are placed there; None: of any project."""
     closed: bool = False
-    """The job that is looked at is of none of these."""
+    """The job being placed belongs to none of `projects`."""
     slots: int = 0
-    """For jobs without GPUs; behind an engine for all."""
+    """Places for jobs without GPUs; behind an engine, for all jobs."""
     taken_slots: frozenset[int] = frozenset()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     prepared: bool = True
-    """Somebody has named the environment that jobs run with."""
+    """An environment for training jobs is set up there."""
     cpus: int | None = None
-    """That it has; None: not known yet."""
+    """Its CPUs; None: not known yet."""
     ram_mb: int | None = None
     disk_free_mb: int | None = None
     promised_cpus: int = 0
-    """To jobs that asked for them."""
+    """CPUs promised to running jobs that asked for some."""
     promised_ram_mb: int = 0
     engine: Elastic | None = None
-    """What begins jobs in its place: its processors and memory are none of theirs then."""
+    """Starts the jobs instead of this machine, whose own CPUs and memory then do not count."""
 
     def gives_gpus_for(self, resources: Resources) -> bool:
-        """It has GPUs of its own to give, and the job wants some."""
+        """True if the job wants GPUs and gets them from the machine itself."""
         return self.engine is None and resources.gpu_count > 0
 
 
@@ -103,16 +102,16 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """There is no room; never without a reason."""
+    """There is no room. `reasons` is never empty."""
 
     reasons: tuple[str, ...]
     never: bool = False
-    """Not even if all were idle."""
+    """There would be none even if the whole fleet were idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is withheld, and for which job."""
+    """GPUs and slots that are withheld, and for which job."""
 
     gpus: Mapping[int, str] = field(default_factory=dict[int, str])
     """gpu_id → job_id."""
@@ -120,7 +119,7 @@ class Held:
     """(vm_id, slot) → job_id."""
 
     def and_also(self, other: Held) -> Held:
-        """Both together; who came first keeps what it has."""
+        """Both together; for what is in both, this one's job counts."""
         return Held({**other.gpus, **self.gpus}, {**other.slots, **self.slots})
 
 
@@ -129,7 +128,7 @@ NOTHING_HELD = Held()
 
 @dataclass(frozen=True, slots=True)
 class Avoid:
-    """What a job gets only where nothing else will do."""
+    """What a job gets only if nothing else is free."""
 
     machines: frozenset[str] = frozenset()
     gpus: frozenset[int] = frozenset()
@@ -148,7 +147,7 @@ def place(
     held_for_others: Held = NOTHING_HELD,
     avoid: Avoid = NOTHING_AVOIDED,
 ) -> Placement | Blocked:
-    """Room for the job, or why there is none. What is in `avoid` is taken only where nothing else will do."""
+    """Find room for the job, or say why there is none. What is in `avoid` is taken only if nothing else is free."""
     ordered = sorted(machines, key=lambda machine: machine.vm_id)
     if (found := room(resources, ordered, held_for_others, avoid)) is not None:
         return found
@@ -160,7 +159,7 @@ def place(
 def room(
     resources: Resources, machines: Iterable[Machine], held_for_others: Held, avoid: Avoid
 ) -> Placement | None:
-    """The same without words."""
+    """Like `place`, without reasons."""
     seats: list[tuple[tuple[object, ...], Seat]] = []
     for machine in filter(has_room, machines):
         seat = _seat(resources, machine, held_for_others, avoid)
@@ -173,27 +172,27 @@ def room(
 
 
 def apply(placement: Placement, resources: Resources, machines: dict[str, Machine]) -> None:
-    """Book it in the views, so that the next job of the same round sees what is left."""
+    """Book the placement in `machines`, so that the next job of the same round sees what is left."""
     for seat in placement.seats:
         machine = machines[seat.vm_id]
-        taken = {gpu.gpu_id for gpu in seat.gpus}
+        booked = {
+            gpu.gpu_id: replace(gpu, whole=True)
+            if resources.share_mb is None
+            else replace(gpu, shares_mb=gpu.shares_mb + resources.share_mb)
+            for gpu in machine.gpus
+            if any(gpu.gpu_id == given.gpu_id for given in seat.gpus)
+        }
         machines[seat.vm_id] = replace(
             machine,
-            gpus=tuple(_booked(g, resources) if g.gpu_id in taken else g for g in machine.gpus),
+            gpus=tuple(booked.get(gpu.gpu_id, gpu) for gpu in machine.gpus),
             taken_slots=machine.taken_slots | ({seat.slot} if seat.slot is not None else set()),
             promised_cpus=machine.promised_cpus + (resources.cpus or 0),
             promised_ram_mb=machine.promised_ram_mb + (resources.ram_mb or 0),
         )
 
 
-def _booked(gpu: MachineGPU, resources: Resources) -> MachineGPU:
-    if resources.share_mb is None:
-        return replace(gpu, whole=True)
-    return replace(gpu, shares_mb=gpu.shares_mb + resources.share_mb)
-
-
 def has_room(machine: Machine, held: Held = NOTHING_HELD) -> bool:
-    """Whether any job at all could find room there beside what is held; a quick look, on the safe side."""
+    """False only if no job at all could find room there besides what is held. A quick check: True may still be wrong."""
     if machine.trouble:
         return False
     if len(machine.taken_slots) < machine.slots and any(
@@ -217,15 +216,19 @@ def withhold(
     job_id: str,
     held: Held = NOTHING_HELD,
 ) -> Held:
-    """What to keep for a job that waits, beside what is `held` for those before it. Nothing where it could not run even on idle machines.
+    """What to withhold for a waiting job, besides what is `held` for those before it; nothing if it could not run even on idle machines.
 
-    Machines are chosen where least is missing. As nobody behind the job gets what was chosen, the sum of what is missing never rises.
+    Machines are chosen where least is missing. As no job behind it gets what was chosen, the sum of what is missing never rises.
     """
     wanted: list[tuple[tuple[int, int, str], Seat]] = []
     for machine in machines:
         seat = _nearest(resources, machine, held)
         if seat is not None:
-            wanted.append(((*_missing(resources, machine, seat), machine.vm_id), seat))
+            missing = sum(not _is_free(gpu, resources) for gpu in seat.gpus)
+            missing += seat.slot in machine.taken_slots
+            missing += _short(resources, machine) is not None
+            shared_mb = sum(gpu.shares_mb for gpu in seat.gpus)
+            wanted.append(((missing, shared_mb, machine.vm_id), seat))
     if len(wanted) < resources.machines:
         return NOTHING_HELD
     chosen = [seat for _, seat in sorted(wanted, key=lambda rated: rated[0])]
@@ -240,7 +243,7 @@ def withhold(
 
 
 def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
-    """What the machine gives, or why nothing."""
+    """What the machine gives to the job, or why nothing."""
     if why := _unfit(resources, machine) or _short(resources, machine):
         return why
     if not machine.gives_gpus_for(resources):
@@ -251,11 +254,19 @@ def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> S
     free = [g for g in fitting if _is_free(g, resources) and g.gpu_id not in held.gpus]
     if len(free) < resources.gpu_count:
         return _too_few(resources, fitting, free, held)
-    return Seat(machine.vm_id, _best(resources, free, avoid))
+    if resources.named:
+        return Seat(machine.vm_id, tuple(free))
+    # The smallest that do; for a share the fullest that still has room. Each sort is stable, so the last one counts most.
+    free.sort(key=lambda g: ((g.memory_mb or 0) - g.shares_mb, g.index, g.gpu_id))
+    if resources.share_mb is not None:
+        free.sort(key=lambda g: g.idle)  # a GPU that is shared already, if any
+    free.sort(key=lambda g: g.gpu_id in avoid.gpus)
+    chosen = sorted(free[: resources.gpu_count], key=lambda g: (g.index, g.gpu_id))
+    return Seat(machine.vm_id, tuple(chosen))
 
 
 def _unfit(resources: Resources, machine: Machine) -> str | None:
-    """Why the machine is out of the question, whatever runs there."""
+    """Why the machine cannot run the job, even if it were idle."""
     if resources.vm is not None and machine.vm_id != resources.vm:
         return f"the job asks for {resources.vm}"
     if machine.trouble:
@@ -285,7 +296,7 @@ def _less(what: str, wanted: int | None, has: int | None) -> str | None:
 
 
 def _short(resources: Resources, machine: Machine) -> str | None:
-    """Why it has too little left of what is promised to others."""
+    """Why too little of its CPUs or RAM is left besides what is promised to other jobs."""
     if machine.engine is not None:
         return None
     cpus = (machine.cpus or 0) - machine.promised_cpus
@@ -303,6 +314,7 @@ def _short(resources: Resources, machine: Machine) -> str | None:
 
 
 def _slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
+    """A free slot of the machine, or why there is none."""
     if not machine.slots:
         return f"no CPU slots, and the job asks for no GPU (`groupwise fleet vm set {machine.vm_id} --cpu-slots 1` gives it one)"
     kind = "CPU slot" if machine.engine is None else f"place for jobs of {machine.engine.title}"
@@ -322,11 +334,11 @@ def _slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
 
 
 def _fitting(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
-    """Its GPUs that are what the job wants, were they free; at least as many as it wants."""
+    """The GPUs that would suit the job if they were free, at least as many as it wants; else why there are too few."""
     if not machine.gpus:
         return "no GPU"
     if resources.named:
-        return _named(resources, machine)
+        return _gpus_by_name(resources, machine)
     sound = [gpu for gpu in machine.gpus if gpu.trouble is None]
     fitting = [gpu for gpu in sound if _unlike(resources, gpu) is None]
     if len(fitting) >= resources.gpu_count:
@@ -337,7 +349,8 @@ def _fitting(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
     return f"{has}: {'; '.join(sorted(why))}" if why else has
 
 
-def _named(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
+def _gpus_by_name(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
+    """The GPUs that the job names by index or UUID, or why one of them does not do."""
     found: list[MachineGPU] = []
     for name in resources.named:
         gpu = next((g for g in machine.gpus if name in (g.index, g.uuid)), None)
@@ -352,7 +365,7 @@ def _named(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
 
 
 def _unlike(resources: Resources, gpu: MachineGPU) -> str | None:
-    """Why a GPU is not what is wanted."""
+    """Why the GPU does not suit the job, whether it is free or not."""
     model, memory = resources.gpu_model, resources.gpu_memory_mb or resources.share_mb
     if model and model.casefold() not in (gpu.model or "").casefold():
         return f"is a {gpu.model or 'GPU of unknown model'}, not {model}"
@@ -371,6 +384,7 @@ def _is_free(gpu: MachineGPU, resources: Resources) -> bool:
 def _too_few(
     resources: Resources, fitting: Sequence[MachineGPU], free: Sequence[MachineGPU], held: Held
 ) -> str:
+    """The reason if fewer GPUs are free than wanted."""
     kept = sorted({held.gpus[g.gpu_id] for g in fitting if g.gpu_id in held.gpus})
     withheld = f"; GPUs are kept for {', '.join(kept)}, waiting for long" if kept else ""
     if resources.named:
@@ -384,20 +398,8 @@ def _too_few(
     )
 
 
-def _best(resources: Resources, free: Sequence[MachineGPU], avoid: Avoid) -> tuple[MachineGPU, ...]:
-    """The smallest that do; for a share the fullest that still has room."""
-    if resources.named:
-        return tuple(free)
-    rated = sorted(free, key=lambda g: ((g.memory_mb or 0) - g.shares_mb, g.index, g.gpu_id))
-    if resources.share_mb is not None:
-        rated.sort(key=lambda g: g.idle)  # a GPU that is shared already, if any
-    rated.sort(key=lambda g: g.gpu_id in avoid.gpus)
-    chosen = rated[: resources.gpu_count]
-    return tuple(sorted(chosen, key=lambda g: (g.index, g.gpu_id)))
-
-
 def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> tuple[object, ...]:
-    """How good a hole would be spoilt, least first."""
+    """Sort key of a seat: what to avoid first, then how large a hole it would spoil; the smallest is best."""
     idle = sum(gpu.idle and gpu.trouble is None for gpu in machine.gpus)
     used = sum(gpu.idle for gpu in seat.gpus)
     slots = machine.slots - len(machine.taken_slots)
@@ -407,7 +409,7 @@ def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> 
         machine.vm_id in avoid.machines,
         sum(gpu.gpu_id in avoid.gpus for gpu in seat.gpus)
         + ((seat.vm_id, seat.slot) in avoid.slots),
-        machine.engine is not None,  # a job that could begin now waits in no other queue
+        machine.engine is not None,  # a job that could begin now should not wait in another queue
         breaks_new,
         idle - used if seat.gpus else slots,
         memory,
@@ -419,7 +421,7 @@ def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> 
 
 
 def _nearest(resources: Resources, machine: Machine, held: Held) -> Seat | None:
-    """The seat that would be there soonest if nothing new began; None: not even if all were idle."""
+    """The seat that would be free soonest if nothing new began; None: there is none even if all were idle."""
     if _unfit(resources, machine):
         return None
     if not machine.gives_gpus_for(resources):
@@ -438,14 +440,6 @@ def _nearest(resources: Resources, machine: Machine, held: Held) -> Seat | None:
     return Seat(machine.vm_id, tuple(ours[: resources.gpu_count]))
 
 
-def _missing(resources: Resources, machine: Machine, seat: Seat) -> tuple[int, int]:
-    """How much of the seat is not there yet: in units, and in memory that shares hold."""
-    units = sum(not _is_free(gpu, resources) for gpu in seat.gpus)
-    units += seat.slot in machine.taken_slots
-    units += _short(resources, machine) is not None
-    return units, sum(gpu.shares_mb for gpu in seat.gpus)
-
-
 # --- words ----------------------------------------------------------------------------------------
 
 
@@ -455,6 +449,7 @@ def _blocked(
     willing: int,
     refusals: Sequence[tuple[str, str]],
 ) -> Blocked:
+    """Sum up why there is no room: a line for each reason with the machines that have it, the most frequent first."""
     if not machines:
         return Blocked(("the fleet has no machine: `groupwise fleet vm add` adds one",), never=True)
     fit = sum(_nearest(resources, machine, NOTHING_HELD) is not None for machine in machines)
@@ -469,27 +464,19 @@ def _blocked(
         lines.append(f"{willing} of the {resources.machines} machines wanted have room now")
     if resources.vm is not None:
         refusals = [(vm_id, why) for vm_id, why in refusals if vm_id == resources.vm]
-    return Blocked((*lines, *_summed_up(refusals)), never)
-
-
-def _machines(count: int) -> str:
-    return f"{count} machine{'s' if count != 1 else ''}"
-
-
-def _summed_up(refusals: Sequence[tuple[str, str]]) -> list[str]:
-    """A line for each reason, with the machines that have it; the most frequent first."""
     by_reason: dict[str, list[str]] = {}
     for vm_id, why in refusals:
         by_reason.setdefault(why, []).append(vm_id)
     ordered = sorted(by_reason.items(), key=lambda entry: (-len(entry[1]), entry[0]))
-    lines = [f"{_those(names)}: {why}" for why, names in ordered[:MOST_REASONS]]
-    if rest := ordered[MOST_REASONS:]:
-        count = sum(len(names) for _, names in rest)
-        lines.append(f"{_machines(count)} more, for {len(rest)} other reasons")
-    return lines
+    for why, names in ordered[:MOST_REASONS]:
+        more = len(names) - _NAMED_MACHINES
+        rest = f" and {more} more" if more > 0 else ""
+        lines.append(f"{', '.join(names[:_NAMED_MACHINES])}{rest}: {why}")
+    if others := ordered[MOST_REASONS:]:
+        count = sum(len(names) for _, names in others)
+        lines.append(f"{_machines(count)} more, for {len(others)} other reasons")
+    return Blocked(tuple(lines), never)
 
 
-def _those(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMED_MACHINES])
-    more = len(names) - _NAMED_MACHINES
-    return f"{shown} and {more} more" if more > 0 else shown
+def _machines(count: int) -> str:
+    return f"{count} machine{'s' if count != 1 else ''}"

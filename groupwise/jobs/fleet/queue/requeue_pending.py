@@ -1,14 +1,14 @@
-"""Who is woken when the fleet has more free than before.
+"""Requeueing pending jobs when the fleet has more free capacity than before.
 
-A pending job is looked at again only when something has changed for it: whoever closes reservations, takes a machine back or ends a job
-calls `wake` in the same transaction. It asks for each shape that waits, not for each job, whether one more would fit now, and puts the
-best-ranked jobs back into the queue, as many as there is room for.
+A pending job is looked at again only when something has changed for it: code that closes reservations, takes a machine back or ends a job
+calls `wake` in the same transaction. For each waiting shape (not for each job) that checks whether one more job would fit now, and it
+puts the best-ranked jobs back into the queue, as many as there is room for.
 
-Marking and waking must not pass each other: a claim that has seen a GPU taken, and marks a job as pending after the GPU was released and
-the waiting jobs were asked, would leave it waiting beside a free GPU. So both take one lock until they commit (`lock_marking` shared,
-`wake` alone), and whoever has got it reads anew. On SQLite there is one writer at a time anyway.
+Marking and waking must not overtake each other. Suppose a claim sees a GPU taken; the GPU is released and the pending jobs are checked;
+then the claim marks its job as pending: the job would wait beside a free GPU. So both take one lock until they commit (`lock_marking`
+shared, `wake` exclusive) and read the fleet after they have it. On SQLite there is one writer at a time anyway.
 
-A job that was woken may leave the queue without using what woke it (cancelled, held, placed elsewhere). `claim` therefore calls
+A woken job may leave the queue without using the room that woke it (cancelled, held, placed elsewhere). `claim` therefore calls
 `wake_unnoticed` whenever it finds the queue empty.
 """
 
@@ -37,24 +37,19 @@ from groupwise.jobs.fleet.store.database import seconds
 from groupwise.jobs.fleet.store.tables import Job
 
 MOST_WOKEN = 64
-"""At once; when they are placed, claims that find the queue empty wake the next."""
+"""Jobs woken at once; when they are placed, a claim that finds the queue empty wakes the next."""
 _LATER = "groupwise_wake_later"
 _LOCK = 0x67726F75
-"""For advisory locks: the marking and waking of pending jobs."""
+"""Key of the advisory lock for marking and waking pending jobs."""
 
 
 def lock_marking(session: Session) -> None:
-    """Taken by who marks jobs as pending, before it looks for the last time whether there is room; others may do so as well.
+    """Take the lock, shared, before the last check for room ahead of marking jobs as pending.
 
-    It is the last lock of a transaction: who holds it waits for no row.
+    It is the last lock of a transaction: its holder waits for no row.
     """
     if session.get_bind().dialect.name == "postgresql":
         session.execute(select(func.pg_advisory_xact_lock_shared(_LOCK)))
-
-
-def _lock_waking(session: Session) -> None:
-    if session.get_bind().dialect.name == "postgresql":
-        session.execute(select(func.pg_advisory_xact_lock(_LOCK)))
 
 
 def wake(
@@ -63,24 +58,40 @@ def wake(
     vm_ids: Collection[str] | None = None,
     actor: str = "capacity",
 ) -> int:
-    """Put pending jobs back into the queue that can begin now; how many.
+    """Put pending jobs that can begin now back into the queue; returns how many.
 
-    To be called last in the transaction that closes reservations, takes a machine back, adds or changes one, raises a quota, or ends a
-    job, since others may wait for it. `vm_ids`: there is more room on these machines and nowhere else. To call it too often is harmless.
-    Within `woken_once` it is done at the end of that.
+    Call it last in a transaction that closes reservations, takes a machine back, adds or changes one, raises a quota, or ends a job
+    (others may wait for it). `vm_ids`: only these machines have more room. Calling it too often is harmless. Within `woken_once` it is
+    postponed to the end of that block.
     """
     if (later := session.info.get(_LATER)) is not None:
         later.append((vm_ids, actor))
         return 0
     session.flush()
-    _lock_waking(session)
-    ended = _ended(session)
-    return _wake_dependents(session, ended, actor) + _wake_shapes(session, vm_ids, actor)
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+    woken = _wake_dependents(session, actor)
+    waiting = best_of_shapes(session)
+    if not waiting:
+        return woken
+    now = seconds(session)
+    projects = {each.project for each in waiting}
+    # The changed machines alone decide if no quota counts, no job needs several machines, and nothing is withheld for a long-waiting job.
+    patient_or_gang = any(
+        each.resources.machines > 1
+        or (each.waiting_since is not None and now - each.waiting_since >= PATIENCE_SECONDS)
+        for each in waiting
+    )
+    if vm_ids is not None and not quotas(session, projects) and not patient_or_gang:
+        found = View(now, machines(session, now, vm_ids))
+    else:
+        found = view(session, projects)
+    return woken + _wake_in_order(session, found, waiting, actor)
 
 
 @contextmanager
 def woken_once(session: Session) -> Generator[None, None, None]:
-    """What frees capacity several times in one transaction wakes once, at its end: the lock of waking has to be its last."""
+    """Combine all `wake` calls within this block into one at its end, because the waking lock must be the transaction's last."""
     later: list[tuple[Collection[str] | None, str]] = []
     session.info[_LATER] = later
     try:
@@ -95,8 +106,8 @@ def woken_once(session: Session) -> Generator[None, None, None]:
 
 
 def wake_unnoticed(session: Session, found: View | None) -> int:
-    """The same for capacity of which nobody told, by who has a view already or needs none."""
-    woken = _wake_dependents(session, _ended(session), "capacity")
+    """Wake jobs for capacity that no `wake` call announced. `found`: a view of the fleet, if the caller has one; returns how many."""
+    woken = _wake_dependents(session, "capacity")
     if found is not None and found.is_full():
         return woken
     waiting = best_of_shapes(session)
@@ -110,47 +121,25 @@ def wake_unnoticed(session: Session, found: View | None) -> int:
     return woken + _wake_in_order(session, found, waiting, "capacity")
 
 
-def _ended(session: Session) -> list[str]:
-    """Jobs that have ended, or are not there any more, and that others still wait for."""
+def _wake_dependents(session: Session, actor: str) -> int:
+    """Wake the jobs that wait for a job which has ended or was deleted."""
     waited_for = distinct(Job.blocked_on, PENDING, Job.blocked_on.is_not(None))
     status = select(Job.status).where(Job.job_id == waited_for.c.value).correlate(waited_for)
     query = select(waited_for.c.value, status.scalar_subquery().label("status"))
-    return [
+    ended = [
         row.value
         for row in session.execute(query)
         if row.value is not None and row.status in (None, *FINAL)
     ]
-
-
-def _wake_dependents(session: Session, ended: Sequence[str], actor: str) -> int:
     if not ended:
         return 0
-    query = select(Job.job_id).where(PENDING, Job.blocked_on.in_(ended))
-    ids = session.scalars(query.with_for_update(skip_locked=True, key_share=True)).all()
+    dependents = select(Job.job_id).where(PENDING, Job.blocked_on.in_(ended))
+    ids = session.scalars(dependents.with_for_update(skip_locked=True, key_share=True)).all()
     return _to_queue(session, ids, actor)
 
 
-def _wake_shapes(session: Session, vm_ids: Collection[str] | None, actor: str) -> int:
-    waiting = best_of_shapes(session)
-    if not waiting:
-        return 0
-    now = seconds(session)
-    limits = quotas(session, {each.project for each in waiting})
-    if vm_ids is not None and not limits and all(_is_local(each, now) for each in waiting):
-        found = View(now, machines(session, now, vm_ids))
-    else:
-        found = view(session, {each.project for each in waiting})
-    return _wake_in_order(session, found, waiting, actor)
-
-
-def _is_local(waiting: Waiting, now: float) -> bool:
-    """Whether it is enough to look at the machines where something changed."""
-    since = waiting.waiting_since
-    return waiting.resources.machines == 1 and (since is None or now - since < PATIENCE_SECONDS)
-
-
 def _wake_in_order(session: Session, found: View, waiting: Sequence[Waiting], actor: str) -> int:
-    """The best-ranked of all shapes together, each placed on what those before it leave; a shape that finds no room is done with."""
+    """Place the best-ranked jobs of all shapes, each on what those before it leave; a shape that finds no room is skipped from then on."""
     trial = replace(found, machines=dict(found.machines), quotas=dict(found.quotas))
     best = [(each.key, each) for each in waiting]
     others = {each.shape: behind(session, each) for each in waiting}
@@ -172,7 +161,7 @@ def _wake_in_order(session: Session, found: View, waiting: Sequence[Waiting], ac
 
 
 def _to_queue(session: Session, ids: Sequence[str], actor: str) -> int:
-    """`blocked_reasons` stay until it runs: they are still the last thing that is known of it."""
+    """Requeue these jobs. `blocked_reasons` stay until a job runs: they are still the last thing known about it."""
     if not ids:
         return 0
     now = seconds(session)

@@ -88,14 +88,6 @@ class Resources(FailFast, BaseModel):
 
 def problems(resources: Resources) -> list[str]:
     """What of it does not go together, in words for whoever asked for it; each value is right by itself."""
-    return [
-        *_problems_of_names(resources),
-        *_problems_of_gpus(resources),
-        *_problems_of_gang(resources),
-    ]
-
-
-def _problems_of_names(resources: Resources) -> list[str]:
     found: list[str] = []
     indices = [name for name in resources.named if isinstance(name, int)]
     if any(index < 0 for index in indices):
@@ -106,17 +98,12 @@ def _problems_of_names(resources: Resources) -> list[str]:
         found.append("a GPU is named twice")
     if resources.named and resources.gpus not in (None, len(resources.named)):
         found.append(f"{len(resources.named)} GPUs are named, but gpus says {resources.gpus}")
-    return found
-
-
-def _problems_of_gpus(resources: Resources) -> list[str]:
-    found: list[str] = []
     if resources.share_mb and (resources.gpus not in (None, 1) or len(resources.named) > 1):
         found.append("a share is one of one GPU: leave gpus out, or ask for whole GPUs")
     least, share = resources.gpu_memory_mb, resources.share_mb
     if resources.gpus == 0 and (resources.gpu_model or least or share or resources.named):
         found.append("gpus is 0, so nothing can be said of the GPUs: leave one of the two out")
-    return found
+    return [*found, *_problems_of_gang(resources)]
 
 
 def _problems_of_gang(resources: Resources) -> list[str]:
@@ -163,6 +150,14 @@ def parse(
     count, named, place = _gpus(gpus, found)
     if vm is not None and place not in (None, vm):
         found.append(f"--vm says {vm}, --gpus says {place}: name one machine")
+    wanted_labels: dict[str, str] = {}
+    for word in labels:
+        name, equals, value = word.partition("=")
+        if not name or not equals:
+            found.append(f"--vm-label {word!r}: NAME=VALUE is wanted")
+        elif name in wanted_labels:
+            found.append(f"--vm-label {name} is given twice")
+        wanted_labels[name] = value
     document: dict[str, Any] = {
         "gpus": count,
         "named": named,
@@ -174,7 +169,7 @@ def parse(
         "cpus": cpus,
         "ram_mb": _size("--ram", ram, found),
         "disk_mb": _size("--disk", disk, found),
-        "labels": _labels(labels, found),
+        "labels": wanted_labels,
     }
     try:
         resources = from_json(document)
@@ -227,15 +222,3 @@ def _size(option: str, words: str | None, found: list[str]) -> int | None:
         found.append(f"{option} {words!r}: a size such as 40GB, 64GiB, 512MB, or a number of MB")
         return None
     return round(float(match[1]) * factor)
-
-
-def _labels(words: Sequence[str], found: list[str]) -> dict[str, str]:
-    labels: dict[str, str] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not name or not equals:
-            found.append(f"--vm-label {word!r}: NAME=VALUE is wanted")
-        elif name in labels:
-            found.append(f"--vm-label {name} is given twice")
-        labels[name] = value
-    return labels

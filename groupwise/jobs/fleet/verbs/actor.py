@@ -1,8 +1,7 @@
 """The actor that calls a verb: a person at the command line, or the holder of a key of its API.
 
-Every verb takes an `Actor`. Its name stands in the events of what it changed. Its projects are what it may see: a job of another project
-does not exist for it, so that no answer tells whether there is one. Machines belong to nobody's project, and to change them takes an
-actor that is bound to none.
+Every verb takes an `Actor`. Its name stands in the events of what it changed. Its projects are what it may see: for the actor, a job of
+another project does not exist, and no answer reveals it. Machines belong to no project, and only an actor without projects changes them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class Actor:
     name: str
     """Name in events: `user:ada`, `key:k7f2`."""
     projects: frozenset[str] | None = None
-    """None: all."""
+    """None: all projects."""
 
     def may_see(self, project: str) -> bool:
         """True if the actor may know of jobs of the project."""

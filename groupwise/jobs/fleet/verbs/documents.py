@@ -1,7 +1,7 @@
-"""Rows as documents: what `--json` prints, what the API answers, and what tables for people are made of.
+"""Turns rows into the documents that `--json` prints, that the API answers, and that tables are made of.
 
 The columns that people know keep their names. A timestamp is ISO 8601 in UTC; seconds of the database's clock stay numbers. The request
-of a job is told as it was given: it names secrets and never holds one.
+of a job is shown as it was given: it names secrets and never holds one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds rows by the names that people give, or refuses with a list of those that exist.
 
-Whoever is about to change a row gets it locked, so that what was checked is still so when it is written.
+A verb that changes a row gets it locked, so that what it has checked still holds when it writes.
 """
 
 from __future__ import annotations
@@ -8,18 +8,21 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from typing import TypeVarTuple
 
-from sqlalchemy import select
+from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
-from groupwise.jobs.fleet.store.tables import GPU, VM, Job, Project
+from groupwise.jobs.fleet.store.tables import GPU, VM, Job
 from groupwise.jobs.fleet.verbs.actor import Actor
 
+Columns = TypeVarTuple("Columns")
+
 MOST_NAMES = 20
-"""Names that a refusal lists."""
+"""Most names that a refusal lists."""
 NEAR = 200
-"""The newest jobs, among which a misspelt one is looked for."""
+"""Newest jobs among which a misspelt id is looked for."""
 _INDEX = re.compile(r"[0-9]{1,9}")
 """Index of a GPU; longer ones exist in no column."""
 
@@ -33,18 +36,27 @@ def job(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> J
 
 
 def no_job(session: Session, actor: Actor, job_id: str, *, near: bool = True) -> Refusal:
-    """The refusal for an unknown id; `near`: with similarly named jobs, which needs a look at many rows."""
-    text = _no_job(session, actor, job_id) if near else f"there is no job {job_id!r}."
-    return Refusal("unknown_job", text)
+    """The refusal for an unknown id; `near`: with the most similar id, which needs a look at many rows."""
+    if not near:
+        return Refusal("unknown_job", f"there is no job {job_id!r}.")
+    query = visible(select(Job.job_id).order_by(Job.created_at.desc()).limit(NEAR), actor)
+    similar = difflib.get_close_matches(job_id, session.scalars(query).all(), n=1)
+    hint = f"did you mean {similar[0]}? " if similar else ""
+    return Refusal(
+        "unknown_job", f"there is no job {job_id!r}; {hint}`groupwise fleet jobs` lists them."
+    )
+
+
+def visible(query: Select[*Columns], actor: Actor) -> Select[*Columns]:
+    """Limit a query of jobs to those that the actor may see."""
+    return query if actor.projects is None else query.where(Job.project.in_(actor.projects))
 
 
 def jobs(
     session: Session, actor: Actor, ids: Iterable[str], *, lock: bool = False
 ) -> dict[str, Job]:
     """The current rows; jobs that do not exist, or that the actor may not see, are left out."""
-    query = select(Job).where(Job.job_id.in_(ids)).order_by(Job.job_id)
-    if actor.projects is not None:
-        query = query.where(Job.project.in_(actor.projects))
+    query = visible(select(Job).where(Job.job_id.in_(ids)).order_by(Job.job_id), actor)
     query = query.execution_options(populate_existing=True)
     found = session.scalars(query.with_for_update() if lock else query)
     return {each.job_id: each for each in found}
@@ -88,28 +100,6 @@ def gpu(session: Session, vm_id: str, name: str, *, lock: bool = False) -> GPU:
             + (f"it has {there}." if there else "none has been seen there."),
         )
     return found
-
-
-def project(session: Session, actor: Actor, name: str, *, lock: bool = False) -> Project:
-    """The project. Raises `unknown_project`, also for one that the actor may not see."""
-    found = session.get(Project, name, with_for_update=lock or None)
-    if found is None or not actor.may_see(name):
-        names = session.scalars(select(Project.name).order_by(Project.name)).all()
-        there = [each for each in names if actor.may_see(each)]
-        raise Refusal(
-            "unknown_project",
-            f"there is no project {name!r}; {which_there_are(name, there, 'submit')}",
-        )
-    return found
-
-
-def _no_job(session: Session, actor: Actor, job_id: str) -> str:
-    query = select(Job.job_id).order_by(Job.created_at.desc()).limit(NEAR)
-    if actor.projects is not None:
-        query = query.where(Job.project.in_(actor.projects))
-    near = difflib.get_close_matches(job_id, session.scalars(query).all(), n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return f"there is no job {job_id!r}; {hint}`groupwise fleet jobs` lists them."
 
 
 def which_there_are(name: str, names: Sequence[str], otherwise: str) -> str:

@@ -1,7 +1,7 @@
 """What people do with jobs once they are submitted: look, cancel, hold and release, try again, and clear away old ones.
 
-Whatever changes a job says so in `events`, in the same transaction. Nothing here speaks to a machine: to cancel a running job means to
-ask for it in its row, and the dispatcher that owns its attempt ends it and says when that is done.
+Each change of a job writes an event in the same transaction. Nothing here speaks to a machine: to cancel a running job means to set a flag
+in its row; the dispatcher that owns its attempt ends it, and records when that is done.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 
-from sqlalchemy import ColumnElement, Select, and_, or_, select, update
+from sqlalchemy import and_, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
 from groupwise.api.schemas.fleet import MOST_CHANGED
 from groupwise.api.schemas.problems import Refusal
-from groupwise.jobs.fleet.queue import admission, pending_reasons, requeue_pending
-from groupwise.jobs.fleet.queue import untracked_processes as unknown
+from groupwise.jobs.fleet.queue import (
+    admission,
+    pending_reasons,
+    requeue_pending,
+    untracked_processes,
+)
 from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.jobs.fleet.states import FINAL, RETRIED_FROM, JobStatus
 from groupwise.jobs.fleet.store import events
@@ -44,7 +48,7 @@ class Change:
     """A change to jobs, one by one and then together."""
 
     to_each: Callable[[Session, Actor, Job, int], None]
-    """Its row is locked; raises Refusal before it has changed anything. Receives how many jobs of its project were changed before it."""
+    """Changes one job, whose row is locked, or raises Refusal and changes nothing. The number: jobs of its project changed before it."""
     at_last: Callable[[Session, Sequence[str]], None] = lambda session, ids: None
     """Called with the ids of all changed jobs, after the last."""
 
@@ -54,7 +58,7 @@ class JobFilter:
     """Selects the jobs of a list; fields left out do not filter."""
 
     ids: tuple[str, ...] | None = None
-    """These; those of them that there are not, or that the actor may not see, are left out."""
+    """Only these; ids that do not exist, or that the actor may not see, are left out."""
     status: frozenset[JobStatus] | None = None
     project: str | None = None
     name: str | None = None
@@ -63,7 +67,7 @@ class JobFilter:
     submitted_by: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     older_than: str | None = None
-    """A job id: those that were made before it; the last of a list leads to the next."""
+    """A job id: only jobs made before it. Give the last of a list to get the next page."""
     limit: int = 50
 
 
@@ -82,6 +86,12 @@ def filter_of(
     """The filter, as GET /jobs and the client name its parts. Raises `invalid_request`."""
     if ids is not None and len(ids) > MOST_LISTED:
         raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_LISTED} ids at once.")
+    labels: dict[str, str] = {}
+    for word in label or ():
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise Refusal("invalid_request", f"label {word!r}: key=value is wanted.")
+        labels[key] = value
     return JobFilter(
         ids=None if ids is None else tuple(ids),
         status=None if status is None else _statuses(status),
@@ -89,28 +99,23 @@ def filter_of(
         name=name,
         job_type=kind,
         vm_id=vm,
-        labels=dict(_pair(word) for word in label or ()),
+        labels=labels,
         older_than=older_than,
         limit=limit,
     )
 
 
-def _pair(word: str) -> tuple[str, str]:
-    key, equals, value = word.partition("=")
-    if not equals:
-        raise Refusal("invalid_request", f"label {word!r}: key=value is wanted.")
-    return key, value
-
-
 def _statuses(words: Iterable[str]) -> frozenset[JobStatus]:
-    given = list(words)
-    known = [status.value for status in JobStatus]
-    if unknown := [word for word in given if word not in known]:
-        raise Refusal(
-            "invalid_request",
-            f"{unknown[0]!r} is no status of a job; there are {', '.join(known)}.",
-        )
-    return frozenset(JobStatus(word) for word in given)
+    found: set[JobStatus] = set()
+    for word in words:
+        try:
+            found.add(JobStatus(word))
+        except ValueError:
+            raise Refusal(
+                "invalid_request",
+                f"{word!r} is no status of a job; there are {', '.join(JobStatus)}.",
+            ) from None
+    return frozenset(found)
 
 
 def ended_statuses(words: Iterable[str] | None) -> frozenset[JobStatus] | None:
@@ -131,18 +136,7 @@ def listing(session: Session, actor: Actor, wanted: JobFilter) -> list[Document]
     """Jobs, the newest first, as short documents."""
     if not 1 <= wanted.limit <= MOST_LISTED:
         raise Refusal("invalid_request", f"limit {wanted.limit}: 1 to {MOST_LISTED} jobs at once.")
-    query = _filtered(select(Job), actor, wanted)
-    if wanted.older_than is not None:
-        query = query.where(_made_before(find.job(session, actor, wanted.older_than)))
-    newest_first = query.order_by(Job.created_at.desc(), Job.job_id.desc()).limit(wanted.limit)
-    return [
-        visibility.job(session, actor, job_summary(job)) for job in session.scalars(newest_first)
-    ]
-
-
-def _filtered(query: Select[Job], actor: Actor, wanted: JobFilter) -> Select[Job]:
-    if actor.projects is not None:
-        query = query.where(Job.project.in_(actor.projects))
+    query = find.visible(select(Job), actor)
     if wanted.ids is not None:
         query = query.where(Job.job_id.in_(wanted.ids))
     if wanted.status is not None:
@@ -158,14 +152,16 @@ def _filtered(query: Select[Job], actor: Actor, wanted: JobFilter) -> Select[Job
             query = query.where(column == value)
     for key, value in wanted.labels.items():
         query = query.where(Job.request["labels"][key].as_string() == value)
-    return query
-
-
-def _made_before(last: Job) -> ColumnElement[bool]:
-    """Jobs listed after this one. Compared in the database, because SQLite stores timestamps as texts of several forms."""
-    row = aliased(Job)
-    created = select(row.created_at).where(row.job_id == last.job_id).scalar_subquery()
-    return or_(Job.created_at < created, and_(Job.created_at == created, Job.job_id < last.job_id))
+    if wanted.older_than is not None:
+        last = find.job(session, actor, wanted.older_than).job_id
+        row = aliased(Job)
+        # Compared in the database, because SQLite stores timestamps as texts of several forms.
+        created = select(row.created_at).where(row.job_id == last).scalar_subquery()
+        same_time = and_(Job.created_at == created, Job.job_id < last)
+        query = query.where(or_(Job.created_at < created, same_time))
+    newest_first = query.order_by(Job.created_at.desc(), Job.job_id.desc()).limit(wanted.limit)
+    jobs = session.scalars(newest_first)
+    return [visibility.job(session, actor, job_summary(job)) for job in jobs]
 
 
 def show(session: Session, actor: Actor, job_id: str) -> Document:
@@ -206,9 +202,9 @@ def attempts(session: Session, job_id: str) -> list[Document]:
 
 
 def checkpoints(session: Session, job_id: str) -> list[Document]:
-    """Its mirrored ones without their files, the newest first."""
-    told = ("generation", "epoch", "path", "step", "mirrored_at", "damaged_at")
-    columns = [getattr(Checkpoint, name) for name in told]
+    """The mirrored checkpoints of a job without their files, the newest first."""
+    names = ("generation", "epoch", "path", "step", "mirrored_at", "damaged_at")
+    columns = [getattr(Checkpoint, name) for name in names]
     rows = session.execute(
         select(*columns).where(Checkpoint.job_id == job_id).order_by(*NEWEST_FIRST)
     )
@@ -218,9 +214,9 @@ def checkpoints(session: Session, job_id: str) -> list[Document]:
 def why_waiting(session: Session, job: Job) -> list[str]:
     """Why a job does not run, in words; empty where it runs or has ended."""
     reasons = pending_reasons.explain(session, job)
-    nobody = status.why_nothing_begins(session)
-    if reasons and job.status != JobStatus.HELD and nobody is not None:
-        reasons.insert(0, nobody)
+    standstill = status.why_nothing_begins(session)
+    if reasons and job.status != JobStatus.HELD and standstill is not None:
+        reasons.insert(0, standstill)
     return reasons
 
 
@@ -243,9 +239,9 @@ def progress(session: Session, actor: Actor, job_id: str) -> Document:
 
 
 def cancel(session: Session, actor: Actor, job_id: str, reason: str | None = None) -> Document:
-    """Have a job end. One that waits is cancelled at once; one that runs is asked for, and `cancelled` once nothing of it is left.
+    """Cancel a job. A waiting job is cancelled at once; a running one once nothing of it is left on its machines.
 
-    Asked twice, it is the same. Raises `job_state` for a job that has ended otherwise.
+    To cancel it twice changes nothing. Raises `job_state` for a job that has ended otherwise.
     """
     return _alone(session, actor, job_id, cancelling(reason))
 
@@ -266,17 +262,17 @@ def retry(
     """Start a failed or cancelled job again, with its failure budgets restored. Raises `job_state` for any other job, and if as many
     jobs of its project wait as may.
 
-    It is read and expanded anew, and goes on from its last checkpoint where it has left one. It has failed again at once, with the
-    reason, where admission finds that it cannot be run.
+    Its request is read and expanded again, and it resumes from its last checkpoint if it has left one. If admission finds that it cannot
+    be run, it has failed again at once, with the reason.
     """
     return _alone(session, actor, job_id, retrying(allowed))
 
 
 def together(session: Session, actor: Actor, ids: Sequence[str], change: Change) -> list[Document]:
-    """The same done to many jobs, in one transaction: each as it is then, or `job_id` and `error` of one for which it was refused.
+    """Make one change to many jobs, in one transaction. Returns each as it is then, or its `job_id` and `error` if it was refused.
 
-    They are locked in one order, and their projects after them in one order, so that two who do this wait for each other; what becomes free
-    lets others begin once, at the end.
+    The jobs are locked in one order, and then their projects in one order, so that two callers wait for each other instead of deadlocking.
+    Waiting jobs are woken once, at the end.
     """
     if len(ids) > MOST_CHANGED:
         raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_CHANGED} jobs at once.")
@@ -297,20 +293,16 @@ def together(session: Session, actor: Actor, ids: Sequence[str], change: Change)
         change.at_last(session, sorted(set(ids) - set(refused)))
     found = find.jobs(session, actor, ids)
     return [
-        _refused(job_id, refused[job_id])
-        if job_id in refused
+        {"job_id": job_id, "error": {"code": refusal.code, "message": refusal.message}}
+        if (refusal := refused.get(job_id)) is not None
         else visibility.job(session, actor, job_document(found[job_id]))
         for job_id in ids
     ]
 
 
 def changed(done: Sequence[Document]) -> list[str]:
-    """The ids of those for which `together` did what was asked; the others may be ids that there are not."""
+    """The ids of the jobs that `together` has changed; the others may not even exist."""
     return [each["job_id"] for each in done if "error" not in each]
-
-
-def _refused(job_id: str, refusal: Refusal) -> Document:
-    return {"job_id": job_id, "error": {"code": refusal.code, "message": refusal.message}}
 
 
 def _alone(session: Session, actor: Actor, job_id: str, change: Change) -> Document:
@@ -390,7 +382,13 @@ def retrying(allowed: AllowedSecrets = UNLESS_TOLD) -> Change:
 
 def _retry(session: Session, actor: Actor, job: Job, ahead: int) -> None:
     if job.status not in RETRIED_FROM:
-        raise Refusal("job_state", _not_retried(job))
+        reasons: dict[str, str] = {
+            JobStatus.COMPLETED: "has completed; submit it again to have it run once more.",
+            JobStatus.HELD: f"is held; `groupwise fleet release {job.job_id}` lets it go on.",
+            JobStatus.RUNNING: "is running; cancel it first.",
+        }
+        otherwise = f"is {job.status}: it is going to run anyway."
+        raise Refusal("job_state", f"{job.job_id} {reasons.get(job.status, otherwise)}")
     if (full := admission.no_room(session, job.project, ahead)) is not None:
         raise Refusal("job_state", f"{job.job_id} stays {job.status}: {full}.")
     before = {"status": job.status, "generation": job.generation}
@@ -400,7 +398,7 @@ def _retry(session: Session, actor: Actor, job: Job, ahead: int) -> None:
     job.failure_reason = job.exit_code = job.blocked_reasons = job.blocked_on = None
     job.start_time = job.end_time = job.cancel_requested_at = None
     job.not_before = 0.0
-    # It is as new: until it is admitted again nobody may claim it.
+    # As a new job, it cannot be claimed until it is admitted again.
     job.admitted_at = job.spec = job.spec_hash = None
     job.rank = job.due = job.shape = job.resources = None
     events.append(
@@ -414,36 +412,22 @@ def _retry(session: Session, actor: Actor, job: Job, ahead: int) -> None:
 
 
 def _admit_again(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> None:
-    _believe_checkpoints(session, ids)
-    admission.admit(session, ids, allowed)
-    strays = {each["job_id"] for _, each in unknown.on_machines(session)}
-    unknown.hold_back(session, strays.intersection(ids))
-
-
-def _believe_checkpoints(session: Session, ids: Sequence[str]) -> None:
-    """Try damaged checkpoints once more: an operator may have restored their missing files."""
+    # Damaged checkpoints are tried once more: an operator may have restored their missing files.
     session.execute(
         update(Checkpoint)
         .where(Checkpoint.job_id.in_(ids), Checkpoint.damaged_at.is_not(None))
         .values(damaged_at=None)
         .execution_options(synchronize_session=False)
     )
-
-
-def _not_retried(job: Job) -> str:
-    if job.status == JobStatus.COMPLETED:
-        return f"{job.job_id} has completed; submit it again to have it run once more."
-    if job.status == JobStatus.HELD:
-        return f"{job.job_id} is held; `groupwise fleet release {job.job_id}` lets it go on."
-    if job.status == JobStatus.RUNNING:
-        return f"{job.job_id} is running; cancel it first."
-    return f"{job.job_id} is {job.status}: it is going to run anyway."
+    admission.admit(session, ids, allowed)
+    strays = {each["job_id"] for _, each in untracked_processes.on_machines(session)}
+    untracked_processes.hold_back(session, strays.intersection(ids))
 
 
 def _move(
     session: Session, actor: Actor, job: Job, to: JobStatus, detail: Document | None = None
 ) -> None:
-    """A change of status of a job that does not run, with its event."""
+    """Change the status of a job that does not run, and write the event."""
     before = {"status": job.status}
     job.status = to
     job.blocked_reasons = job.blocked_on = None

@@ -1,6 +1,6 @@
-"""Keys of the fleet's HTTP interface: made, listed and revoked by who is bound to no project; only their hashes are kept.
+"""Keys of the fleet's HTTP interface: made, listed and revoked by actors that are bound to no project; only their hashes are kept.
 
-The form of a key is that of `groupwise.api.schemas.keys`. What is added here is for which projects it is, and until when.
+The form of a key is that of `groupwise.api.schemas.keys`. Added here are the projects it is bound to, and its expiry.
 """
 
 from __future__ import annotations
@@ -57,13 +57,17 @@ def make(
     )
     session.add(row)
     _tell(session, actor, events.KEY_MADE, {"key_id": made.id, "role": role, "projects": bound})
-    notes = [] if role == "read" else [_as_us(vm_id) for vm_id in where_as_us(session, bound)]
+    notes = [
+        f"jobs of this key may run on {vm_id} as the user of the fleet itself, and can so read and change its keys, its secrets and what "
+        f"others have: `groupwise fleet vm set {vm_id} --project P` keeps it for project P, `groupwise fleet vm remove {vm_id}` for nobody"
+        for vm_id in (where_as_us(session, bound) if role != "read" else ())
+    ]
     return key_document(row) | {"key": made.key, "notes": notes}
 
 
 def where_as_us(session: Session, projects: Collection[str] | None) -> list[str]:
-    """Machines where jobs of these run as the user of the control plane, and so may do whatever the fleet may: read and change its
-    database, its keys and its secrets. None: whoever may submit for all projects is trusted with that."""
+    """Machines where jobs of these projects run as the user of the control plane, and so can read and change the fleet's database, keys and
+    secrets. None (all projects): such a submitter is trusted with that, so the list is empty."""
     if projects is None:
         return []
     here = select(VM.vm_id, VM.projects).where(VM.active, VM.transport == LOCAL)
@@ -75,7 +79,7 @@ def where_as_us(session: Session, projects: Collection[str] | None) -> list[str]
 
 
 def bound_submitters(session: Session) -> dict[str, list[str]]:
-    """Keys in use that may submit for some projects alone, with these."""
+    """Valid keys that may submit only for some projects, with these projects."""
     now = seconds(session)
     rows = session.execute(
         select(ApiKey.key_id, ApiKey.projects, ApiKey.expires_at)
@@ -87,13 +91,6 @@ def bound_submitters(session: Session) -> dict[str, list[str]]:
         for key_id, projects, until in rows
         if projects is not None and (until is None or until > now)
     }
-
-
-def _as_us(vm_id: str) -> str:
-    return (
-        f"jobs of this key may run on {vm_id} as the user of the fleet itself, and can so read and change its keys, its secrets and what "
-        f"others have: `groupwise fleet vm set {vm_id} --project P` keeps it for project P, `groupwise fleet vm remove {vm_id}` for nobody"
-    )
 
 
 def revoke(session: Session, actor: Actor, key_id: str) -> Document:

@@ -2,10 +2,10 @@
 
     drain      nothing new is placed there; what runs goes on
     cordon     the same, with a reason; the fleet itself cordons a machine that fails every launch
-    lost       an operator's word that it will not come back: its attempts end as `host_lost`, what they held is free again. Should it
-               answer after all, a dispatcher ends what was given up there, and then it takes work again; nobody has to say so
-    remove     it leaves the fleet, once nothing runs there; its row stays for the history. One that is added again while something that was
-               given up may be left there is lost, until a dispatcher has emptied it
+    lost       an operator declares that it will not come back: its attempts end as `host_lost`, and what they held is free again. If it
+               answers after all, a dispatcher ends the given-up attempts there, and then it takes work again by itself
+    remove     it leaves the fleet, once nothing runs there; its row stays for the history. If it is added again while a given-up attempt
+               may be left there, it counts as lost until a dispatcher has ended that
     trust      the host key that it shows is the right one
 
 Nothing here speaks to a machine. The poller looks at a new one because there is a row, and the dispatchers see every flag before they
@@ -33,8 +33,7 @@ from groupwise.api.schemas.fleet import (
 )
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.queue import elastic, requeue_pending
-from groupwise.jobs.fleet.queue import untracked_processes as unknown
+from groupwise.jobs.fleet.queue import elastic, requeue_pending, untracked_processes
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, Observed
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import seconds
@@ -51,13 +50,13 @@ from groupwise.jobs.fleet.verbs.documents import (
 )
 
 VM_ID = re.compile(NAME)
-"""A trigger refuses others in rows by hand."""
+"""Names of machines; a trigger refuses others in rows that are written by hand."""
 MOST_EVENTS = 20
 """The newest events shown for one machine."""
 LOCAL = "local"
 """The transport of the machine that the control plane runs on."""
 WAY = ("ip_address", "port", "user", "ssh_key_path", "jump")
-"""How one is reached. An address may change with the network, while something runs there."""
+"""Columns that say how a machine is reached; they may change with the network, while something runs there."""
 FOLDER = "groupwise-fleet"
 """A runner's folder for all its files; the same as the database's default."""
 PLACE = ("user", "workdir")
@@ -76,7 +75,7 @@ class NewMachine:
     transport: str = "ssh"
     jump: Mapping[str, Any] | None = None
     host_key: str | None = None
-    """The pinned one, `type base64`."""
+    """The pinned host key, as `type base64`."""
     seen_host_key: str | None = None
     """A host key that the machine has shown and that is not trusted yet."""
     workdir: str | None = None
@@ -92,9 +91,9 @@ class NewMachine:
     """The engine that starts jobs for the machine (`groupwise.api.schemas.fleet.EngineBody`); None: the machine itself."""
 
     def problems(self) -> Iterable[str]:
-        """Describe what is wrong with it, for the caller."""
-        said = {name: getattr(self, name) for name in NewMachine.__slots__}
-        yield from text_problems(said, "")
+        """Say what is wrong with the description."""
+        fields = {name: getattr(self, name) for name in NewMachine.__slots__}
+        yield from text_problems(fields, "")
         if self.jump is not None:
             yield from _problems_of_jump(self.jump)
         yield from self._problems_with_engine()
@@ -164,14 +163,17 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
         )
     before = None if is_new else {"active": False}
     _describe(vm, new)
-    vm.observed_round = seconds(session)  # who is looking at this moment looks at what it was
+    vm.observed_round = seconds(session)  # a look that has begun before sees the machine as it was
     _require_own_folder(session, vm)
-    if new.engine is not None:
-        _require_no_gpus(session, new.vm_id)
-    if _left_there(session, new.vm_id):
-        vm.lost_at = vm.lost_at or seconds(session)
-    else:
-        vm.lost_at = None
+    # Rows of GPUs stay for the history, and would be counted.
+    gpus = select(GPU.gpu_id).where(GPU.vm_id == new.vm_id).limit(1)
+    if new.engine is not None and session.scalar(gpus) is not None:
+        raise Refusal(
+            "vm_exists",
+            f"a machine with GPUs was called {new.vm_id} before, and its history stays. Choose another name for what stands behind an "
+            "engine.",
+        )
+    vm.lost_at = (vm.lost_at or seconds(session)) if _left_there(session, new.vm_id) else None
     session.flush()
     session.refresh(vm)
     after = {
@@ -181,7 +183,7 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
         "trusted": bool(vm.host_key),
         "lost_at": vm.lost_at,
     }
-    _tell(session, actor, events.VM_ADDED, vm, before=before, after=after)
+    _append_event(session, actor, events.VM_ADDED, vm, before=before, after=after)
     return machine_document(vm)
 
 
@@ -196,15 +198,6 @@ def _require_own_folder(session: Session, vm: VM) -> None:
             "invalid_request",
             f"{other} keeps everything in {vm.workdir} of the same machine, and both would take each other's jobs for their own. Give "
             f"{vm.vm_id} a --workdir of its own.",
-        )
-
-
-def _require_no_gpus(session: Session, vm_id: str) -> None:
-    """Rows of GPUs stay for the history, and would be counted."""
-    if session.scalar(select(GPU.gpu_id).where(GPU.vm_id == vm_id).limit(1)) is not None:
-        raise Refusal(
-            "vm_exists",
-            f"a machine with GPUs was called {vm_id} before, and its history stays. Choose another name for what stands behind an engine.",
         )
 
 
@@ -231,7 +224,7 @@ def _left_there(session: Session, vm_id: str) -> bool:
 
 
 def _describe(vm: VM, new: NewMachine) -> None:
-    """All columns that say what it is; what was known of an earlier time under this name is forgotten."""
+    """Set all columns that describe the machine, and reset what is known of an earlier one of this name."""
     for name in (
         "ip_address",
         "port",
@@ -263,7 +256,7 @@ def _describe(vm: VM, new: NewMachine) -> None:
 
 
 def _without_defaults(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's row document, once it has been found valid."""
+    """The engine as it is stored in the row; it must be valid."""
     return EngineBody.model_validate(dict(engine)).model_dump(exclude_defaults=True)
 
 
@@ -271,7 +264,7 @@ def _without_defaults(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def listing(session: Session, actor: Actor, *, removed: bool = False) -> list[Document]:
-    """All machines with what is free there, by name; with `removed` also those that were."""
+    """All machines with what is free there, by name; with `removed` also those that were removed."""
     query = select(VM).order_by(VM.vm_id)
     rows = session.scalars(query if removed else query.where(VM.active)).all()
     return [_with_gpus(session, actor, vm) for vm in rows]
@@ -280,15 +273,11 @@ def listing(session: Session, actor: Actor, *, removed: bool = False) -> list[Do
 def show(session: Session, actor: Actor, vm_id: str) -> Document:
     """One machine with its GPUs, what runs there, and what was done with it. Raises `unknown_vm`."""
     vm = find.machine(session, vm_id)
-    return _with_gpus(session, actor, vm) | {"events": _history(session, actor, vm_id)}
-
-
-def _history(session: Session, actor: Actor, vm_id: str) -> list[Document]:
-    """Events of the machine itself; those of its jobs are listed with the jobs."""
+    # Events of the machine itself; those of its jobs are listed with the jobs.
     of_itself = select(Event).where(Event.vm_id == vm_id, Event.job_id.is_(None))
-    newest = of_itself.order_by(Event.event_id.desc()).limit(MOST_EVENTS)
-    found = reversed(session.scalars(newest).all())
-    return [visibility.event(actor, event_document(event)) for event in found]
+    newest = session.scalars(of_itself.order_by(Event.event_id.desc()).limit(MOST_EVENTS)).all()
+    shown = [visibility.event(actor, event_document(event)) for event in reversed(newest)]
+    return _with_gpus(session, actor, vm) | {"events": shown}
 
 
 def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
@@ -307,7 +296,7 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
         else:
             held.setdefault(reservation.gpu_id, []).append(holder)
     documents = [visibility.gpu(actor, gpu_document(gpu, held.get(gpu.gpu_id, []))) for gpu in gpus]
-    strays = unknown.holding(vm.facts)
+    strays = untracked_processes.holding(vm.facts)
     usable = [
         each
         for each in documents
@@ -321,14 +310,14 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
         "available_gpus": sum(not each["held_by"] for each in usable) if _takes_work(vm) else 0,
         "gpus": documents,
         "cpu_slots_held_by": slots,
-        **_places(vm, len(slots)),
+        **_engine_slots(vm, len(slots)),
         "fingerprint": fingerprint(vm.host_key),
         "seen_fingerprint": fingerprint(vm.seen_host_key),
     }
 
 
-def _places(vm: VM, held: int) -> Document:
-    """Behind an engine; None: it has none."""
+def _engine_slots(vm: VM, held: int) -> Document:
+    """Slots of the machine's engine; None if it has none."""
     engine = elastic.elastic_of(vm.engine)
     if engine is None:
         return {"total_slots": None, "available_slots": None}
@@ -371,7 +360,7 @@ def fingerprint(key: str | None) -> str | None:
 
 
 def drain(session: Session, actor: Actor, vm_id: str) -> Document:
-    """Place nothing new there; what runs goes on. Done once or twice, it is the same."""
+    """Place nothing new there; what runs goes on. To drain it twice changes nothing."""
     return _set_draining(session, actor, vm_id, True)
 
 
@@ -386,7 +375,7 @@ def _set_draining(session: Session, actor: Actor, vm_id: str, draining: bool) ->
     if vm.draining != draining:
         vm.draining = draining
         kind = events.VM_DRAINING if draining else events.VM_UNDRAINED
-        _tell(
+        _append_event(
             session,
             actor,
             kind,
@@ -406,7 +395,7 @@ def cordon(session: Session, actor: Actor, vm_id: str, reason: str) -> Document:
     vm = find.active_machine(session, vm_id, lock=True)
     if vm.cordoned != reason:
         before, vm.cordoned = vm.cordoned, reason
-        _tell(
+        _append_event(
             session,
             actor,
             events.VM_CORDONED,
@@ -423,7 +412,7 @@ def uncordon(session: Session, actor: Actor, vm_id: str) -> Document:
     vm = find.active_machine(session, vm_id, lock=True)
     if vm.cordoned is not None:
         before, vm.cordoned, vm.launch_failures = vm.cordoned, None, 0
-        _tell(
+        _append_event(
             session,
             actor,
             events.VM_UNCORDONED,
@@ -439,7 +428,7 @@ def uncordon(session: Session, actor: Actor, vm_id: str) -> Document:
 
 
 def lost(session: Session, actor: Actor, vm_id: str) -> Document:
-    """An operator's word that it will not come back. Its attempts end without being charged; returns them under `attempts`."""
+    """Declare that a machine will not come back. Its attempts end without being charged; returns them under `attempts`."""
     actor.require_all_projects("declare a machine lost")
     vm = find.active_machine(session, vm_id, lock=True)
     if vm.transport == LOCAL and vm.engine is None:
@@ -450,8 +439,13 @@ def lost(session: Session, actor: Actor, vm_id: str) -> Document:
     if vm.lost_at is None:
         vm.lost_at = seconds(session)
         detail = {"attempts": [attempt.epoch for attempt in attempts]}
-        _tell(session, actor, events.VM_LOST, vm, after={"lost_at": vm.lost_at}, detail=detail)
-    return _with_gpus(session, actor, vm) | {"attempts": [_named(attempt) for attempt in attempts]}
+        _append_event(
+            session, actor, events.VM_LOST, vm, after={"lost_at": vm.lost_at}, detail=detail
+        )
+    ending = [
+        {"job_id": each.job_id, "epoch": each.epoch, "state": each.state} for each in attempts
+    ]
+    return _with_gpus(session, actor, vm) | {"attempts": ending}
 
 
 def remove(session: Session, actor: Actor, vm_id: str) -> Document:
@@ -462,17 +456,22 @@ def remove(session: Session, actor: Actor, vm_id: str) -> Document:
         return machine_document(vm)
     _require_unused(session, vm)
     vm.active = False
-    _tell(session, actor, events.VM_REMOVED, vm, before={"active": True}, after={"active": False})
+    _append_event(
+        session, actor, events.VM_REMOVED, vm, before={"active": True}, after={"active": False}
+    )
     return machine_document(vm)
 
 
 def _require_unused(session: Session, vm: VM, what: str = "", then: str = "") -> None:
+    """Raise `vm_in_use` if attempts use the machine. `what` follows in the message; `then`: the step after draining it."""
     attempts = _open_attempts(session, vm.vm_id)
     if not attempts:
         return
-    named = ", ".join(
-        f"{each.job_id} (attempt {each.epoch}, {_condition(each)})" for each in attempts[:5]
-    )
+    users: list[str] = []
+    for each in attempts[:5]:
+        over = each.state == AttemptState.ENDED
+        condition = f"cleanup {each.cleanup}" if over else each.state
+        users.append(f"{each.job_id} (attempt {each.epoch}, {condition})")
     more = f" and {len(attempts) - 5} more" if len(attempts) > 5 else ""
     remedy = (
         "It was declared lost: a dispatcher gives them up within seconds, if one is running."
@@ -480,11 +479,13 @@ def _require_unused(session: Session, vm: VM, what: str = "", then: str = "") ->
         else f"`groupwise fleet vm drain {vm.vm_id}` lets them finish{then and f', {then}'}; if the machine never comes back, "
         f"`groupwise fleet vm mark-lost {vm.vm_id}`."
     )
-    raise Refusal("vm_in_use", f"{vm.vm_id} is still used by {named}{more}{what}. {remedy}")
+    raise Refusal(
+        "vm_in_use", f"{vm.vm_id} is still used by {', '.join(users)}{more}{what}. {remedy}"
+    )
 
 
 def _open_attempts(session: Session, vm_id: str) -> list[Attempt]:
-    """Those that live there, or of which something may still be there."""
+    """Attempts that live on the machine, or of which something may still be there."""
     query = (
         select(Attempt)
         .join(Member, Member.epoch == Attempt.epoch)
@@ -497,28 +498,28 @@ def _open_attempts(session: Session, vm_id: str) -> list[Attempt]:
     return list(session.scalars(query).all())
 
 
-def _named(attempt: Attempt) -> Document:
-    return {"job_id": attempt.job_id, "epoch": attempt.epoch, "state": attempt.state}
-
-
-def _condition(attempt: Attempt) -> str:
-    return attempt.state if attempt.state != AttemptState.ENDED else f"cleanup {attempt.cleanup}"
-
-
 # Trust
 
 
 def trust(session: Session, actor: Actor, vm_id: str, shown: str | None = None) -> Document:
-    """Pin the host key that the machine showed last. `shown`: its fingerprint, which has to be that of this key.
+    """Pin the host key that the machine showed last. `shown`: the fingerprint that this key must have.
 
-    Without `shown` whoever asks has seen the fingerprint and said yes. Raises `host_key_mismatch`.
+    Without `shown`, the caller has seen the fingerprint and agreed. Raises `host_key_mismatch`.
     """
     actor.require_all_projects("trust a machine")
     vm = find.active_machine(session, vm_id, lock=True)
     if vm.seen_host_key is None:
         if vm.host_key is not None and shown in (None, fingerprint(vm.host_key)):
             return _with_gpus(session, actor, vm)
-        raise Refusal("host_key_mismatch", _nothing_shown(vm))
+        if vm.transport == LOCAL:
+            why = f"{vm_id} is this machine: it is not reached by SSH and has no host key."
+        elif vm.host_key is not None:
+            trusted = fingerprint(vm.host_key)
+            why = f"{vm_id} is trusted by the host key {trusted} and has shown no other one."
+        else:
+            problem = vm.problem or "Wait for the next round, or look at `groupwise fleet doctor`."
+            why = f"{vm_id} has not shown its host key yet: no poller has reached it. {problem}"
+        raise Refusal("host_key_mismatch", why)
     seen = fingerprint(vm.seen_host_key)
     if shown is not None and shown != seen:
         raise Refusal(
@@ -530,7 +531,7 @@ def trust(session: Session, actor: Actor, vm_id: str, shown: str | None = None) 
     vm.host_key, vm.seen_host_key = vm.seen_host_key, None
     if vm.contact == Contact.UNTRUSTED:
         vm.contact, vm.problem = Contact.NEW, None
-    _tell(
+    _append_event(
         session,
         actor,
         events.VM_TRUSTED,
@@ -539,17 +540,6 @@ def trust(session: Session, actor: Actor, vm_id: str, shown: str | None = None) 
         after={"fingerprint": seen},
     )
     return _with_gpus(session, actor, vm)
-
-
-def _nothing_shown(vm: VM) -> str:
-    if vm.transport == LOCAL:
-        return f"{vm.vm_id} is this machine: it is not reached by SSH and has no host key."
-    if vm.host_key is not None:
-        return f"{vm.vm_id} is trusted by the host key {fingerprint(vm.host_key)} and has shown no other one."
-    return (
-        f"{vm.vm_id} has not shown its host key yet: no poller has reached it. "
-        f"{vm.problem or 'Wait for the next round, or look at `groupwise fleet doctor`.'}"
-    )
 
 
 def change(
@@ -572,13 +562,15 @@ def change(
     idle_memory_mb: int | None = None,
     engine: Mapping[str, Any] | None = None,
 ) -> Document:
-    """How it is reached (ip_address, port, user, ssh_key_path, jump: {} for none), where its runner keeps everything (workdir), what
-    jobs there are run with (python), how many without GPUs at once (cpu_slots), and whose (projects; [] for any project's); by what jobs
-    find it (labels: these, None takes one away), after how long a silence jobs end that begin there from now on (deadman; 0: never), and
-    how its GPUs are looked at (probe, idle_memory_mb), and what its engine is said to have (engine: these, None makes one what it is by
-    default). What is left out, or None, stays as it was.
+    """Change a machine's row. A setting that is left out, or None, stays as it was.
 
-    Attempts that run keep their interpreter and their deadman. What leads to another root of the runner is refused meanwhile: `vm_in_use`.
+    How it is reached: ip_address, port, user, ssh_key_path, jump ({}: none). The folder of its runner: workdir. The interpreter of its
+    jobs: python. Jobs without GPUs at once: cpu_slots. Whose jobs: projects ([]: any project's). By what jobs find it: labels (only those
+    given change; None removes one). Seconds of silence after which jobs end that begin from now on: deadman (0: never). How its GPUs are
+    read: probe, idle_memory_mb. What its engine has: engine (only the fields given change; None restores a default).
+
+    Running attempts keep their interpreter and their deadman. While something runs, changes that move the runner's root are refused:
+    `vm_in_use`.
     """
     actor.require_all_projects("change a machine")
     wanted: dict[str, Any] = {
@@ -618,9 +610,9 @@ def change(
         setattr(vm, name, value)
     if any(before.get(name) != after.get(name) for name in (*WAY, *PLACE)):
         _require_own_folder(session, vm)
-        vm.observed_round = seconds(session)  # who is looking at this moment looks at what it was
+        vm.observed_round = seconds(session)  # a look that has begun before sees the old place
         vm.contact, vm.misses, vm.problem, vm.unreachable_since = Contact.NEW, 0, None, None
-    _tell(session, actor, events.VM_CHANGED, vm, before=before, after=after)
+    _append_event(session, actor, events.VM_CHANGED, vm, before=before, after=after)
     requeue_pending.wake(session, vm_ids=[vm_id], actor=actor.name)
     return _with_gpus(session, actor, vm)
 
@@ -674,7 +666,7 @@ def _as_columns(vm: VM, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_empty(session: Session, vm: VM, what: str) -> None:
-    """Whatever is there would be looked for in another place."""
+    """Refuse while something may run there, since it would be looked for in another place."""
     _require_unused(
         session, vm, f", so {what} now", then=f"then `groupwise fleet vm set {vm.vm_id}` again"
     )
@@ -687,14 +679,14 @@ def _require_empty(session: Session, vm: VM, what: str) -> None:
 
 
 def clear_quarantine(session: Session, actor: Actor, vm_id: str, gpu: str) -> Document:
-    """Let jobs have a GPU again, whatever was said of it. `gpu`: its index or UUID. Raises `unknown_gpu`."""
+    """Clear the quarantine and accusation of a GPU, so that jobs get it again. `gpu`: index or UUID. Raises `unknown_gpu`."""
     actor.require_all_projects("clear the quarantine of a GPU")
     row = find.gpu(session, vm_id, gpu, lock=True)
     vm = find.machine(session, vm_id)
     before = {"quarantined": row.quarantined, "accused": row.accused}
     if any(before.values()):
         row.quarantined = row.accused = None
-        _tell(
+        _append_event(
             session,
             actor,
             events.GPU_CLEARED,
@@ -707,7 +699,7 @@ def clear_quarantine(session: Session, actor: Actor, vm_id: str, gpu: str) -> Do
     return _with_gpus(session, actor, vm)
 
 
-def _tell(
+def _append_event(
     session: Session,
     actor: Actor,
     kind: str,

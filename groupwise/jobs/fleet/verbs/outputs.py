@@ -1,8 +1,8 @@
 """What jobs left on the control machine: artefacts in folders, which their records list, and mirrored checkpoints, as blobs that rows name.
 
-Nothing that is not listed can be read: a path leads to a file only where the record of its folder has it, a hash to a blob only where a
-checkpoint of that very job names it. Who fetches a job asks so for each of its files, of which there may be a hundred thousand: what the
-record, or the checkpoints, of a job name is worked out once, and remembered until they are others.
+Only what is listed can be read: a path leads to a file only if the record of its folder has it, a hash to a blob only if a checkpoint of
+that very job names it. A client that fetches a job asks for each of its files, of which there may be a hundred thousand: so the names in
+the record, or in the checkpoints, of a job are read once, and cached until they change.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.fleet.verbs.documents import Document, checkpoint_document
 
 REMEMBERED = 4
-"""Records, and as many jobs with checkpoints: what one of 100,000 files names takes some 20 MB of memory."""
+"""Records, and as many jobs with checkpoints, whose names are cached: the names of 100,000 files take some 20 MB of memory."""
 
 
-class _Named:
+class _NameCache:
     """Cache of the most recently computed sets of names, by what they depend on."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, frozenset[str]] = OrderedDict()
         self._lock = Lock()
 
-    def of(self, key: Hashable, work_out: Callable[[], frozenset[str]]) -> frozenset[str]:
+    def of(self, key: Hashable, compute: Callable[[], frozenset[str]]) -> frozenset[str]:
         """The cached set. Two concurrent callers may both compute it."""
         with self._lock:
             found = self._known.get(key)
         if found is None:
-            found = work_out()
+            found = compute()
         with self._lock:
             self._known[key] = found
             self._known.move_to_end(key)
@@ -52,12 +52,12 @@ class _Named:
         return found
 
 
-_PATHS = _Named()
-_HASHES = _Named()
+_PATHS = _NameCache()
+_HASHES = _NameCache()
 
 
 def job_that_left(session: Session, actor: Actor, job_id: str) -> Document:
-    """Its status, for who is about to look at the folder. Raises `unknown_job`."""
+    """The id and status of a job whose files are asked for. Raises `unknown_job`."""
     found = session.execute(select(Job.status, Job.project).where(Job.job_id == job_id)).first()
     if found is None or not actor.may_see(found.project):
         raise find.no_job(session, actor, job_id)
@@ -106,31 +106,23 @@ def artefact(folder: Path, job: Document, path: str, epoch: int | None, rank: in
 
 def _opened(folder: Path, job: Document, epoch: int | None, rank: int) -> tuple[int, IO[str]]:
     """The attempt's epoch, and its opened record, which was written before the folder got its name. Raises `unknown_file`."""
-    wanted = _newest(folder, job["job_id"]) if epoch is None else epoch
+    job_id, wanted = job["job_id"], epoch
+    if wanted is None:
+        with suppress(OSError, ValueError):
+            wanted = int(os.readlink(artefact_folder(folder, job_id, 0).with_name("current")))
     if wanted is not None:
         with suppress(FileNotFoundError):
-            return wanted, record_of(artefact_folder(folder, job["job_id"], wanted, rank)).open()
-    raise Refusal("unknown_file", _nothing_here(job, epoch, rank))
-
-
-def _newest(folder: Path, job_id: str) -> int | None:
-    try:
-        return int(os.readlink(artefact_folder(folder, job_id, 0).with_name("current")))
-    except (OSError, ValueError):
-        return None
-
-
-def _nothing_here(job: Document, epoch: int | None, rank: int) -> str:
+            return wanted, record_of(artefact_folder(folder, job_id, wanted, rank)).open()
     whose = "" if epoch is None else f" by its attempt {epoch}"
     whose += f" of rank {rank}" if rank else ""
-    return f"{job['job_id']} is {job['status']} and has left nothing here{whose}."
+    raise Refusal("unknown_file", f"{job_id} is {job['status']} and has left nothing here{whose}.")
 
 
 # Checkpoints
 
 
 def checkpoints(session: Session, actor: Actor, job_id: str) -> list[Document]:
-    """Those that are mirrored, the newest first. Raises `unknown_job`."""
+    """The mirrored checkpoints of a job, the newest first. Raises `unknown_job`."""
     job_that_left(session, actor, job_id)
     rows = session.scalars(
         select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(*NEWEST_FIRST)
@@ -139,9 +131,9 @@ def checkpoints(session: Session, actor: Actor, job_id: str) -> list[Document]:
 
 
 def checkpoint_file(session: Session, actor: Actor, job_id: str, sha256: str) -> str:
-    """The hash, if it is of a file of one of these. Raises `unknown_file`."""
+    """Return the hash if a mirrored checkpoint of the job has such a file. Raises `unknown_file`."""
     job_that_left(session, actor, job_id)
-    if sha256 not in _HASHES.of(_which(session, job_id), lambda: _hashes(session, job_id)):
+    if sha256 not in _HASHES.of(_cache_key(session, job_id), lambda: _hashes(session, job_id)):
         raise Refusal(
             "unknown_file",
             f"no mirrored checkpoint of {job_id} has a file {sha256!r}, or none any more: only the newest are kept.",
@@ -149,7 +141,7 @@ def checkpoint_file(session: Session, actor: Actor, job_id: str, sha256: str) ->
     return sha256
 
 
-def _which(session: Session, job_id: str) -> Hashable:
+def _cache_key(session: Session, job_id: str) -> Hashable:
     """Cache key that differs for any other job, moment or database; it omits the manifests, which are long."""
     keys = (Checkpoint.generation, Checkpoint.epoch, Checkpoint.path, Checkpoint.mirrored_at)
     rows = session.execute(select(*keys).where(Checkpoint.job_id == job_id).order_by(*keys))

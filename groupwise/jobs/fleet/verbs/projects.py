@@ -1,4 +1,4 @@
-"""Projects: who jobs are counted for. A weight says how much of a busy fleet each gets; quotas say how much at most."""
+"""Projects, to which jobs are charged. A weight says how much of a busy fleet each gets; quotas say how much at most."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from groupwise.jobs.fleet.queue.capacity import GPUS_OF_ENGINE
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.tables import Attempt, Job, Project, Reservation
-from groupwise.jobs.fleet.verbs import find
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.fleet.verbs.documents import Document, project_document
 
@@ -23,19 +22,31 @@ WAITING = (JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
-    """Stands for a value that nobody gave, where None means `no limit`."""
+    """Stands for a value that was not given, because None means `no limit`."""
 
 
 UNCHANGED = Unchanged()
 
 
 def listing(session: Session, actor: Actor) -> list[Document]:
-    """All projects that the actor may see, with what of them waits and runs."""
+    """All projects that the actor may see, with their numbers of waiting and running jobs and of GPUs in use."""
     query = select(Project).order_by(Project.name)
     if actor.projects is not None:
         query = query.where(Project.name.in_(actor.projects))
-    counts = _job_counts(session)
-    gpus = _gpus_in_use(session)
+    by_status = session.execute(
+        select(Job.project, Job.status, func.count())
+        .where(Job.status.in_((*WAITING, JobStatus.RUNNING)))
+        .group_by(Job.project, Job.status)
+    )
+    counts = {(name, status): count for name, status, count in by_status}
+    in_use = session.execute(
+        select(Job.project, func.count(Reservation.gpu_id.distinct()) + func.sum(GPUS_OF_ENGINE))
+        .join(Attempt, Attempt.job_id == Job.job_id)
+        .join(Reservation, Reservation.epoch == Attempt.epoch)
+        .where(Reservation.released_at.is_(None))
+        .group_by(Job.project)
+    )
+    gpus = dict(in_use.all())
     return [
         project_document(project)
         | {
@@ -56,14 +67,18 @@ def change(
     max_gpus: int | Unchanged | None = UNCHANGED,
     max_waiting: int | Unchanged | None = UNCHANGED,
 ) -> Document:
-    """Set weight and quotas of a project; one that is not there yet is made. None takes a quota away."""
+    """Set weight and quotas of a project, which is made if it does not exist. None removes a quota."""
     actor.require_all_projects("change a project")
     given = {"weight": weight, "max_gpus": max_gpus, "max_waiting": max_waiting}
     wanted = {key: value for key, value in given.items() if not isinstance(value, Unchanged)}
     _check(wanted)
     project = session.get(Project, name, with_for_update=True)
     if project is None:
-        _check_name(name)
+        if not name or len(name) > 80 or not name.isprintable() or name != name.strip():
+            raise Refusal(
+                "invalid_request",
+                f"{name!r} is no name for a project: 1 to 80 printable characters.",
+            )
         project = Project(name=name)
         session.add(project)
         session.flush()
@@ -84,12 +99,6 @@ def change(
     return project_document(project)
 
 
-def show(session: Session, actor: Actor, name: str) -> Document:
-    """One project. Raises `unknown_project`."""
-    find.project(session, actor, name)
-    return next(each for each in listing(session, actor) if each["name"] == name)
-
-
 def _check(wanted: dict[str, float | int | None]) -> None:
     if not wanted:
         raise Refusal("invalid_request", "nothing to change: give weight, max_gpus or max_waiting.")
@@ -106,30 +115,3 @@ def _check(wanted: dict[str, float | int | None]) -> None:
                 "invalid_request",
                 f"{quota} {value}: a whole number from 0 to {MOST_INTEGER}, or none for no limit.",
             )
-
-
-def _check_name(name: str) -> None:
-    if not name or len(name) > 80 or not name.isprintable() or name != name.strip():
-        raise Refusal(
-            "invalid_request", f"{name!r} is no name for a project: 1 to 80 printable characters."
-        )
-
-
-def _job_counts(session: Session) -> dict[tuple[str, str], int]:
-    rows = session.execute(
-        select(Job.project, Job.status, func.count())
-        .where(Job.status.in_((*WAITING, JobStatus.RUNNING)))
-        .group_by(Job.project, Job.status)
-    )
-    return {(project, status): count for project, status, count in rows}
-
-
-def _gpus_in_use(session: Session) -> dict[str, int]:
-    rows = session.execute(
-        select(Job.project, func.count(Reservation.gpu_id.distinct()) + func.sum(GPUS_OF_ENGINE))
-        .join(Attempt, Attempt.job_id == Job.job_id)
-        .join(Reservation, Reservation.epoch == Attempt.epoch)
-        .where(Reservation.released_at.is_(None))
-        .group_by(Job.project)
-    )
-    return dict(rows.all())

@@ -1,8 +1,8 @@
-"""Clearing away jobs that ended long ago: their rows, then their logs and artefacts, then the files that only they had named.
+"""Prunes jobs that ended long ago: their rows, then their logs and artefacts, then the files that only they had named.
 
-Rows go first, some hundreds of jobs in a transaction that looks again which of them may go: somebody may have retried one meanwhile. Files
-follow; where that is interrupted, the next `prune` or a dispatcher takes what is left of them (`files/clearing.py`). Events stay, they are
-the history, and by them the folders of these jobs on machines are known, which dispatchers clear away.
+Rows go first, some hundreds of jobs in a transaction that checks again which of them may go: one may have been retried meanwhile. Files
+follow; if that is interrupted, the next `prune` or a dispatcher removes the rest (`files/clearing.py`). Events stay: they are the history,
+and by them dispatchers recognise the folders of these jobs on machines, and clear them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from groupwise.jobs.fleet.states import FINAL, AttemptState, Cleanup, JobStatus
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database, seconds
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Checkpoint, Job, Member, Reservation
+from groupwise.jobs.fleet.verbs import find
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.fleet.verbs.documents import Document
 from groupwise.jobs.hosts.files import BlobStore
 
 AT_ONCE = 500
-"""Jobs of one transaction, and of one question."""
+"""Most jobs in one transaction, and in one query."""
 WAITING = (JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)
-"""As in the index of jobs that wait."""
+"""The statuses of waiting jobs, as in the index of the table."""
 
 
 def old_jobs(
@@ -54,8 +55,7 @@ def old_jobs(
         .where(func.coalesce(Job.end_time, Job.created_at) <= before)
         .order_by(Job.created_at, Job.job_id)
     )
-    if actor.projects is not None:
-        query = query.where(Job.project.in_(actor.projects))
+    query = find.visible(query, actor)
     if project is not None:
         query = query.where(Job.project == project)
     found = session.scalars(query).all()
@@ -65,7 +65,7 @@ def old_jobs(
 
 
 def remove(session: Session, actor: Actor, job_ids: Collection[str]) -> list[str]:
-    """Remove the rows of these jobs; which those were. One that runs again, or of which something has turned out to be needed, stays."""
+    """Remove the rows of these jobs, and return the ids removed. A job that runs again, or is needed after all, stays."""
     over = select(Job).where(Job.job_id.in_(job_ids), Job.status.in_(FINAL)).order_by(Job.job_id)
     jobs = [job for job in session.scalars(over.with_for_update()) if actor.may_see(job.project)]
     needed = _awaited(session) | _in_use(session, [job.job_id for job in jobs])
@@ -101,7 +101,7 @@ def _portions(job_ids: Sequence[str]) -> list[Sequence[str]]:
 
 
 def _awaited(session: Session) -> set[str]:
-    """Jobs that others wait for. What a row names that nobody has admitted has to be there when somebody does."""
+    """Jobs that admitted jobs wait for. A job that is not admitted yet looks for those it names only at its admission."""
     query = select(Job.blocked_on, Job.request["after"]).where(
         Job.status.in_(WAITING),
         Job.admitted_at.is_not(None),
@@ -116,9 +116,9 @@ def _awaited(session: Session) -> set[str]:
 
 
 def _in_use(session: Session, job_ids: Collection[str]) -> set[str]:
-    """Those of which a machine may still hold something.
+    """Jobs of which a machine may still hold something.
 
-    One that was declared lost may come back with it, and is emptied by what stands in the rows; one that was removed will not.
+    A machine that was declared lost may come back with it, and is then cleaned up by the rows; a removed machine will not come back.
     """
     of_these = select(Attempt.job_id).where(Attempt.job_id.in_(job_ids))
     open_attempt = of_these.where(
@@ -147,9 +147,9 @@ def clear_away(
     status: frozenset[JobStatus] | None = None,
     dry_run: bool = False,
 ) -> Document:
-    """All of it: which jobs went, and how many bytes that freed. `folders`: those of logs and artefacts.
+    """Prune old jobs with all their files. Returns the jobs, and the bytes that were freed. `folders`: those of logs and artefacts.
 
-    `dry_run`: nothing goes, and files that only these jobs have named are not counted.
+    `dry_run`: nothing is removed, and files that only these jobs have named are not counted.
     """
     jobs = database.read(lambda s: old_jobs(s, actor, older_than, project=project, status=status))
     size = sum(size_of_files(folders, job) for job in jobs)

@@ -1,8 +1,8 @@
-"""Finds what a job requires and no machine of the fleet is or has: a name, a label, a model of GPU.
+"""Finds requirements of a job that no machine of the fleet meets: a machine's name, a label, a model of GPU.
 
-Such a job is accepted, since the machine may be added tomorrow, and waits until then without a word; so whoever submits is told at once.
-The fleet is read once for all jobs of a submission, and only if one of them wants such a thing. What its machines have is gathered once as
-well: thousands of jobs may each want something else, and whoever submits them holds up other writers meanwhile.
+Such a job is accepted, since the machine may be added tomorrow, and waits silently until then; so the submission answers with a note. The
+fleet is read once for all jobs of a submission, and only if one of them has such a requirement. What its machines have is indexed once as
+well: thousands of jobs may each want something else, and other writers wait for the submission meanwhile.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from groupwise.jobs.fleet.store.tables import GPU, VM
 from groupwise.jobs.fleet.verbs.find import which_there_are
 
 MOST_COMPARED = 20
-"""Wishes of one submission for which names that are near are looked up: that takes a moment for each."""
+"""Most wishes of one submission for which similar names are looked up: each takes a moment."""
 
 Wish = tuple[str | None, tuple[tuple[str, str], ...], str | None, tuple[int | str, ...]]
 """Machine, labels, model of GPU, GPUs by name."""
-_Wrong = tuple[str, str, Sequence[str], str]
-"""The error; a name (if any), the existing names, and the verb that makes more."""
+_Unmet = tuple[str, str, Sequence[str], str]
+"""The unmet requirement in words; a name (if any), the existing names, and the verb that makes more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +70,20 @@ class _Fleet:
 
 def nowhere(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
     """Requirements of each job that the fleet as it is cannot meet."""
-    wishes = [_wish(resources) for resources in jobs]
-    told: dict[Wish, list[str]] = {_NONE: []}
+    wishes: list[Wish] = [
+        (each.vm, tuple(sorted(each.labels.items())), each.gpu_model, each.named) for each in jobs
+    ]
+    notes: dict[Wish, list[str]] = {_NONE: []}
     if any(wish != _NONE for wish in wishes):
         machines = _machines(session)
         fleet = _Fleet(machines, _There([*machines.values()]), [*machines])
         for wish in wishes:
-            if wish not in told:
-                told[wish] = _missing(fleet, wish, compare=len(told) <= MOST_COMPARED)
-    return [told[wish] for wish in wishes]
+            if wish not in notes:
+                notes[wish] = _missing(fleet, wish, compare=len(notes) <= MOST_COMPARED)
+    return [notes[wish] for wish in wishes]
 
 
 _NONE: Wish = (None, (), None, ())
-
-
-def _wish(resources: Resources) -> Wish:
-    labels = tuple(sorted(resources.labels.items()))
-    return resources.vm, labels, resources.gpu_model, resources.named
 
 
 def _machines(session: Session) -> dict[str, _Machine]:
@@ -105,14 +102,15 @@ def _machines(session: Session) -> dict[str, _Machine]:
 
 
 def _missing(fleet: _Fleet, wish: Wish, *, compare: bool) -> list[str]:
-    return [
-        f"{wrong}, so the job waits until that changes{there}"
-        for wrong, name, names, otherwise in _wrong(fleet, wish)
-        for there in (f"; {which_there_are(name, names, otherwise)}" if compare and name else "",)
-    ]
+    """A note for each unmet requirement of a wish; `compare`: with similar names that exist."""
+    notes: list[str] = []
+    for wrong, name, names, otherwise in _unmet(fleet, wish):
+        there = f"; {which_there_are(name, names, otherwise)}" if compare and name else ""
+        notes.append(f"{wrong}, so the job waits until that changes{there}")
+    return notes
 
 
-def _wrong(fleet: _Fleet, wish: Wish) -> Iterator[_Wrong]:
+def _unmet(fleet: _Fleet, wish: Wish) -> Iterator[_Unmet]:
     vm, labels, model, named = wish
     if vm is not None and vm not in fleet.machines:
         which = f" (GPU {', '.join(map(str, named))} of it is asked for)" if named else ""
@@ -120,24 +118,17 @@ def _wrong(fleet: _Fleet, wish: Wish) -> Iterator[_Wrong]:
         return
     there = fleet.there if vm is None else _There([fleet.machines[vm]])
     whose = "no machine has" if vm is None else f"machine {vm} does not have"
-    yield from _wrong_labels(there, labels, whose)
+    lacking = [label for label in labels if label not in there.having]
+    for name, value in lacking:
+        word = f"{name}={value}"
+        yield f"{whose} the label {word}", word, there.labels, "vm set"
+    together = [there.having[label] for label in labels if label in there.having]
+    if together and not lacking and not set[int].intersection(*together):
+        wanted = " and ".join(f"{name}={value}" for name, value in labels)
+        yield f"{whose} {wanted} together", "", (), ""
     if model is not None and all(model.casefold() not in m.casefold() for m in there.models):
         of = "" if vm is None else f" of machine {vm}"
         yield f"no GPU{of} that was seen is a {model}", model, there.models, "vm add"
     for name in named:
         if name not in there.gpus:
             yield f"{whose} a GPU {name} that was seen", "", (), ""
-
-
-def _wrong_labels(there: _There, labels: Sequence[tuple[str, str]], whose: str) -> Iterator[_Wrong]:
-    lacking = [label for label in labels if label not in there.having]
-    for name, value in lacking:
-        word = f"{name}={value}"
-        yield f"{whose} the label {word}", word, there.labels, "vm set"
-    if (
-        labels
-        and not lacking
-        and not set[int].intersection(*(there.having[label] for label in labels))
-    ):
-        asked = " and ".join(f"{name}={value}" for name, value in labels)
-        yield f"{whose} {asked} together", "", (), ""

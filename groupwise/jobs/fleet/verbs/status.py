@@ -1,12 +1,12 @@
 """The state of a fleet in one document: jobs by status, machines and GPUs, the control plane, and alarms.
 
-An alarm is something that the fleet cannot mend by itself, or that nobody would notice otherwise: each says what is wrong and what to do.
+An alarm is a problem that the fleet cannot mend by itself, or that would go unnoticed: each says what is wrong and what to do.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sqlalchemy import func, select
@@ -28,21 +28,21 @@ from groupwise.jobs.fleet.store.tables import (
     Job,
     Member,
 )
-from groupwise.jobs.fleet.verbs import machines
+from groupwise.jobs.fleet.verbs import find, machines
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.fleet.verbs.documents import Document, process_document
 from groupwise.jobs.hosts.files import LARGEST_BLOB
 
 SILENT_SECONDS = 30.0
-"""Without a word from a process of the control plane for so long, it counts as dead; each writes every ten."""
+"""Seconds without a report after which a process of the control plane counts as dead; each reports every ten."""
 NEEDED_ROLES = ("dispatcher", "poller", "requeue", "tracker")
 FORGOTTEN_SECONDS = 24 * 3600.0
-"""A process that ended so long ago is no news."""
+"""Seconds after which a dead process is not listed any more."""
 LARGE_LOG = 10_000_000_000
-"""Bytes. A log is kept whole, on the machine and here, so that one that grows for ever fills both disks."""
+"""Bytes from which a running log is reported: logs are kept whole, on the machine and here, and fill both disks."""
 DAMAGE_SECONDS = 24 * 3600.0
 """Seconds for which a damaged checkpoint is reported."""
-UNTOLD_SECONDS = 300.0
+LATE_NEWS_SECONDS = 300.0
 """Seconds that the announcement of a job's end to NATS may be late before there is an alarm."""
 
 LEAST_FREE = 1_000_000_000
@@ -50,20 +50,25 @@ LEAST_FREE = 1_000_000_000
 
 
 def overview(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Document:
-    """All of it. What it counts are the jobs that the actor may see. `folders`: of the control machine, whose disks fill up."""
+    """The whole document; jobs are counted if the actor may see them. `folders`: those of the control machine, whose disks fill up."""
     now = seconds(session)
     found = machines.listing(session, actor)
-    running = processes(session)
+    counts = find.visible(select(Job.status, func.count()).group_by(Job.status), actor)
+    by_status = dict(session.execute(counts).all())
+    waiting = select(func.min(Job.waiting_since)).where(
+        Job.status.in_((JobStatus.QUEUED, JobStatus.PENDING))  # they could start if there were room
+    )
+    since = session.scalar(find.visible(waiting, actor))
     return {
-        "jobs": _jobs(session, actor),
-        "oldest_waiting_seconds": _longest_wait(session, actor, now),
+        "jobs": {status.value: by_status.get(status, 0) for status in JobStatus},
+        "oldest_waiting_seconds": None if since is None else max(0.0, now - since),
         "machines": {
             "total": len(found),
             "ready": sum(each["state"] == "ok" for each in found),
             "gpus": sum(each["total_gpus"] for each in found),
             "gpus_available": sum(each["available_gpus"] for each in found),
         },
-        "processes": running,
+        "processes": processes(session),
         "alarms": list(alarms(session, actor, folders)),
         "time": now,
     }
@@ -108,37 +113,18 @@ def why_nothing_begins(session: Session) -> str | None:
 def alarms(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Iterator[Document]:
     """Alarms, the worst first. A full disk may be why a role is not played."""
     if actor.projects is None:
-        yield from _disks([*_of_database(session), *folders])
+        yield from _disks(session, folders)
     yield from _roles(session)
     if actor.projects is None:
-        yield from _different(session)
-        yield from _untold(session)
+        yield from _mixed_processes(session)
+        yield from _late_news(session)
         yield from _machines(session)
         yield from _strays(session)
         yield from _gpus(session)
         yield from _accused(session)
     yield from _attempts(session, actor)
     yield from _not_mirrored(session, actor)
-    yield from _checkpoints(session, actor)
-
-
-def _jobs(session: Session, actor: Actor) -> dict[str, int]:
-    query = select(Job.status, func.count()).group_by(Job.status)
-    if actor.projects is not None:
-        query = query.where(Job.project.in_(actor.projects))
-    counted = dict(session.execute(query).all())
-    return {status.value: counted.get(status, 0) for status in JobStatus}
-
-
-def _longest_wait(session: Session, actor: Actor, now: float) -> float | None:
-    """Longest wait in seconds among the jobs that could start if there were room; None: none waits."""
-    query = select(func.min(Job.waiting_since)).where(
-        Job.status.in_((JobStatus.QUEUED, JobStatus.PENDING))
-    )
-    if actor.projects is not None:
-        query = query.where(Job.project.in_(actor.projects))
-    since = session.scalar(query)
-    return None if since is None else max(0.0, now - since)
+    yield from _damaged_checkpoints(session, actor)
 
 
 def _alarm(kind: str, message: str, remedy: str, **about: object) -> Document:
@@ -160,8 +146,8 @@ def _roles(session: Session) -> Iterator[Document]:
         )
 
 
-def _different(session: Session) -> Iterator[Document]:
-    """Processes that are one fleet, and do not see or do the same."""
+def _mixed_processes(session: Session) -> Iterator[Document]:
+    """Alarms of processes of one fleet that see different folders, or are of different releases."""
     alive = [each for each in processes(session) if each["alive"]]
     folders = _grouped(alive, FOLDER)
     if len(folders) > 1:
@@ -182,7 +168,7 @@ def _different(session: Session) -> Iterator[Document]:
 
 
 def _grouped(alive: Sequence[Document], fact: str) -> dict[str, str]:
-    """Value of the fact, to those that have it, in words."""
+    """Each value of a fact, with the processes that report it, in words."""
     who: dict[str, list[str]] = {}
     for each in alive:
         if (value := each["facts"].get(fact)) is not None:
@@ -191,12 +177,12 @@ def _grouped(alive: Sequence[Document], fact: str) -> dict[str, str]:
     return {value: ", ".join(sorted(named)) for value, named in sorted(who.items())}
 
 
-def _untold(session: Session) -> Iterator[Document]:
-    """Ends that NATS has not been told of, where a tracker has one to tell."""
+def _late_news(session: Session) -> Iterator[Document]:
+    """An alarm if the ends of jobs are announced to NATS too late."""
     telling = [each["facts"].get(TELLING) for each in processes(session) if each["alive"]]
     troubles: list[str | None] = [each["trouble"] for each in telling if each]
     since = events.first_end_after(session, NEWS) if troubles else None
-    if since is not None and (waited := seconds(session) - since) >= UNTOLD_SECONDS:
+    if since is not None and (waited := seconds(session) - since) >= LATE_NEWS_SECONDS:
         why = next(filter(None, troubles), "the log of the tracker says why")
         yield _alarm(
             "not_told",
@@ -206,18 +192,12 @@ def _untold(session: Session) -> Iterator[Document]:
         )
 
 
-def _of_database(session: Session) -> list[Path]:
-    """The folder of its file, where it is one: that can be read on a full disk, and not written."""
-    url = session.connection().engine.url
-    if url.get_backend_name() != "sqlite" or not url.database:
-        return []
-    return [Path(url.database).absolute().parent]
-
-
-def _disks(folders: Iterable[Path]) -> Iterator[Document]:
+def _disks(session: Session, folders: Sequence[Path]) -> Iterator[Document]:
     """Alarms of full disks. The disks are measured directly: on a full one this could not be written into the database."""
     looked_at = set[int]()
-    for folder in folders:
+    url = session.connection().engine.url
+    own = [] if url.get_backend_name() != "sqlite" or not url.database else [Path(url.database)]
+    for folder in (*(path.absolute().parent for path in own), *folders):
         there = next((each for each in (folder, *folder.parents) if each.exists()), folder.parent)
         disk = there.stat().st_dev
         free = shutil.disk_usage(there).free
@@ -313,7 +293,7 @@ def _gpus(session: Session) -> Iterator[Document]:
 
 
 def _accused(session: Session) -> Iterator[Document]:
-    """GPUs accused by a job's log lately, and by nothing else yet."""
+    """Alarms of GPUs that only one job's log has accused lately."""
     now = seconds(session)
     rows = session.scalars(
         select(GPU)
@@ -351,8 +331,7 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
         )
         .order_by(Attempt.epoch)
     )
-    if actor.projects is not None:
-        query = query.where(Job.project.in_(actor.projects))
+    query = find.visible(query, actor)
     for attempt, vm_id, handle, logged in session.execute(query):
         about = {"job_id": attempt.job_id, "epoch": attempt.epoch, "vm_id": vm_id}
         if attempt.cleanup == Cleanup.LEAKING:
@@ -396,7 +375,7 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
 
 
 def _not_mirrored(session: Session, actor: Actor) -> Iterator[Document]:
-    """Attempts whose last steps exist on their machine only, so that they could not resume elsewhere."""
+    """Alarms of attempts whose last steps exist only on their machine, so that they could not resume elsewhere."""
     why = Member.handle["not_mirrored"].as_string()
     query = (
         select(Attempt.job_id, Attempt.epoch, Member.vm_id, why)
@@ -405,8 +384,7 @@ def _not_mirrored(session: Session, actor: Actor) -> Iterator[Document]:
         .where(Attempt.state != AttemptState.ENDED, why.is_not(None))
         .order_by(Attempt.epoch)
     )
-    if actor.projects is not None:
-        query = query.where(Job.project.in_(actor.projects))
+    query = find.visible(query, actor)
     for job_id, epoch, vm_id, said in session.execute(query):
         yield _alarm(
             "checkpoint_not_mirrored",
@@ -420,8 +398,8 @@ def _not_mirrored(session: Session, actor: Actor) -> Iterator[Document]:
         )
 
 
-def _checkpoints(session: Session, actor: Actor) -> Iterator[Document]:
-    """Damage of late: its job has got over it, but the disk that did it holds all others."""
+def _damaged_checkpoints(session: Session, actor: Actor) -> Iterator[Document]:
+    """Alarms of recent damage: the job has got over it, but the same disk holds all other checkpoints."""
     now = seconds(session)
     query = (
         select(Checkpoint.job_id, Checkpoint.step, now - Checkpoint.damaged_at)
@@ -429,8 +407,7 @@ def _checkpoints(session: Session, actor: Actor) -> Iterator[Document]:
         .where(Checkpoint.damaged_at > now - DAMAGE_SECONDS)
         .order_by(Checkpoint.damaged_at)
     )
-    if actor.projects is not None:
-        query = query.where(Job.project.in_(actor.projects))
+    query = find.visible(query, actor)
     for job_id, step, ago in session.execute(query):
         yield _alarm(
             "checkpoint_damaged",

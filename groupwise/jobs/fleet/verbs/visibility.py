@@ -1,8 +1,8 @@
-"""What an actor that is bound to projects is told: how machines are reached, and what was said of jobs of other projects, stays out.
+"""Hides from an actor that is bound to projects how machines are reached, and what concerns jobs of other projects.
 
-Machines belong to nobody's project, so that everybody sees which there are, what is free there, and that one takes no work. Why it takes
-none is text that somebody wrote, or the last lines of whoever's job it was; and a GPU that is kept for a job is kept for somebody's.
-Whoever is bound to no project is told all of it.
+Machines belong to no project, so every actor sees which there are, what is free there, and whether one takes work. The reason why it takes
+none is hidden: an operator wrote it, or it quotes the log of any project's job; so are the jobs for which a GPU is kept. An actor that is
+bound to no project sees everything.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KEPT = re.compile(r"(kept for )(.+?)(, waiting for long)", re.DOTALL)
 
 
 def machine(actor: Actor, document: Document) -> Document:
-    """A machine's document, as the actor is told it."""
+    """A machine's document with the fields that the actor may see."""
     if actor.projects is None:
         return document
     kept_for: Sequence[str] | None = document["projects"]
@@ -56,7 +56,7 @@ def machine(actor: Actor, document: Document) -> Document:
 
 
 def gpu(actor: Actor, document: Document) -> Document:
-    """A GPU's document, likewise."""
+    """A GPU's document with the fields that the actor may see."""
     if actor.projects is None:
         return document
     return {**document, **{name: document[name] and UNTOLD for name in TOLD_OF_GPU}}
@@ -71,36 +71,34 @@ def event(actor: Actor, document: Document) -> Document:
 
 
 def job(session: Session, actor: Actor, document: Document) -> Document:
-    """The document of a job that the actor may see; why it waits may speak of others."""
+    """The document of a job that the actor may see, without other projects' jobs in the reasons why it waits."""
     if actor.projects is None:
         return document
-    told: Document = {
-        name: reasons(session, actor, document[name]) for name in REASONS if document.get(name)
-    }
+    shown = dict(document)
+    for name in REASONS:
+        if document.get(name):
+            shown[name] = reasons(session, actor, document[name])
     if "events" in document:
-        told["events"] = [_of_job(session, actor, each) for each in document["events"]]
-    return {**document, **told}
-
-
-def _of_job(session: Session, actor: Actor, event: Mapping[str, Any]) -> Document:
-    detail = event["detail"]
-    if not isinstance(detail, dict) or "reasons" not in detail:
-        return dict(event)
-    said = cast("dict[str, Any]", detail)
-    return {**event, "detail": {**said, "reasons": reasons(session, actor, said["reasons"])}}
+        shown["events"] = [dict(each) for each in document["events"]]
+        for each in shown["events"]:
+            detail = each["detail"]
+            if isinstance(detail, dict) and "reasons" in detail:
+                said = cast("dict[str, Any]", detail)
+                each["detail"] = {**said, "reasons": reasons(session, actor, said["reasons"])}
+    return shown
 
 
 def reasons(session: Session, actor: Actor, lines: Sequence[Any]) -> list[str]:
-    """Why a job waits, in the words of `queue`, without those of others."""
+    """The reasons why a job waits, in the words of `queue`, without what concerns other projects."""
     found: list[str] = []
     for line in lines:
         text = _OF_MACHINE.sub(rf"\1 ({UNTOLD})", str(line))
         text = _OF_GPU.sub(rf"\1 ({UNTOLD})", text)
-        found.append(_KEPT.sub(lambda kept: _of_own(session, actor, kept), text))
+        found.append(_KEPT.sub(lambda kept: _own_names(session, actor, kept), text))
     return found
 
 
-def _of_own(session: Session, actor: Actor, kept: re.Match[str]) -> str:
+def _own_names(session: Session, actor: Actor, kept: re.Match[str]) -> str:
     names = kept[2].split(", ")
     query = select(Job.job_id).where(Job.job_id.in_(names), Job.project.in_(actor.projects or ()))
     own = sorted(session.scalars(query))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.cli.launch.words import Behind, environment_of, new_name, split
+from groupwise.cli.launch.words import JobCommand, environment_of, new_name, split
 from groupwise.cli.main import main
 from groupwise.core.errors import UsageError
 from groupwise.jobs.hosts.spec import JOB_ID
@@ -15,8 +15,8 @@ ODD = ("--config", "a b", "it's", "", "two\nlines", "-v", "--script", "$(x)", "-
 def test_what_stands_behind_the_dashes_is_untouched() -> None:
     own, behind = split(["--gpus", "1", "--", "rl", *ODD])
     assert own == ["--gpus", "1"]
-    assert behind == Behind(None, ("rl", *ODD))
-    assert behind.command == ("groupwise", "rl", *ODD)
+    assert behind == JobCommand(None, ("rl", *ODD))
+    assert behind.line == ("groupwise", "rl", *ODD)
 
 
 @pytest.mark.parametrize("given", [["--script", "s.py"], ["--script=s.py"]])
@@ -24,8 +24,8 @@ def test_what_stands_behind_the_dashes_is_untouched() -> None:
 def test_what_stands_behind_a_script_is_its_own(given: list[str], dashes: list[str]) -> None:
     own, behind = split(["--gpus", "1", *given, *dashes, *ODD])
     assert own == ["--gpus", "1"]
-    assert behind == Behind("s.py", ODD)
-    assert behind.command == ("python", "s.py", *ODD)
+    assert behind == JobCommand("s.py", ODD)
+    assert behind.line == ("python", "s.py", *ODD)
 
 
 RAY = ("ray", "--script", "job.py")
@@ -52,7 +52,7 @@ def test_refusals_teach(
 
 @pytest.mark.parametrize("script", ["train.py", "-x.py", "é ü.py", "a/b/c" * 40 + ".py", ".py"])
 def test_names_can_be_names_of_jobs(script: str) -> None:
-    assert JOB_ID.fullmatch(new_name(Behind(script, ()), now=1e9))
+    assert JOB_ID.fullmatch(new_name(JobCommand(script, ()), now=1e9))
 
 
 def test_variables_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

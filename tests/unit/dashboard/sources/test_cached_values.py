@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from groupwise.api.schemas.problems import Refusal
-from groupwise.dashboard.sources.cached_values import EVERY, Lately, Ticking
+from groupwise.dashboard.sources.cached_values import EVERY, BackgroundValue, CachedCall
 
 
 def test_a_value_is_found_once_for_all_who_ask_within_a_second() -> None:
@@ -19,7 +19,7 @@ def test_a_value_is_found_once_for_all_who_ask_within_a_second() -> None:
         found.append(1)
         return len(found)
 
-    value = Ticking(find, lambda: now[0])
+    value = BackgroundValue(find, lambda: now[0])
     assert [value.now() for _ in range(5)] == [1] * 5
     now[0] += EVERY
     assert value.now() == 2
@@ -35,7 +35,7 @@ def test_nobody_waits_for_what_hangs_and_it_is_asked_once() -> None:
         answer.wait(60)
         return "late"
 
-    value = Ticking(find, lambda: now[0])
+    value = BackgroundValue(find, lambda: now[0])
     before = time.monotonic()
     assert [value.now(moment=0.01) for _ in range(20)] == [None] * 20
     assert time.monotonic() - before < 10
@@ -74,7 +74,7 @@ def test_what_was_asked_before_a_change_is_not_told_after_it(
     """An answer that is on its way while somebody changes what it is about; others do not wait for it for ever."""
     monkeypatch.setattr("groupwise.dashboard.sources.cached_values.WAIT", 0.01)
     slow = Slow()
-    kept = Lately(slow, "Somebody", lambda: 1.0)
+    kept = CachedCall(slow, "Somebody", lambda: 1.0)
     with ThreadPoolExecutor(1) as elsewhere:
         first = elsewhere.submit(kept.now)
         slow.begun.wait(60)
@@ -88,7 +88,7 @@ def test_what_was_asked_before_a_change_is_not_told_after_it(
 
 def test_a_look_of_before_a_change_is_not_kept() -> None:
     slow = Slow()
-    ticking = Ticking(slow, lambda: 1.0)
+    ticking = BackgroundValue(slow, lambda: 1.0)
     assert ticking.now(0.01) is None
     slow.begun.wait(60)
     ticking.forget()

@@ -38,7 +38,7 @@ def test_it_counts_what_a_model_without_storage_has(family, changes, lora, tmp_p
     def told():
         return plan.count(model, lora), plan.vocabulary(model), plan.prompt_room(model, 8)
 
-    monkeypatch.setattr(plan, "_described", None)
+    monkeypatch.setattr(plan, "_text_config", None)
     by_arithmetic = told()
     monkeypatch.undo()
     monkeypatch.setattr(plan, "read_decoder", lambda config: None)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.jobs.clouds.aws_state import Kept, newest_checkpoint
+from groupwise.jobs.clouds.aws_state import JobRecords, newest_checkpoint
 from groupwise.jobs.clouds.backend import Ending, Order, Outcome
 from groupwise.jobs.hosts.failures import FailureClass
 from groupwise.jobs.hosts.files import BlobStore
@@ -48,17 +48,17 @@ def test_the_newest_whole_checkpoint_is_begun_with(tmp_path: Path, store: BlobSt
 
 
 def test_a_record_comes_back_as_it_was_written(tmp_path: Path, store: BlobStore) -> None:
-    kept = Kept(tmp_path / "kept")
+    kept = JobRecords(tmp_path / "kept")
     assert kept.find("job") is None
     (tmp_path / "in").write_text("in")
     files = store.put_files({"in": tmp_path / "in"})
     spec = JobSpec(("x",), files=files, secrets=("TOKEN",))
     order = Order("job", spec, secrets={"TOKEN": "canary-8"})
-    kept.begun(order, 2, store)
+    kept.note_begun(order, 2, store)
     ending = Ending(Outcome.FAILED, "why", FailureClass.CRASHED, 3, 1.5)
-    kept.fetched("job", 2, tmp_path / "results", ending)
-    kept.fetched("job", 1, tmp_path / "results", None)
-    record = Kept(tmp_path / "kept").find("job")
+    kept.note_fetched("job", 2, tmp_path / "results", ending)
+    kept.note_fetched("job", 1, tmp_path / "results", None)
+    record = JobRecords(tmp_path / "kept").find("job")
     assert record is not None
     assert (record.attempt, record.results) == (2, str(tmp_path / "results"))
     assert record.endings == {2: ending}

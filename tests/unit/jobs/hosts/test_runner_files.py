@@ -502,7 +502,9 @@ def test_checkpoints_show_while_the_job_runs_and_in_its_record(here: Machine) ->
     known["job.1"] |= {"checkpoints": 1, "step": 7}
     (here.work() / "outputs" / "step-7").rename(here.home / "old")
     checkpoint(here.work() / "outputs" / "step-8", 8, {"w": b"8"})
-    watched = runner.Watched(runner.Attempt(runner.Root(str(here.root)), "job", 1), known["job.1"])
+    watched = runner.WatchedAttempt(
+        runner.Attempt(runner.Root(str(here.root)), "job", 1), known["job.1"]
+    )
     found = watched.look()
     assert (found["state"], found["checkpoints"], found["step"]) == ("running", 1, 8)
     assert watched.differs(found, log_too=False)

@@ -13,7 +13,7 @@ from groupwise.jobs.fleet.machines.locks import Lock
 from groupwise.jobs.fleet.machines.plans import Plan
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.launch import packaging
-from groupwise.jobs.launch.packaging import BEGIN, RESULTS, LaunchRequest, Packed, pack
+from groupwise.jobs.launch.packaging import BEGIN, RESULTS, LaunchRequest, PackedJob, pack
 
 CANARY = "canary-of-a-secret-4711"
 COMMAND = ("groupwise", "rl", "--config", "a b")
@@ -39,14 +39,14 @@ def store(tmp_path: Path) -> BlobStore:
     return BlobStore(tmp_path / "blobs")
 
 
-Packs = Callable[..., Packed]
+Packs = Callable[..., PackedJob]
 
 
 @pytest.fixture
 def packs(project: Path, store: BlobStore) -> Packs:
     """Of the project, with what is wanted."""
 
-    def of(*more: str, **wanted: Any) -> Packed:
+    def of(*more: str, **wanted: Any) -> PackedJob:
         return pack(LaunchRequest("job", project, (*COMMAND, *more), **wanted), store)
 
     return of

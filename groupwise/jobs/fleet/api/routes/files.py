@@ -1,14 +1,14 @@
 """Bytes: files that jobs take along, their logs as they grow, and what they left.
 
-A file is sent as a blob, named by its sha256, in pieces; what has arrived stays, so that whoever was cut off asks how much there is and
-sends the rest. Where somebody else is just sending the same, nobody waits here: that is refused (`file_busy`), and may be asked again. A
-log is read by position: the epoch of an attempt and an offset in it, and the answer says where the next piece begins.
+A file is sent as a blob, named by its sha256, in pieces; what has arrived stays, so a client that was cut off asks how much there is and
+sends the rest. If another client is sending the same blob, the request is refused at once (`file_busy`), and may be tried again. A log is
+read by position: the epoch of an attempt and an offset in it, and the answer says where the next piece begins.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from fastapi import Query, Request
@@ -16,7 +16,6 @@ from fastapi.responses import FileResponse, Response
 from pydantic import Field
 from starlette.convertors import PathConvertor, register_url_convertor
 
-from groupwise.api.http.declared import Route
 from groupwise.api.schemas.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,
@@ -28,9 +27,16 @@ from groupwise.api.schemas.fleet import (
 )
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
-from groupwise.jobs.fleet.api.serving import AskedHere, RequestContext, document
+from groupwise.jobs.fleet.api.serving import (
+    DOCUMENTS,
+    Context,
+    RequestContext,
+    changes,
+    document,
+    reads,
+)
 from groupwise.jobs.fleet.disk_full import no_room
-from groupwise.jobs.fleet.files.logs import LOOK_AGAIN, Follower, LogPiece, follower_at
+from groupwise.jobs.fleet.files.logs import LOOK_AGAIN, follower_at
 from groupwise.jobs.fleet.states import FINAL
 from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.verbs import jobs, outputs
@@ -39,9 +45,9 @@ from groupwise.jobs.hosts.spec import SHA256
 
 TAG = "files"
 LONGEST_WAIT = 30.0
-"""Seconds for which a request for more of a log waits."""
+"""Longest time in seconds for which a request for more of a log waits."""
 BUSY_SECONDS = 1.0
-"""After which more of a file that somebody else sends may be here."""
+"""Seconds after which to try again if another client is sending the same file."""
 
 Size = Annotated[int, Query(ge=0, le=LARGEST_BLOB, description="Bytes of the whole file.")]
 Rank = Annotated[int, Query(ge=0, le=MOST_INTEGER, description="Of the member of a gang.")]
@@ -71,18 +77,34 @@ class MissingBody(FleetBody):
 # Files that travel with jobs
 
 
-async def missing_blobs(asked: AskedHere, body: MissingBody) -> Response:
+async def missing_blobs(context: Context, body: MissingBody) -> Response:
     """Which of these are to be sent. The others are kept for a day, in which a job may name them."""
-    return document({"missing": await asyncio.to_thread(_missing, asked, body.sha256)})
+
+    def missing() -> list[str]:
+        hashes = body.sha256
+        lacking = _lacking(context, hashes)
+        known = [sha256 for sha256 in hashes if sha256 not in lacking]
+        wanted = lacking.union(context.serving.folders.blobs.missing(known))
+        return [sha256 for sha256 in dict.fromkeys(hashes) if sha256 in wanted]
+
+    return document({"missing": await asyncio.to_thread(missing)})
 
 
-async def blob_received(asked: AskedHere, sha256: str, size: Size) -> Response:
+async def blob_received(context: Context, sha256: str, size: Size) -> Response:
     """How many bytes of a blob are here already."""
-    return document({"received": await asyncio.to_thread(_received, asked, sha256, size)})
+
+    def received() -> int:
+        _check_hash(sha256)
+        so_far = context.serving.folders.blobs.received(
+            sha256, rights.sender(context.actor.projects)
+        )
+        return size if _is_here(context, sha256) else so_far
+
+    return document({"received": await asyncio.to_thread(received)})
 
 
 async def put_blob(
-    asked: AskedHere,
+    context: Context,
     request: Request,
     sha256: str,
     size: Size,
@@ -92,44 +114,34 @@ async def put_blob(
 ) -> Response:
     """A piece of a file, or all of it. `stored` is true once all of it is on disk and is what its name says."""
     data = await request.body()
-    return document(await asyncio.to_thread(_put, asked, sha256, size, offset, data))
+    return document(await asyncio.to_thread(_put, context, sha256, size, offset, data))
 
 
-def _missing(asked: RequestContext, hashes: Sequence[str]) -> list[str]:
-    lacking = _lacking(asked, hashes)
-    known = [sha256 for sha256 in hashes if sha256 not in lacking]
-    missing = lacking.union(asked.serving.folders.blobs.missing(known))
-    return [sha256 for sha256 in dict.fromkeys(hashes) if sha256 in missing]
-
-
-def _lacking(asked: RequestContext, hashes: Iterable[str]) -> frozenset[str]:
-    """Those that the caller has to send whether they are here or not: only other projects have."""
-    projects = asked.actor.projects
+def _lacking(context: RequestContext, hashes: Iterable[str]) -> frozenset[str]:
+    """Hashes that the caller must send even if the blobs are here, because only other projects have them."""
+    projects = context.actor.projects
     if projects is None:
         return frozenset()
-    return asked.serving.database.read(lambda session: rights.lacking(session, projects, hashes))
+    return context.serving.database.read(lambda session: rights.lacking(session, projects, hashes))
 
 
-def _is_here(asked: RequestContext, sha256: str) -> bool:
-    """Then it is kept for the next day, in which the caller may name it."""
-    return not (_lacking(asked, [sha256]) or asked.serving.folders.blobs.missing([sha256]))
+def _is_here(context: RequestContext, sha256: str) -> bool:
+    """True if the blob need not be sent; it is then kept for the next day, in which the caller may name it."""
+    return not (_lacking(context, [sha256]) or context.serving.folders.blobs.missing([sha256]))
 
 
-def _received(asked: RequestContext, sha256: str, size: int) -> int:
+def _put(
+    context: RequestContext, sha256: str, size: int, offset: int, data: bytes
+) -> dict[str, Any]:
     _check_hash(sha256)
-    received = asked.serving.folders.blobs.received(sha256, _sender(asked))
-    return size if _is_here(asked, sha256) else received
-
-
-def _put(asked: RequestContext, sha256: str, size: int, offset: int, data: bytes) -> dict[str, Any]:
-    _check_hash(sha256)
-    if _is_here(asked, sha256):
+    if _is_here(context, sha256):
         return {"received": size, "stored": True}
+    sender = rights.sender(context.actor.projects)
     try:
-        with asked.serving.folders.blobs.incoming(sha256, size, _sender(asked)) as incoming:
+        with context.serving.folders.blobs.incoming(sha256, size, sender) as incoming:
             if offset != incoming.received:
                 return {"received": incoming.received, "stored": False}
-            if (problem := no_room(asked.serving.folders.blobs.root, len(data))) is not None:
+            if (problem := no_room(context.serving.folders.blobs.root, len(data))) is not None:
                 raise Refusal("disk_full", f"The file cannot be taken: {problem}.")
             incoming.add(data)
             if incoming.received < size:
@@ -139,14 +151,10 @@ def _put(asked: RequestContext, sha256: str, size: int, offset: int, data: bytes
         raise Refusal("file_busy", retry_after=BUSY_SECONDS) from error
     except BlobError as error:
         raise Refusal("invalid_request", error.message) from error
-    sent = {(sha256, project) for project in asked.actor.projects or ()}
+    sent = {(sha256, project) for project in context.actor.projects or ()}
     if sent:
-        asked.serving.database.run(lambda session: rights.record(session, sent))
+        context.serving.database.run(lambda session: rights.record(session, sent))
     return {"received": size, "stored": True}
-
-
-def _sender(asked: RequestContext) -> str:
-    return rights.sender(asked.actor.projects)
 
 
 def _check_hash(sha256: str) -> None:
@@ -158,7 +166,7 @@ def _check_hash(sha256: str) -> None:
 
 
 async def read_log(
-    asked: AskedHere,
+    context: Context,
     job_id: str,
     epoch: Annotated[
         int | None,
@@ -184,8 +192,8 @@ async def read_log(
     ] = 0.0,
 ) -> Response:
     """The next piece of a job's log, as bytes; empty where nothing has come within `wait` seconds."""
-    found, over = await _look(asked, job_id), False
-    logs = asked.serving.folders.logs
+    found = await _look(context, job_id)
+    logs = context.serving.folders.logs
     follower = await asyncio.to_thread(
         follower_at, logs, job_id, epoch=epoch, offset=offset, rank=rank, tail=tail
     )
@@ -194,17 +202,10 @@ async def read_log(
         over = found["status"] in FINAL
         piece = await asyncio.to_thread(follower.read)
         late = asyncio.get_running_loop().time() >= ends
-        if piece is not None or over or late or asked.serving.ending.is_set():
-            return _log_answer(follower, piece, over)
+        if piece is not None or over or late or context.serving.ending.is_set():
+            break
         await asyncio.sleep(LOOK_AGAIN)
-        found = await _look(asked, job_id)
-
-
-async def _look(asked: RequestContext, job_id: str) -> dict[str, Any]:
-    return await asked.read(lambda session: jobs.progress(session, asked.actor, job_id))
-
-
-def _log_answer(follower: Follower, piece: LogPiece | None, over: bool) -> Response:
+        found = await _look(context, job_id)
     headers = {ENDED_HEADER: "true" if over and piece is None else "false"}
     if follower.position is not None:
         headers[EPOCH_HEADER] = str(follower.position.epoch)
@@ -216,123 +217,94 @@ def _log_answer(follower: Follower, piece: LogPiece | None, over: bool) -> Respo
     )
 
 
+async def _look(context: RequestContext, job_id: str) -> dict[str, Any]:
+    return await context.read(lambda session: jobs.progress(session, context.actor, job_id))
+
+
 # What jobs left
 
 
 async def list_artefacts(
-    asked: AskedHere, job_id: str, epoch: Epoch = None, rank: Rank = 0
+    context: Context, job_id: str, epoch: Epoch = None, rank: Rank = 0
 ) -> Response:
     """What an attempt left: path, sha256, mode and bytes of each file; and what was left out, with the reason."""
-    job = await _job(asked, job_id)
-    folder = asked.serving.folders.artefacts
+    job = await _job(context, job_id)
+    folder = context.serving.folders.artefacts
     return document(await asyncio.to_thread(outputs.artefacts, folder, job, epoch, rank))
 
 
 async def read_artefact(
-    asked: AskedHere, job_id: str, path: str, epoch: Epoch = None, rank: Rank = 0
+    context: Context, job_id: str, path: str, epoch: Epoch = None, rank: Rank = 0
 ) -> Response:
     """One of these files, or the `Range` of it that is asked for."""
-    job = await _job(asked, job_id)
-    folder = asked.serving.folders.artefacts
+    job = await _job(context, job_id)
+    folder = context.serving.folders.artefacts
     found = await asyncio.to_thread(outputs.artefact, folder, job, path, epoch, rank)
     return FileResponse(found, media_type="application/octet-stream")
 
 
-async def _job(asked: RequestContext, job_id: str) -> dict[str, Any]:
-    return await asked.read(lambda session: outputs.job_that_left(session, asked.actor, job_id))
+async def _job(context: RequestContext, job_id: str) -> dict[str, Any]:
+    return await context.read(lambda session: outputs.job_that_left(session, context.actor, job_id))
 
 
-async def list_checkpoints(asked: AskedHere, job_id: str) -> Response:
+async def list_checkpoints(context: Context, job_id: str) -> Response:
     """Its mirrored checkpoints, the newest first, also while it runs: step, and its files as those of artefacts."""
     return document(
-        await asked.read(lambda session: outputs.checkpoints(session, asked.actor, job_id))
+        await context.read(lambda session: outputs.checkpoints(session, context.actor, job_id))
     )
 
 
-async def read_checkpoint_file(asked: AskedHere, job_id: str, sha256: str) -> Response:
+async def read_checkpoint_file(context: Context, job_id: str, sha256: str) -> Response:
     """A file of one of these, by its sha256, or the `Range` of it that is asked for."""
-    named = await asked.read(
-        lambda session: outputs.checkpoint_file(session, asked.actor, job_id, sha256)
+    named = await context.read(
+        lambda session: outputs.checkpoint_file(session, context.actor, job_id, sha256)
     )
-    store = asked.serving.folders.blobs
+    store = context.serving.folders.blobs
     if not await asyncio.to_thread(store.missing, [named], marked=True):
         return FileResponse(store.path(named), media_type="application/octet-stream")
     raise Refusal("unknown_file", f"that file of {job_id} is not on the fleet's disk any more.")
 
 
 ROUTES = (
-    Route(
-        method="POST",
-        path="/blobs/missing",
-        handler=missing_blobs,
-        role=Role.ACT,
+    changes("/blobs/missing", missing_blobs, tag=TAG, role=Role.ACT, works=False, takes_body=True),
+    reads("/blobs/{sha256}", blob_received, tag=TAG, role=Role.ACT),
+    changes(
+        "/blobs/{sha256}",
+        put_blob,
+        "file_busy",
+        "disk_full",
         tag=TAG,
-        answer=dict[str, Any],
-        takes_body=True,
-    ),
-    Route(
-        method="GET",
-        path="/blobs/{sha256}",
-        handler=blob_received,
         role=Role.ACT,
-        tag=TAG,
-        answer=dict[str, Any],
-    ),
-    Route(
         method="PUT",
-        path="/blobs/{sha256}",
-        handler=put_blob,
-        role=Role.ACT,
-        tag=TAG,
-        answer=dict[str, Any],
         takes_body=True,
         takes_bytes=True,
-        works=True,
-        codes=("file_busy", "disk_full"),
     ),
-    Route(
-        method="GET",
-        path="/jobs/{job_id}/log",
-        handler=read_log,
-        role=Role.READ,
+    reads(
+        "/jobs/{job_id}/log",
+        read_log,
+        "unknown_job",
         tag=TAG,
+        answer=None,
         media_type="application/octet-stream",
-        codes=("unknown_job",),
     ),
-    Route(
-        method="GET",
-        path="/jobs/{job_id}/artefacts",
-        handler=list_artefacts,
-        role=Role.READ,
+    reads("/jobs/{job_id}/artefacts", list_artefacts, "unknown_job", "unknown_file", tag=TAG),
+    reads(
+        "/jobs/{job_id}/artefacts/{path:file}",
+        read_artefact,
+        "unknown_job",
+        "unknown_file",
         tag=TAG,
-        answer=dict[str, Any],
-        codes=("unknown_job", "unknown_file"),
-    ),
-    Route(
-        method="GET",
-        path="/jobs/{job_id}/artefacts/{path:file}",
-        handler=read_artefact,
-        role=Role.READ,
-        tag=TAG,
+        answer=None,
         media_type="application/octet-stream",
-        codes=("unknown_job", "unknown_file"),
     ),
-    Route(
-        method="GET",
-        path="/jobs/{job_id}/checkpoints",
-        handler=list_checkpoints,
-        role=Role.READ,
+    reads("/jobs/{job_id}/checkpoints", list_checkpoints, "unknown_job", tag=TAG, answer=DOCUMENTS),
+    reads(
+        "/jobs/{job_id}/checkpoints/{sha256}",
+        read_checkpoint_file,
+        "unknown_job",
+        "unknown_file",
         tag=TAG,
-        answer=list[dict[str, Any]],
-        codes=("unknown_job",),
-    ),
-    Route(
-        method="GET",
-        path="/jobs/{job_id}/checkpoints/{sha256}",
-        handler=read_checkpoint_file,
-        role=Role.READ,
-        tag=TAG,
+        answer=None,
         media_type="application/octet-stream",
-        codes=("unknown_job", "unknown_file"),
     ),
 )

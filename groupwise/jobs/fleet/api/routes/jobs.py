@@ -11,7 +11,6 @@ from fastapi.responses import Response
 from pydantic import Field
 from sqlalchemy.orm import Session
 
-from groupwise.api.http.declared import Route
 from groupwise.api.schemas.fleet import (
     MOST_JOBS,
     CancelBody,
@@ -24,7 +23,14 @@ from groupwise.api.schemas.idempotency import idempotency_key
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.api.serving import AskedHere, RequestContext, document
+from groupwise.jobs.fleet.api.serving import (
+    DOCUMENTS,
+    Context,
+    RequestContext,
+    changes,
+    document,
+    reads,
+)
 from groupwise.jobs.fleet.queue.request import JobRequest
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.verbs import jobs, prune, submission
@@ -45,61 +51,61 @@ class ArrayBody(FleetBody):
 
 
 async def submit_job(
-    asked: AskedHere, request: Request, body: JobRequest, project: Project = None
+    context: Context, request: Request, body: JobRequest, project: Project = None
 ) -> Response:
     """Accept a job; once this is answered it is on disk. The same Idempotency-Key again answers with the same job."""
-    accepted = await _submitted(asked, request, [body], project)
+    accepted = await _submitted(context, request, [body], project)
     return document(accepted[0], 201)
 
 
 async def submit_jobs(
-    asked: AskedHere, request: Request, body: ArrayBody, project: Project = None
+    context: Context, request: Request, body: ArrayBody, project: Project = None
 ) -> Response:
     """Accept several jobs, all of them or none. The same Idempotency-Key again answers with the same jobs."""
-    return document(await _submitted(asked, request, body.jobs, project), 201)
+    return document(await _submitted(context, request, body.jobs, project), 201)
 
 
 async def _submitted(
-    asked: RequestContext, request: Request, requests: list[JobRequest], project: str | None
+    context: RequestContext, request: Request, requests: list[JobRequest], project: str | None
 ) -> list[dict[str, Any]]:
     key = idempotency_key(request.headers)
     accepted = await _as_asked(
-        asked,
+        context,
         lambda session: submission.submit_all(
             session,
-            asked.actor,
+            context.actor,
             requests,
             project=project,
             key=key,
-            allowed=asked.serving.allowed,
+            allowed=context.serving.allowed,
         ),
     )
-    asked.serving.doorbell.ring([each["job_id"] for each in accepted])
+    context.serving.doorbell.ring([each["job_id"] for each in accepted])
     return accepted
 
 
-async def plan_job(asked: AskedHere, body: JobRequest, project: Project = None) -> Response:
+async def plan_job(context: Context, body: JobRequest, project: Project = None) -> Response:
     """What it would be, where it could run now, and why it would wait; nothing is submitted."""
     return document(
         await _as_asked(
-            asked,
+            context,
             lambda session: submission.plan(
-                session, asked.actor, body, project=project, allowed=asked.serving.allowed
+                session, context.actor, body, project=project, allowed=context.serving.allowed
             ),
         )
     )
 
 
-async def _as_asked(asked: RequestContext, fn: Callable[[Session], T]) -> T:
-    """What admission finds wrong is the caller's mistake."""
+async def _as_asked(context: RequestContext, fn: Callable[[Session], T]) -> T:
+    """Run it as a transaction; a UsageError of admission becomes a refusal, since it is the caller's mistake."""
     try:
-        return await asked.run(fn)
+        return await context.run(fn)
     except UsageError as error:
         raise Refusal("invalid_request", error.message) from error
 
 
 async def list_jobs(
-    asked: AskedHere,
+    context: Context,
     ids: Annotated[
         list[str] | None,
         Query(max_length=jobs.MOST_LISTED, description="Only these; several times for several."),
@@ -130,83 +136,89 @@ async def list_jobs(
         older_than=older_than,
         limit=limit,
     )
-    return document(await asked.read(lambda session: jobs.listing(session, asked.actor, wanted)))
+    return document(
+        await context.read(lambda session: jobs.listing(session, context.actor, wanted))
+    )
 
 
-async def show_job(asked: AskedHere, job_id: str) -> Response:
+async def show_job(context: Context, job_id: str) -> Response:
     """All about one job: its attempts with their evidence, why it waits, what happened to it."""
-    return document(await asked.read(lambda session: jobs.show(session, asked.actor, job_id)))
+    return document(await context.read(lambda session: jobs.show(session, context.actor, job_id)))
 
 
-async def follow_job(asked: AskedHere, job_id: str) -> Response:
+async def follow_job(context: Context, job_id: str) -> Response:
     """How far it is: status, exit code, reason, and the epochs of its attempts; little, for who asks often."""
-    return document(await asked.read(lambda session: jobs.progress(session, asked.actor, job_id)))
+    return document(
+        await context.read(lambda session: jobs.progress(session, context.actor, job_id))
+    )
 
 
-async def cancel_job(asked: AskedHere, job_id: str, body: CancelBody | None = None) -> Response:
+async def cancel_job(context: Context, job_id: str, body: CancelBody | None = None) -> Response:
     """Have it end, in whatever state it is: 202, and `cancelled` once nothing of it is left; asked twice, it is the same."""
     reason = None if body is None else body.reason
-    found = await asked.run(lambda session: jobs.cancel(session, asked.actor, job_id, reason))
-    asked.serving.doorbell.ring([job_id])
+    found = await context.run(lambda session: jobs.cancel(session, context.actor, job_id, reason))
+    context.serving.doorbell.ring([job_id])
     return document(found, 202)
 
 
-async def hold_job(asked: AskedHere, job_id: str) -> Response:
+async def hold_job(context: Context, job_id: str) -> Response:
     """Have a waiting job wait until it is released."""
-    return document(await asked.run(lambda session: jobs.hold(session, asked.actor, job_id)))
+    return document(await context.run(lambda session: jobs.hold(session, context.actor, job_id)))
 
 
-async def release_job(asked: AskedHere, job_id: str) -> Response:
+async def release_job(context: Context, job_id: str) -> Response:
     """Let a held job go on."""
-    found = await asked.run(lambda session: jobs.release(session, asked.actor, job_id))
-    asked.serving.doorbell.ring([job_id])
+    found = await context.run(lambda session: jobs.release(session, context.actor, job_id))
+    context.serving.doorbell.ring([job_id])
     return document(found)
 
 
-async def retry_job(asked: AskedHere, job_id: str) -> Response:
+async def retry_job(context: Context, job_id: str) -> Response:
     """Begin a failed or cancelled job anew, from its last checkpoint where it has one."""
-    found = await asked.run(
-        lambda session: jobs.retry(session, asked.actor, job_id, allowed=asked.serving.allowed)
+    found = await context.run(
+        lambda session: jobs.retry(session, context.actor, job_id, allowed=context.serving.allowed)
     )
-    asked.serving.doorbell.ring([job_id])
+    context.serving.doorbell.ring([job_id])
     return document(found)
 
 
-async def cancel_jobs(asked: AskedHere, body: CancelJobsBody) -> Response:
+async def cancel_jobs(context: Context, body: CancelJobsBody) -> Response:
     """Have many end: each as it is then, or `job_id` and `error` where it was refused."""
-    return await _together(asked, body, jobs.cancelling(body.reason))
+    return await _together(context, body, jobs.cancelling(body.reason))
 
 
-async def hold_jobs(asked: AskedHere, body: JobsBody) -> Response:
+async def hold_jobs(context: Context, body: JobsBody) -> Response:
     """Have many wait until they are released, answered likewise."""
-    return await _together(asked, body, jobs.holding)
+    return await _together(context, body, jobs.holding)
 
 
-async def release_jobs(asked: AskedHere, body: JobsBody) -> Response:
+async def release_jobs(context: Context, body: JobsBody) -> Response:
     """Let many go on that are held, answered likewise."""
-    return await _together(asked, body, jobs.releasing)
+    return await _together(context, body, jobs.releasing)
 
 
-async def retry_jobs(asked: AskedHere, body: JobsBody) -> Response:
+async def retry_jobs(context: Context, body: JobsBody) -> Response:
     """Begin many anew that failed or were cancelled, answered likewise."""
-    return await _together(asked, body, jobs.retrying(asked.serving.allowed))
+    return await _together(context, body, jobs.retrying(context.serving.allowed))
 
 
-async def _together(asked: RequestContext, body: JobsBody, change: jobs.Change) -> Response:
-    found = await asked.run(lambda session: jobs.together(session, asked.actor, body.jobs, change))
-    asked.serving.doorbell.ring(jobs.changed(found))
+async def _together(context: RequestContext, body: JobsBody, change: jobs.Change) -> Response:
+    found = await context.run(
+        lambda session: jobs.together(session, context.actor, body.jobs, change)
+    )
+    context.serving.doorbell.ring(jobs.changed(found))
     return document(found)
 
 
-async def prune_jobs(asked: AskedHere, body: PruneBody) -> Response:
+async def prune_jobs(context: Context, body: PruneBody) -> Response:
     """Remove jobs that ended long ago, with their logs and artefacts: their ids, and how many bytes that frees."""
-    folders = asked.serving.folders
+    folders = context.serving.folders
     found = await asyncio.to_thread(
         prune.clear_away,
-        asked.serving.database,
+        context.serving.database,
         folders.blobs,
         (folders.logs, folders.artefacts),
-        asked.actor,
+        context.actor,
         body.older_than,
         project=body.project,
         status=jobs.ended_statuses(body.status),
@@ -215,121 +227,55 @@ async def prune_jobs(asked: AskedHere, body: PruneBody) -> Response:
     return document(found)
 
 
-def _changing(path: str, handler: Any, later: str = "", *, takes_body: bool = False) -> Route:
-    """`later`: it is answered before it is done."""
-    return Route(
-        method="POST",
-        path=path,
-        handler=handler,
-        role=Role.ACT,
-        tag=TAG,
-        answer=dict[str, Any],
-        codes=("unknown_job", "job_state"),
-        takes_body=takes_body,
-        works=True,
-        status=202 if later else 200,
-        later=later,
-    )
-
-
-def _of_many(path: str, handler: Any) -> Route:
-    return Route(
-        method="POST",
-        path=path,
-        handler=handler,
-        role=Role.ACT,
-        tag=TAG,
-        answer=list[dict[str, Any]],
-        takes_body=True,
-        works=True,
-    )
-
+CHANGED = ("unknown_job", "job_state")
+"""Codes of the changes of one job."""
 
 ROUTES = (
-    Route(
-        method="POST",
-        path="/jobs",
-        handler=submit_job,
-        role=Role.ACT,
+    changes(
+        "/jobs",
+        submit_job,
+        "idempotency_key_reused",
         tag=TAG,
-        status=201,
-        answer=dict[str, Any],
-        codes=("idempotency_key_reused",),
+        role=Role.ACT,
         takes_body=True,
-        works=True,
+        status=201,
         named=True,
     ),
-    Route(
-        method="POST",
-        path="/jobs/array",
-        handler=submit_jobs,
-        role=Role.ACT,
+    changes(
+        "/jobs/array",
+        submit_jobs,
+        "idempotency_key_reused",
         tag=TAG,
-        status=201,
-        answer=list[dict[str, Any]],
-        codes=("idempotency_key_reused",),
+        role=Role.ACT,
+        answer=DOCUMENTS,
         takes_body=True,
-        works=True,
+        status=201,
         named=True,
     ),
-    Route(
-        method="POST",
-        path="/jobs/plan",
-        handler=plan_job,
-        role=Role.READ,
-        tag=TAG,
-        answer=dict[str, Any],
-        takes_body=True,
-    ),
-    Route(
-        method="GET",
-        path="/jobs",
-        handler=list_jobs,
-        role=Role.READ,
-        tag=TAG,
-        answer=list[dict[str, Any]],
-        codes=("unknown_job",),
-    ),
-    Route(
-        method="GET",
-        path="/jobs/{job_id}",
-        handler=show_job,
-        role=Role.READ,
-        tag=TAG,
-        answer=dict[str, Any],
-        codes=("unknown_job",),
-    ),
-    Route(
-        method="GET",
-        path="/jobs/{job_id}/progress",
-        handler=follow_job,
-        role=Role.READ,
-        tag=TAG,
-        answer=dict[str, Any],
-        codes=("unknown_job",),
-    ),
-    _changing(
+    changes("/jobs/plan", plan_job, tag=TAG, role=Role.READ, works=False, takes_body=True),
+    reads("/jobs", list_jobs, "unknown_job", tag=TAG, answer=DOCUMENTS),
+    reads("/jobs/{job_id}", show_job, "unknown_job", tag=TAG),
+    reads("/jobs/{job_id}/progress", follow_job, "unknown_job", tag=TAG),
+    changes(
         "/jobs/{job_id}/cancel",
         cancel_job,
-        "It was heard. The status is `cancelled` once nothing of it is left: at once where it waited.",
-        takes_body=True,
-    ),
-    _changing("/jobs/{job_id}/hold", hold_job),
-    _changing("/jobs/{job_id}/release", release_job),
-    _changing("/jobs/{job_id}/retry", retry_job),
-    _of_many("/jobs/cancel", cancel_jobs),
-    _of_many("/jobs/hold", hold_jobs),
-    _of_many("/jobs/release", release_jobs),
-    _of_many("/jobs/retry", retry_jobs),
-    Route(
-        method="POST",
-        path="/jobs/prune",
-        handler=prune_jobs,
-        role=Role.ADMIN,
+        *CHANGED,
         tag=TAG,
-        answer=dict[str, Any],
+        role=Role.ACT,
         takes_body=True,
-        works=True,
-        ends_with_client=False,
+        status=202,
+        later="It was heard. The status is `cancelled` once nothing of it is left: at once where it waited.",
+    ),
+    changes("/jobs/{job_id}/hold", hold_job, *CHANGED, tag=TAG, role=Role.ACT),
+    changes("/jobs/{job_id}/release", release_job, *CHANGED, tag=TAG, role=Role.ACT),
+    changes("/jobs/{job_id}/retry", retry_job, *CHANGED, tag=TAG, role=Role.ACT),
+    changes("/jobs/cancel", cancel_jobs, tag=TAG, role=Role.ACT, answer=DOCUMENTS, takes_body=True),
+    changes("/jobs/hold", hold_jobs, tag=TAG, role=Role.ACT, answer=DOCUMENTS, takes_body=True),
+    changes(
+        "/jobs/release", release_jobs, tag=TAG, role=Role.ACT, answer=DOCUMENTS, takes_body=True
+    ),
+    changes("/jobs/retry", retry_jobs, tag=TAG, role=Role.ACT, answer=DOCUMENTS, takes_body=True),
+    changes(
+        "/jobs/prune", prune_jobs, tag=TAG, role=Role.ADMIN, takes_body=True, ends_with_client=False
     ),
 )

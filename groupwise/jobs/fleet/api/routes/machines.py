@@ -2,161 +2,175 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Query
 from fastapi.responses import Response
 
-from groupwise.api.http.declared import Route
 from groupwise.api.schemas.fleet import MachineBody, MachineChangeBody, ReasonBody, TrustBody
 from groupwise.api.schemas.keys import Role
-from groupwise.jobs.fleet.api.serving import AskedHere, document
+from groupwise.jobs.fleet.api.serving import DOCUMENTS, Context, changes, document, reads
 from groupwise.jobs.fleet.verbs import machines
 
 TAG = "machines"
 
 
 async def list_machines(
-    asked: AskedHere,
+    context: Context,
     removed: Annotated[bool, Query(description="Also those that were taken out.")] = False,
 ) -> Response:
     """All machines, with their GPUs and who holds them."""
     return document(
-        await asked.read(lambda session: machines.listing(session, asked.actor, removed=removed))
+        await context.read(
+            lambda session: machines.listing(session, context.actor, removed=removed)
+        )
     )
 
 
-async def add_machine(asked: AskedHere, body: MachineBody) -> Response:
+async def add_machine(context: Context, body: MachineBody) -> Response:
     """Take one in, or back in."""
     new = machines.NewMachine(**body.model_dump())
-    return document(await asked.run(lambda session: machines.add(session, asked.actor, new)), 201)
+    return document(
+        await context.run(lambda session: machines.add(session, context.actor, new)), 201
+    )
 
 
-async def show_machine(asked: AskedHere, vm_id: str) -> Response:
+async def show_machine(context: Context, vm_id: str) -> Response:
     """One machine, and what was done with it."""
-    return document(await asked.read(lambda session: machines.show(session, asked.actor, vm_id)))
+    return document(
+        await context.read(lambda session: machines.show(session, context.actor, vm_id))
+    )
 
 
-async def change_machine(asked: AskedHere, vm_id: str, body: MachineChangeBody) -> Response:
+async def change_machine(context: Context, vm_id: str, body: MachineChangeBody) -> Response:
     """Change how it is reached, and what jobs there are run with."""
     return document(
-        await asked.run(
-            lambda session: machines.change(session, asked.actor, vm_id, **body.model_dump())
+        await context.run(
+            lambda session: machines.change(session, context.actor, vm_id, **body.model_dump())
         )
     )
 
 
-async def drain_machine(asked: AskedHere, vm_id: str) -> Response:
+async def drain_machine(context: Context, vm_id: str) -> Response:
     """Place nothing new there."""
-    return document(await asked.run(lambda session: machines.drain(session, asked.actor, vm_id)))
+    return document(
+        await context.run(lambda session: machines.drain(session, context.actor, vm_id))
+    )
 
 
-async def undrain_machine(asked: AskedHere, vm_id: str) -> Response:
+async def undrain_machine(context: Context, vm_id: str) -> Response:
     """Place work there again."""
-    return document(await asked.run(lambda session: machines.undrain(session, asked.actor, vm_id)))
+    return document(
+        await context.run(lambda session: machines.undrain(session, context.actor, vm_id))
+    )
 
 
-async def cordon_machine(asked: AskedHere, vm_id: str, body: ReasonBody) -> Response:
+async def cordon_machine(context: Context, vm_id: str, body: ReasonBody) -> Response:
     """Place nothing new there, and say why."""
     return document(
-        await asked.run(lambda session: machines.cordon(session, asked.actor, vm_id, body.reason))
-    )
-
-
-async def uncordon_machine(asked: AskedHere, vm_id: str) -> Response:
-    """Place work there again; failed launches are forgotten."""
-    return document(await asked.run(lambda session: machines.uncordon(session, asked.actor, vm_id)))
-
-
-async def lose_machine(asked: AskedHere, vm_id: str) -> Response:
-    """It will not come back: its attempts end, and its jobs go elsewhere."""
-    return document(await asked.run(lambda session: machines.lost(session, asked.actor, vm_id)))
-
-
-async def remove_machine(asked: AskedHere, vm_id: str) -> Response:
-    """Take it out; it must hold nothing."""
-    return document(await asked.run(lambda session: machines.remove(session, asked.actor, vm_id)))
-
-
-async def trust_machine(asked: AskedHere, vm_id: str, body: TrustBody) -> Response:
-    """Pin the host key that it showed last, which must have this fingerprint, if one is given."""
-    return document(
-        await asked.run(
-            lambda session: machines.trust(session, asked.actor, vm_id, body.fingerprint)
+        await context.run(
+            lambda session: machines.cordon(session, context.actor, vm_id, body.reason)
         )
     )
 
 
-async def clear_gpu(asked: AskedHere, vm_id: str, gpu: str) -> Response:
-    """Let jobs have a GPU again that was in quarantine; `gpu` is its index or UUID."""
+async def uncordon_machine(context: Context, vm_id: str) -> Response:
+    """Place work there again; failed launches are forgotten."""
     return document(
-        await asked.run(lambda session: machines.clear_quarantine(session, asked.actor, vm_id, gpu))
+        await context.run(lambda session: machines.uncordon(session, context.actor, vm_id))
     )
 
 
-def _changing(
-    path: str,
-    handler: Any,
-    *codes: str,
-    body: bool = False,
-    method: str = "POST",
-    status: int = 200,
-) -> Route:
-    return Route(
-        method=method,
-        path=path,
-        handler=handler,
-        role=Role.ADMIN,
-        tag=TAG,
-        status=status,
-        answer=dict[str, Any],
-        codes=codes,
-        takes_body=body,
-        works=True,
+async def lose_machine(context: Context, vm_id: str) -> Response:
+    """It will not come back: its attempts end, and its jobs go elsewhere."""
+    return document(await context.run(lambda session: machines.lost(session, context.actor, vm_id)))
+
+
+async def remove_machine(context: Context, vm_id: str) -> Response:
+    """Take it out; it must hold nothing."""
+    return document(
+        await context.run(lambda session: machines.remove(session, context.actor, vm_id))
+    )
+
+
+async def trust_machine(context: Context, vm_id: str, body: TrustBody) -> Response:
+    """Pin the host key that it showed last, which must have this fingerprint, if one is given."""
+    return document(
+        await context.run(
+            lambda session: machines.trust(session, context.actor, vm_id, body.fingerprint)
+        )
+    )
+
+
+async def clear_gpu(context: Context, vm_id: str, gpu: str) -> Response:
+    """Let jobs have a GPU again that was in quarantine; `gpu` is its index or UUID."""
+    return document(
+        await context.run(
+            lambda session: machines.clear_quarantine(session, context.actor, vm_id, gpu)
+        )
     )
 
 
 ROUTES = (
-    Route(
-        method="GET",
-        path="/vms",
-        handler=list_machines,
-        role=Role.READ,
-        tag=TAG,
-        answer=list[dict[str, Any]],
+    reads("/vms", list_machines, tag=TAG, answer=DOCUMENTS),
+    changes(
+        "/vms", add_machine, "vm_exists", tag=TAG, role=Role.ADMIN, takes_body=True, status=201
     ),
-    _changing("/vms", add_machine, "vm_exists", body=True, status=201),
-    Route(
-        method="GET",
-        path="/vms/{vm_id}",
-        handler=show_machine,
-        role=Role.READ,
-        tag=TAG,
-        answer=dict[str, Any],
-        codes=("unknown_vm",),
-    ),
-    _changing(
+    reads("/vms/{vm_id}", show_machine, "unknown_vm", tag=TAG),
+    changes(
         "/vms/{vm_id}",
         change_machine,
         "unknown_vm",
         "vm_state",
         "vm_in_use",
-        body=True,
+        tag=TAG,
+        role=Role.ADMIN,
+        takes_body=True,
         method="PUT",
     ),
-    _changing("/vms/{vm_id}/drain", drain_machine, "unknown_vm", "vm_state"),
-    _changing("/vms/{vm_id}/undrain", undrain_machine, "unknown_vm", "vm_state"),
-    _changing("/vms/{vm_id}/cordon", cordon_machine, "unknown_vm", "vm_state", body=True),
-    _changing("/vms/{vm_id}/uncordon", uncordon_machine, "unknown_vm", "vm_state"),
-    _changing("/vms/{vm_id}/lost", lose_machine, "unknown_vm", "vm_state"),
-    _changing("/vms/{vm_id}/remove", remove_machine, "unknown_vm", "vm_in_use"),
-    _changing(
+    changes(
+        "/vms/{vm_id}/drain", drain_machine, "unknown_vm", "vm_state", tag=TAG, role=Role.ADMIN
+    ),
+    changes(
+        "/vms/{vm_id}/undrain", undrain_machine, "unknown_vm", "vm_state", tag=TAG, role=Role.ADMIN
+    ),
+    changes(
+        "/vms/{vm_id}/cordon",
+        cordon_machine,
+        "unknown_vm",
+        "vm_state",
+        tag=TAG,
+        role=Role.ADMIN,
+        takes_body=True,
+    ),
+    changes(
+        "/vms/{vm_id}/uncordon",
+        uncordon_machine,
+        "unknown_vm",
+        "vm_state",
+        tag=TAG,
+        role=Role.ADMIN,
+    ),
+    changes("/vms/{vm_id}/lost", lose_machine, "unknown_vm", "vm_state", tag=TAG, role=Role.ADMIN),
+    changes(
+        "/vms/{vm_id}/remove", remove_machine, "unknown_vm", "vm_in_use", tag=TAG, role=Role.ADMIN
+    ),
+    changes(
         "/vms/{vm_id}/trust",
         trust_machine,
         "unknown_vm",
         "vm_state",
         "host_key_mismatch",
-        body=True,
+        tag=TAG,
+        role=Role.ADMIN,
+        takes_body=True,
     ),
-    _changing("/vms/{vm_id}/gpus/{gpu}/clear", clear_gpu, "unknown_vm", "unknown_gpu"),
+    changes(
+        "/vms/{vm_id}/gpus/{gpu}/clear",
+        clear_gpu,
+        "unknown_vm",
+        "unknown_gpu",
+        tag=TAG,
+        role=Role.ADMIN,
+    ),
 )

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi.responses import Response
 
-from groupwise.api.http.declared import Route
 from groupwise.api.schemas.fleet import KeyBody, ProjectBody
 from groupwise.api.schemas.keys import Role
-from groupwise.jobs.fleet.api.serving import AskedHere, document
+from groupwise.jobs.fleet.api.serving import DOCUMENTS, Context, changes, document, reads
 from groupwise.jobs.fleet.verbs import keys, projects
 from groupwise.jobs.fleet.verbs.projects import UNCHANGED
 
 TAG = "people"
 
 
-async def list_projects(asked: AskedHere) -> Response:
+async def list_projects(context: Context) -> Response:
     """Those that the key may see, with what of them waits and runs."""
-    return document(await asked.read(lambda session: projects.listing(session, asked.actor)))
+    return document(await context.read(lambda session: projects.listing(session, context.actor)))
 
 
-async def change_project(asked: AskedHere, name: str, body: ProjectBody) -> Response:
+async def change_project(context: Context, name: str, body: ProjectBody) -> Response:
     """Set weight and quotas; a project that is not there yet is made."""
     given = {field: getattr(body, field) for field in body.model_fields_set}
     return document(
-        await asked.run(
+        await context.run(
             lambda session: projects.change(
                 session,
-                asked.actor,
+                context.actor,
                 name,
                 weight=given.get("weight", UNCHANGED),
                 max_gpus=given.get("max_gpus", UNCHANGED),
@@ -38,17 +35,17 @@ async def change_project(asked: AskedHere, name: str, body: ProjectBody) -> Resp
     )
 
 
-async def list_keys(asked: AskedHere) -> Response:
+async def list_keys(context: Context) -> Response:
     """All keys, by what is known of them; none can be used by it."""
-    return document(await asked.read(lambda session: keys.listing(session, asked.actor)))
+    return document(await context.read(lambda session: keys.listing(session, context.actor)))
 
 
-async def make_key(asked: AskedHere, body: KeyBody) -> Response:
+async def make_key(context: Context, body: KeyBody) -> Response:
     """Make one. Its text stands in this answer and nowhere else."""
-    made = await asked.run(
+    made = await context.run(
         lambda session: keys.make(
             session,
-            asked.actor,
+            context.actor,
             body.role,
             projects=body.projects,
             lasts=body.seconds,
@@ -58,57 +55,17 @@ async def make_key(asked: AskedHere, body: KeyBody) -> Response:
     return document(made, 201)
 
 
-async def revoke_key(asked: AskedHere, key_id: str) -> Response:
+async def revoke_key(context: Context, key_id: str) -> Response:
     """From the next request on nobody is known by it."""
-    return document(await asked.run(lambda session: keys.revoke(session, asked.actor, key_id)))
+    return document(await context.run(lambda session: keys.revoke(session, context.actor, key_id)))
 
 
 ROUTES = (
-    Route(
-        method="GET",
-        path="/projects",
-        handler=list_projects,
-        role=Role.READ,
-        tag=TAG,
-        answer=list[dict[str, Any]],
+    reads("/projects", list_projects, tag=TAG, answer=DOCUMENTS),
+    changes(
+        "/projects/{name}", change_project, tag=TAG, role=Role.ADMIN, method="PUT", takes_body=True
     ),
-    Route(
-        method="PUT",
-        path="/projects/{name}",
-        handler=change_project,
-        role=Role.ADMIN,
-        tag=TAG,
-        answer=dict[str, Any],
-        takes_body=True,
-        works=True,
-    ),
-    Route(
-        method="GET",
-        path="/keys",
-        handler=list_keys,
-        role=Role.ADMIN,
-        tag=TAG,
-        answer=list[dict[str, Any]],
-    ),
-    Route(
-        method="POST",
-        path="/keys",
-        handler=make_key,
-        role=Role.ADMIN,
-        tag=TAG,
-        status=201,
-        answer=dict[str, Any],
-        takes_body=True,
-        works=True,
-    ),
-    Route(
-        method="POST",
-        path="/keys/{key_id}/revoke",
-        handler=revoke_key,
-        role=Role.ADMIN,
-        tag=TAG,
-        answer=dict[str, Any],
-        codes=("unknown_key",),
-        works=True,
-    ),
+    reads("/keys", list_keys, tag=TAG, role=Role.ADMIN, answer=DOCUMENTS),
+    changes("/keys", make_key, tag=TAG, role=Role.ADMIN, takes_body=True, status=201),
+    changes("/keys/{key_id}/revoke", revoke_key, "unknown_key", tag=TAG, role=Role.ADMIN),
 )

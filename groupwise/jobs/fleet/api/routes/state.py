@@ -9,12 +9,10 @@ from fastapi import Query, Request
 from fastapi.responses import Response
 from sqlalchemy.orm import Session
 
-from groupwise.api.http.declared import Route
 from groupwise.api.http.prometheus import MEDIA_TYPE
 from groupwise.api.schemas.fleet import MOST_SERIAL
-from groupwise.api.schemas.keys import Role
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.api.serving import AskedHere, Serving, document
+from groupwise.jobs.fleet.api.serving import DOCUMENTS, Context, Serving, document, reads
 from groupwise.jobs.fleet.metrics import render
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import DatabaseFailure
@@ -56,77 +54,42 @@ async def readyz(request: Request) -> Response:
     return document({"status": "ok"})
 
 
-async def overview(asked: AskedHere) -> Response:
+async def overview(context: Context) -> Response:
     """Jobs by status, machines and GPUs, the control plane, and what somebody should look at."""
-    folders = asked.serving.folders.all
+    folders = context.serving.folders.all
     return document(
-        await asked.read(lambda session: status.overview(session, asked.actor, folders))
+        await context.read(lambda session: status.overview(session, context.actor, folders))
     )
 
 
 async def list_events(
-    asked: AskedHere,
+    context: Context,
     after: Annotated[int, Query(ge=0, le=MOST_SERIAL, description="Those after this one.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MOST_EVENTS)] = 100,
 ) -> Response:
     """What happened, the oldest first: every change of a job, an attempt, a machine, a key, with who made it. Ask again after the last
     one's `event_id`: none is skipped."""
-    asked.actor.require_all_projects("read the events of all projects")
+    context.actor.require_all_projects("read the events of all projects")
 
     def read(session: Session) -> list[dict[str, Any]]:
         return [event_document(event) for event in events.after(session, after, limit)]
 
-    return document(await asked.run(read))
+    return document(await context.run(read))
 
 
-async def metrics(asked: AskedHere) -> Response:
+async def metrics(context: Context) -> Response:
     """Numbers of the fleet and of this process, in the text format of Prometheus."""
-    asked.actor.require_all_projects("read the numbers of all projects")
-    folders = asked.serving.folders.all
-    found = await asked.read(lambda session: status.overview(session, EVERYTHING, folders))
-    text = "\n".join([*render(found), *asked.serving.metrics.lines()]) + "\n"
+    context.actor.require_all_projects("read the numbers of all projects")
+    folders = context.serving.folders.all
+    found = await context.read(lambda session: status.overview(session, EVERYTHING, folders))
+    text = "\n".join([*render(found), *context.serving.metrics.lines()]) + "\n"
     return Response(text, media_type=MEDIA_TYPE)
 
 
 ROUTES = (
-    Route(
-        method="GET",
-        path="/healthz",
-        handler=healthz,
-        role=None,
-        tag=TAG,
-        answer=dict[str, Any],
-    ),
-    Route(
-        method="GET",
-        path="/readyz",
-        handler=readyz,
-        role=None,
-        tag=TAG,
-        answer=dict[str, Any],
-    ),
-    Route(
-        method="GET",
-        path="/status",
-        handler=overview,
-        role=Role.READ,
-        tag=TAG,
-        answer=dict[str, Any],
-    ),
-    Route(
-        method="GET",
-        path="/events",
-        handler=list_events,
-        role=Role.READ,
-        tag=TAG,
-        answer=list[dict[str, Any]],
-    ),
-    Route(
-        method="GET",
-        path="/metrics",
-        handler=metrics,
-        role=Role.READ,
-        tag=TAG,
-        media_type="text/plain",
-    ),
+    reads("/healthz", healthz, tag=TAG, role=None),
+    reads("/readyz", readyz, tag=TAG, role=None),
+    reads("/status", overview, tag=TAG),
+    reads("/events", list_events, tag=TAG, answer=DOCUMENTS),
+    reads("/metrics", metrics, tag=TAG, answer=None, media_type="text/plain"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.training import StatusAnswer
 from groupwise.core.errors import RunNotFoundError
-from groupwise.dashboard.pages import Page, Visit, shown
+from groupwise.dashboard.pages import Page, Visit, page_route
 from groupwise.dashboard.sources.server import WatchedServer
 
 LIVE = "/live?server"
@@ -74,4 +74,4 @@ def advice(status: StatusAnswer, activity: ActivityAnswer) -> list[str]:
     return told
 
 
-ROUTES = (shown("/server", server),)
+ROUTES = (page_route("/server", server),)

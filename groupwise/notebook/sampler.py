@@ -1,0 +1,157 @@
+"""A session's sampler: it completes prompts with the newest weights, outside of any training. The model is loaded for each call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from groupwise.core.errors import UsageError
+from groupwise.core.interruption import gather_all, run_to_end
+from groupwise.core.types import Example, Prompt, SamplingParams
+from groupwise.engine.distributed import prefork
+from groupwise.engine.models.tokens import completion_text, prompt_ids
+from groupwise.notebook.core import by_own_names
+from groupwise.notebook.friendly_errors import is_count, plain_number
+from groupwise.tasks.rollouts.asking import Ask
+from groupwise.tasks.rollouts.prompts import PromptSet
+from groupwise.tasks.rollouts.seeds import evaluation_seed
+from groupwise.tasks.rollouts.single import Single
+from groupwise.training import build, placement
+from groupwise.training.config import RunConfig
+
+if TYPE_CHECKING:
+    from groupwise.notebook.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Completes prompts with the newest weights of a session. The model is loaded for each call."""
+
+    session: Session
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        total_generation_steps: int = 256,
+        temperature: float = 0.7,
+        top_k: int | None = 50,
+        top_p: float | None = 0.95,
+        seed: int | None = None,
+    ) -> list[str]:
+        """A completion of each prompt. A text is what the user says; messages are a chat. Raises UsageError for what cannot be asked."""
+        if isinstance(prompts, str):
+            raise UsageError("prompts is one text; give a list of them.")
+        if not isinstance(prompts, list | tuple):
+            raise UsageError(
+                f"prompts is of the type {type(prompts).__name__}; give a list of texts."
+            )
+        chats = [_chat(each) for each in cast("Sequence[Any]", prompts)]
+        session = self.session
+        given = session.config.seed if seed is None else seed
+        steps, warmth, most, share, drawn_by = map(
+            plain_number, (total_generation_steps, temperature, top_k, top_p, given)
+        )
+        checks = {
+            f"total_generation_steps is {steps!r}; it must be a whole number, at least 1": is_count(
+                steps
+            ),
+            f"temperature is {warmth!r}; it must be a number, at least 0": _is_number(warmth)
+            and warmth >= 0,
+            f"top_k is {most!r}; it must be a whole number, at least 1, or None": most is None
+            or is_count(most),
+            f"top_p is {share!r}; it must be a number above 0 and at most 1, or None": share is None
+            or (_is_number(share) and 0 < share <= 1),
+            f"seed is {drawn_by!r}; it must be a whole number, or None": type(drawn_by) is int,
+        }
+        if wrong := [message for message, right in checks.items() if not right]:
+            raise UsageError("; ".join(wrong) + ".")
+        weights = session.weights
+        if not chats:
+            return []
+        params = SamplingParams(max_tokens=steps, temperature=warmth, top_k=most, top_p=share)
+        core = session.core.config
+        with by_own_names(session.config), build.expected_ranks(core):
+            return run_to_end(complete(core, chats, weights, params, drawn_by))
+
+
+def _chat(prompt: Any) -> Prompt:
+    if isinstance(prompt, str) and prompt.strip():
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and prompt:
+        messages = cast("list[Any]", prompt)
+        if all(isinstance(each, dict) for each in messages):
+            return messages
+    raise UsageError(
+        f"A prompt is {prompt!r}. Expected a text, or messages such as {{'role': 'user', 'content': …}}."
+    )
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int or (isinstance(value, float) and math.isfinite(value))
+
+
+async def complete(
+    config: RunConfig,
+    prompts: Sequence[Prompt],
+    weights: Path | None,
+    params: SamplingParams,
+    seed: int,
+) -> list[str]:
+    """A completion of each prompt by the adapter in `weights`, or by the model as it is; loads the model, and closes it again.
+
+    Raises UsageError for a prompt that the model has no room for.
+    """
+    length = {"max_completion_length": params.max_tokens}
+    config = config.model_copy(update={"eval": config.eval.model_copy(update=length)})
+    tokenizer = prefork.load_tokenizer(config.model)
+    prompt_set = PromptSet(
+        tuple(Example(index, prompt) for index, prompt in enumerate(prompts)),
+        tuple(prompt_ids(tokenizer, prompt) for prompt in prompts),
+    )
+    _refuse_too_long(
+        prompt_set, params.max_tokens, prefork.prompt_room(config.model, params.max_tokens)
+    )
+    layout = placement.choose_layout(config, prompt_set.longest)
+    parts = await build.start_serving(config, layout, weights)
+    stops = tuple(sorted({*params.stop_token_ids, *parts.stop_token_ids}))
+    try:
+        rollouts = Single(partial(completion_text, tokenizer))
+
+        async def answer(index: int) -> str:
+            example, ids = prompt_set.at(index)
+            ask = Ask(
+                draw=index,
+                example=example,
+                prompt_ids=ids,
+                members=1,
+                seed=partial(evaluation_seed, seed, index),
+                params=replace(params, stop_token_ids=stops),
+            )
+            group = await rollouts.sample(parts.sampler, ask)
+            return group.rollouts[0].completion
+
+        return await gather_all(answer(index) for index in range(len(prompts)))
+    finally:
+        parts.close()
+
+
+def _refuse_too_long(prompts: PromptSet, steps: int, room: int) -> None:
+    """Raise UsageError for a prompt of more than `room` tokens, which the model leaves for a prompt beside a completion of `steps`."""
+    longest = room + steps
+    if room < 1:
+        raise UsageError(
+            f"total_generation_steps is {steps}, but the model reads and writes at most {longest} tokens, question and answer together. "
+            "Lower it."
+        )
+    for place, ids in enumerate(prompts.prompts, 1):
+        if len(ids) > room:
+            which = "The question" if len(prompts.prompts) == 1 else f"Prompt {place}"
+            lower = ", or lower total_generation_steps (of session.sampler)"
+            raise UsageError(
+                f"{which} has {len(ids)} tokens, but the model has room for {room} beside total_generation_steps = {steps}. "
+                f"Shorten the question{lower if len(ids) < longest else ''}."
+            )
