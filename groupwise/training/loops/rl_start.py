@@ -33,8 +33,7 @@ from groupwise.training import build, rollout_builder
 from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.callbacks.registry import callbacks_of_task
 from groupwise.training.config import LoadedConfig, RunConfig, load_config, view
-from groupwise.training.evaluation.comparison import compared
-from groupwise.training.evaluation.evaluate import EvalResult, held_out
+from groupwise.training.evaluation.evaluate import EvalResult, compared, held_out
 from groupwise.training.loops.held_out import (
     ASKED,
     announce,
