@@ -765,8 +765,8 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         replicas,
         witness=_witness(served) if by_servers else None,
         bench=_adapter_host(config, layout, trained.adapted, tokenizer)
-        if _hosts_others(config)
-        else None,
+        if config.lora is not None and config.model.backend != "unsloth"
+        else None,  # models can be added over the base of an adapter's training
     )
 
 
@@ -849,11 +849,6 @@ def _own_engine(config: AnyConfig, trained: Any) -> Engine | None:
     from groupwise.engine.backends.unsloth.engine import UnslothEngine
 
     return UnslothEngine(trained)
-
-
-def _hosts_others(config: RunConfig) -> bool:
-    """True if models can be added over the base of a training."""
-    return config.lora is not None and config.model.backend != "unsloth"
 
 
 def _load_model(config: AnyConfig, layout: Layout, device: str) -> Any:
@@ -946,16 +941,24 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
 
 def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hosted:
     from groupwise.engine.distributed.worker_state import Hosted
-    from groupwise.engine.models.adapters import adapter_folder
+    from groupwise.engine.models.adapters import adapter_folder, warn_of_other_base
     from groupwise.engine.models.load import stop_token_ids
+    from groupwise.engine.models.lora import CONFIG, read_lora_config
     from groupwise.engine.models.tokenizer import load_tokenizer
+    from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
 
     folder = adapter_folder(config.model) if weights is None else Path(weights)
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
     model = _load_model(config, layout, layout.device)
     stops = _with_configured(stop_token_ids(model, tokenizer), config)
-    served = _served_weights(config, model, folder)
+    served: Any = ServedModel(model)
+    if folder is not None:
+        if (folder / CONFIG).is_file():
+            stored = read_lora_config(folder)
+            warn_of_other_base(stored, config.model, folder)
+            served = ServedAdapter(_with_adapters(config, model, stored))
+        served.read(folder)
     sampler = _sampler(config, layout, served, tokenizer)
     return Hosted(layout.threads_each, sampler, stop_token_ids=stops)
 
@@ -1055,23 +1058,6 @@ def remove_publications(folder: Path) -> None:
 def build_algorithm(config: RunConfig) -> Any:
     """The configured algorithm."""
     return make(config.algorithm.type, config.algorithm.knobs)
-
-
-def _served_weights(config: RunConfig, model: Any, weights: Path | None) -> Any:
-    from groupwise.engine.models.adapters import warn_of_other_base
-    from groupwise.engine.models.lora import CONFIG, read_lora_config
-    from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
-
-    if weights is None:
-        return ServedModel(model)
-    if (weights / CONFIG).is_file():
-        stored = read_lora_config(weights)
-        warn_of_other_base(stored, config.model, weights)
-        served: Any = ServedAdapter(_with_adapters(config, model, stored))
-    else:
-        served = ServedModel(model)
-    served.read(weights)
-    return served
 
 
 def _trained_adapter(config: AnyConfig, model: Any) -> Any:

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from dataclasses import Field as Knob
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -161,16 +160,14 @@ def algorithm_sections(
 
 
 def _algorithm_section(name: str, kind: type[Any]) -> type[AlgorithmConfig]:
-    hints = get_type_hints(kind)
-    keys: dict[str, Any] = {knob.name: (hints[knob.name], _knob_key(knob)) for knob in fields(kind)}
+    hints, keys = get_type_hints(kind), dict[str, Any]()
+    for knob in fields(kind):
+        assert knob.default is not MISSING, f"knob {knob.name} needs a default"
+        constraints = {name: limit for name, limit in knob.metadata.items() if name != "needs"}
+        key = setting(knob.default, constraints.pop("description"), **constraints)
+        keys[knob.name] = (hints[knob.name], key)
     keys["type"] = (Literal[name], setting(name, "The algorithm."))
     return create_model(f"{kind.__name__}Config", __base__=AlgorithmConfig, **keys)
-
-
-def _knob_key(knob: Knob[Any]) -> Any:
-    assert knob.default is not MISSING, f"knob {knob.name} needs a default"
-    constraints = {name: limit for name, limit in knob.metadata.items() if name != "needs"}
-    return setting(knob.default, constraints.pop("description"), **constraints)
 
 
 def _algorithm_type(given: Any) -> str | None:

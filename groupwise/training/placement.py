@@ -14,7 +14,7 @@ from groupwise.core.errors import ConfigError, UsageError
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.torchrun import launched, refuse_other_number
-from groupwise.engine.models.config import Dtype, ModelConfig
+from groupwise.engine.models.config import Dtype
 from groupwise.engine.models.cores import available_cores
 from groupwise.training.config import RunConfig
 from groupwise.training.rollout_builder import longest_completion
@@ -213,6 +213,10 @@ def _layout(config: AnyConfig) -> Layout:
         )
     own = learners > 1 or samplers > 0
     processes = learners + samplers if own else _processes(config, device)
+    if config.model.backend == "unsloth":
+        version = f"{prefork.torch_version()}, unsloth {library.installed()}"
+    else:
+        version = prefork.torch_version()
     return Layout(
         device=device,
         dtype=prefork.choose_dtype(config.model, config.lora is None, device),
@@ -221,19 +225,12 @@ def _layout(config: AnyConfig) -> Layout:
         key_length=0,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
         processor=prefork.describe_processor(device),
-        torch=_torch(config.model),
+        torch=version,
         processes=processes,
         learners=learners,
         samplers=samplers,
         strategy=config.distributed.strategy,
     )
-
-
-def _torch(model: ModelConfig) -> str:
-    """Torch's version, with Unsloth's if that computes. Raises UsageError if it is not installed."""
-    if model.backend == "unsloth":
-        return f"{prefork.torch_version()}, unsloth {library.installed()}"
-    return prefork.torch_version()
 
 
 def refuse_on_server(config: AnyConfig) -> None:

@@ -64,7 +64,9 @@ def task_rubric(config: RunConfig, task: Task, tokenizer: Any) -> Rubric | None:
     rubric = None
     if task.has("get_reward_funcs"):
         rubric = task.rubric(view(config), tokenizer, config.rewards.reward_weights)
-    default = config.rewards.default_task or _label_of_environment(rubric)
+    default = config.rewards.default_task or None
+    if default is None and isinstance(rubric, Router) and rubric.default is None:
+        default = os.environ.get(DEFAULT_TASK_VARIABLE) or None
     if default is None:
         return rubric
     if not isinstance(rubric, Router):
@@ -73,12 +75,6 @@ def task_rubric(config: RunConfig, task: Task, tokenizer: Any) -> Rubric | None:
             "the key out, or give rewards by label in rewards.router."
         )
     return rubric.with_default(default)
-
-
-def _label_of_environment(rubric: Rubric | None) -> str | None:
-    """The environment's default task, if rewards go by label and the config names none."""
-    asks = isinstance(rubric, Router) and rubric.default is None
-    return os.environ.get(DEFAULT_TASK_VARIABLE) or None if asks else None
 
 
 def with_default_label(loaded: LoadedConfig, rubric: Rubric | None) -> LoadedConfig:

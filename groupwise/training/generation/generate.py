@@ -37,7 +37,6 @@ from groupwise.training.generation.journal import ANSWERS, Answers, Billed, Jour
 from groupwise.training.generation.prompts import Prompts, read_prompts
 from groupwise.training.generation.results import (
     TRAIN,
-    Counts,
     left_unjudged,
     replaced_columns,
     write_results,
@@ -173,14 +172,16 @@ def _finish(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> Gener
     unasked = [Failure(each.index, f"not asked: {each.reason}") for each in plan.prompts.unasked]
     failures = [*tally.failures, *unasked]
     counts = write_results(config.folder, config, plan.prompts.items, answers, scores, failures)
-    summary = _summary(plan, _outcome(plan, counts, failures) | _spent(plan, answers, tally))
+    blind = left_unjudged(config, counts)
+    state = "unscored" if blind else "incomplete" if failures else "done"
+    outcome = {"state": state, **counts.summary, "failed": len(failures)}
+    summary = _summary(plan, outcome | _spent(plan, answers, tally))
     if failures:
         logger.warning(
             "%d rows have failed; %s says why. The same command asks for them again.",
             len(failures),
             config.folder / "failures.jsonl",
         )
-    blind = left_unjudged(config, counts)
     if blind:
         reason, count = counts.unscored.most_common(1)[0]
         there = (config.folder / TRAIN).exists()
@@ -401,12 +402,6 @@ def _billed(config: GenerateConfig, billed: Billed) -> dict[str, Any]:
 def _of_no_row(plan: Plan, answers: Answers) -> int:
     """Number of answers whose rows are gone or have another prompt now."""
     return answers.beside({item.key for item in plan.prompts.items})
-
-
-def _outcome(plan: Plan, counts: Counts, failures: list[Failure]) -> dict[str, Any]:
-    state = "done" if not failures else "incomplete"
-    state = "unscored" if left_unjudged(plan.config, counts) else state
-    return {"state": state, **counts.summary, "failed": len(failures)}
 
 
 def _summary(plan: Plan, told: Mapping[str, Any]) -> dict[str, Any]:

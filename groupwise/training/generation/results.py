@@ -174,7 +174,15 @@ def _select(
     kept: list[tuple[Item, Generation, MemberScore | None]] = []
     for item, found in whole:
         members = scores.get(item.key, (None,) * len(found))[: len(found)]
-        _add_to(counts, members)
+        counts.rows += 1
+        counts.generations += len(members)
+        scored = [score for score in members if score is not None]
+        earned = [score.reward for score in scored if score.reward is not None]
+        counts.rewards += earned
+        counts.best += [max(earned)] if earned else []
+        counts.unscored.update(
+            score.reason or score.outcome for score in scored if score.reward is None
+        )
         verdicts = _exclusion_reasons(found, members, config)
         for generation, score, reason in zip(found, members, verdicts, strict=True):
             if reason is not None:
@@ -183,18 +191,6 @@ def _select(
             counts.kept += 1
             kept.append((item, generation, score))
     return kept
-
-
-def _add_to(counts: Counts, members: Sequence[MemberScore | None]) -> None:
-    counts.rows += 1
-    counts.generations += len(members)
-    scored = [score for score in members if score is not None]
-    earned = [score.reward for score in scored if score.reward is not None]
-    counts.rewards += earned
-    counts.best += [max(earned)] if earned else []
-    counts.unscored.update(
-        score.reason or score.outcome for score in scored if score.reward is None
-    )
 
 
 def _exclusion_reasons(

@@ -90,7 +90,8 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     build.check_model(settings)
     evaluates = _evaluates(settings, found)
     given = view(settings)
-    rows_read = rows_read or _draws(settings)
+    steps = settings.training.max_steps
+    rows_read = rows_read or (None if steps is None else steps * settings.training.prompts_per_step)
     examples = found.rl_examples(given, limit=rows_read)
     tokenizer = prefork.load_tokenizer(settings.model)
     build.check_stop_tokens(settings, tokenizer)
@@ -276,12 +277,6 @@ def _check_success_parts(
     named = [*config.data.success_parts.items(), *((CACHED, each.part) for each in caches)]
     for key, part in named:
         check_part(key, part, rubric.names if rubric else (), task.described)
-
-
-def _draws(config: RunConfig) -> int | None:
-    """How many examples of an endless stream are read; None where epochs decide, which needs an end."""
-    steps = config.training.max_steps
-    return None if steps is None else steps * config.training.prompts_per_step
 
 
 def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:

@@ -17,7 +17,7 @@ import math
 import os
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -210,7 +210,8 @@ def read_marks(suite: Suite, folder: Path, log: Path) -> Marks:
     """Read the result. Raises RunError unless it is complete."""
     content = _result(folder)
     try:
-        task, metrics = _of_task(content["results"], suite)
+        results = content["results"].items()
+        task, metrics = next(pair for pair in results if pair[0] == f"{suite.task}|0")
         name = next(
             n for n in metrics if n.split(":")[0] == suite.metric and not n.endswith("_stderr")
         )
@@ -222,7 +223,9 @@ def read_marks(suite: Suite, folder: Path, log: Path) -> Marks:
         raise RunError(
             f"its result is not what lighteval 0.13 writes ({type(error).__name__}: {error})"
         ) from error
-    if not _is_share(value) or not scores or abs(fmean(scores.values()) - value) > CLOSE:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    share = number and 0 <= value <= 1
+    if not share or not scores or abs(fmean(scores.values()) - value) > CLOSE:
         raise RunError(f"its result says {value!r}, which is not the mean of its single marks")
     if missing := log.read_bytes().count(UNANSWERED):
         raise RunError(
@@ -262,11 +265,6 @@ def _result(folder: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", content)
 
 
-def _of_task(results: Mapping[str, Any], suite: Suite) -> tuple[str, Mapping[str, Any]]:
-    """The task's name with the number of its examples, and its metrics."""
-    return next((name, found) for name, found in results.items() if name == f"{suite.task}|0")
-
-
 def _scores(folder: Path, metric: str) -> dict[str, float]:
     from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]
 
@@ -279,7 +277,3 @@ def _releases(folder: Path) -> dict[str, str]:
         return json.loads((folder / RELEASES).read_bytes())
     except (OSError, ValueError):  # another release may not load the file
         return {}
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
