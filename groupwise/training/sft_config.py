@@ -109,7 +109,7 @@ class SftTrainingConfig(OptimisationConfig):
     @model_validator(mode="before")
     @classmethod
     def _steps_replace_the_default_epochs(cls, given: Any) -> Any:
-        """Whoever gives steps need not write `num_train_epochs: null` beside them."""
+        """With steps given, `num_train_epochs: null` need not be written beside them."""
         if not isinstance(given, dict):
             return given
         keys = cast("dict[str, Any]", given)

@@ -71,7 +71,7 @@ class Reporting(Callback):
         self._next: MetricsRow | None = None
         """The line after the steps done, which is not sent yet."""
         self._sent: dict[str, dict[str, int]] = {}
-        """By sink: the findings that were sent to it, and with which line."""
+        """The findings that were sent to each sink, and with which line."""
 
     def check(self, config: View) -> None:
         """Every sink must be installed, and ready to write."""

@@ -63,7 +63,7 @@ class GenerateResult:
     """The result of a generation."""
 
     summary: dict[str, Any]
-    """For people and `--json`: folder, rows, what was kept, tokens, cost. After a dry run, the plan."""
+    """Summary for people and `--json`: folder, rows, kept generations, tokens, cost. After a dry run, the plan."""
     folder: Path
     exit_code: int = 0
     """0 done; 1 where no row has been answered, or none could be scored and scores decide what is kept; 130 or 143 interrupted, with

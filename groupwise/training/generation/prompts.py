@@ -43,7 +43,7 @@ class Item:
     index: int
     """The row's place in the data, from 0."""
     prompt: Prompt
-    """As it is sent: messages for a chat, text to be continued."""
+    """The prompt as it is sent: messages for a chat, or text to be continued."""
     columns: dict[str, Any]
     """The whole row, as it came."""
     key: str

@@ -59,7 +59,7 @@ class Counts:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """For people and `--json`."""
+        """Summary for people and `--json`."""
         summary: dict[str, Any] = {
             "answered": self.rows,
             "generations": self.generations,

@@ -120,7 +120,7 @@ def rl(
 
     if given.config.warm_up is None or not needs_warm_up(given, ways):
         return run_with_auto_resume(begin, ways, given)
-    if not dry_run:  # what is wrong with the second stage is told before the first one
+    if not dry_run:  # mistakes in the second stage are reported before the first one
         with build.expected_ranks(given.config):
             _rl(find_start(given, StartMode(), KIND), task, WarmedUp(), dry_run=True, here=True)
     warmed = warm_up(given, task, dry_run=dry_run)

@@ -154,7 +154,7 @@ class _Weights:
     folder: Path
     step: int
     trusted: bool = False
-    """Whether code of the base model may run."""
+    """True if code of the base model may run."""
 
     @property
     def final(self) -> bool:
