@@ -155,15 +155,12 @@ def _rl(
     }
     with opened(prepared, start, KIND, noted) as (folder, ready):
         if warmed.untrained is not None:
-            record_untrained(folder, ready, warmed.untrained)
+            # How the model answered before any training; noted before the first step.
+            found, asked = warmed.untrained, ready.facts[ASKED]
+            folder.store.add_evaluation(
+                EvaluationRecord(0, UNTRAINED, found.policy, found.metrics, found.rows, asked)
+            )
         return run_to_end(run_in(folder, ready, resumption))
-
-
-def record_untrained(folder: RunFolder, prepared: RlPrepared, result: EvalResult) -> None:
-    """Note, before the first step, how the model answered without any training."""
-    asked = prepared.facts[ASKED]
-    told = EvaluationRecord(0, UNTRAINED, result.policy, result.metrics, result.rows, asked)
-    folder.store.add_evaluation(told)
 
 
 async def run_in(

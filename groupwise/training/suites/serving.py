@@ -70,16 +70,6 @@ class Weights:
         return self.base() if is_adapter(self.folder) else ModelConfig(name=str(self.folder))
 
 
-def gpus_for(parameters: int) -> int:
-    """GPUs that a model wants to be spread over: one for each begun 30 billion parameters, as a power of two.
-
-    A model of less than that fits one of 80 GB; a power of two divides the attention heads of nearly every model, which tensor
-    parallelism asks for.
-    """
-    wanted = parameters // A_GPU + 1
-    return 1 << (wanted - 1).bit_length()
-
-
 def check_words(words: Sequence[str]) -> None:
     """Raise UsageError for a command that could serve no policy here."""
     if not any(PORT in word for word in words):
@@ -159,7 +149,10 @@ def _merged(weights: Weights, into: Path) -> Path:
 def _gpus(weights: Weights) -> int:
     from groupwise.engine.models.plan import all_parameters
 
-    return gpus_for(all_parameters(weights.whole()))
+    # One for each begun 30 billion parameters (a smaller model fits one of 80 GB), rounded up to a power of two, which divides the
+    # attention heads of nearly every model, as tensor parallelism needs.
+    wanted = all_parameters(weights.whole()) // A_GPU + 1
+    return 1 << (wanted - 1).bit_length()
 
 
 def _await_models(family: Family, endpoint: Endpoint, seconds: float) -> tuple[str, ...]:
