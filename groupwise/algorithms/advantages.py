@@ -1,4 +1,4 @@
-"""From rewards to advantages: the maths that algorithms share, on Python floats.
+"""Turns rewards into advantages: the maths that algorithms share, on Python floats.
 
 Sums are exact (`math.fsum`) or sorted first, so that no result depends on the order of a group's
 members or of the groups. Rewards that are the same give exactly 0 everywhere.
@@ -22,11 +22,11 @@ the same reward. Ten times the rounding of float32, in which many rewards are co
 below any difference that a reward means."""
 
 Credit: TypeAlias = list[tuple[float | None, ...]]
-"""For each group the advantages of its rollouts, in their order; None for those not scored."""
+"""The advantages of each group's rollouts, in their order; None for rollouts that were not scored."""
 
 
 def tied(rewards: Sequence[float]) -> bool:
-    """Whether the rewards are all the same up to rounding, and so say nothing about who is better."""
+    """True if the rewards are all the same up to rounding, and so do not say which rollout is better."""
     largest = max(map(abs, rewards), default=0.0)
     spread = max(rewards, default=0.0) - min(rewards, default=0.0)
     return spread <= TIE_TOLERANCE * max(1.0, largest)

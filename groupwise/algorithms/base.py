@@ -1,4 +1,4 @@
-"""What an algorithm is: two pieces of maths that meet in the learner, and know nothing of machines.
+"""The protocol of an algorithm: two pieces of maths that meet in the learner, and know nothing of machines.
 
 The loop calls the first half, on plain records: `shaped` may add to the rewards of a group and
 `accepts` may turn it down, `weights` turns the rewards of a step into credit for each rollout, and
@@ -25,7 +25,7 @@ Tensor: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Of each row, sums over the other rows of its rollout; see `groupwise.core.types.SiblingRowStats`."""
+    """For each row, sums over the other rows of its rollout; see `groupwise.core.types.SiblingRowStats`."""
 
     tokens_B: Tensor
     log_weights_B: Tensor
@@ -37,9 +37,9 @@ class TokenBatch:
     """Rows as tensors, padded to one length. Where the mask is 0 nothing has an effect, even NaN."""
 
     policy_logprobs_BT: Tensor
-    """By the learner now; carries the gradient."""
+    """Log-probabilities of the learner's present weights; they carry the gradient."""
     sampling_logprobs_BT: Tensor
-    """By the sampler when it sampled."""
+    """Log-probabilities that the sampler reported with the tokens."""
     mask_BT: Tensor
     """1 (or True) for tokens that teach, 0 for all others."""
     advantages_B: Tensor
@@ -47,16 +47,16 @@ class TokenBatch:
     scales_B: Tensor
     """`Weight.scale` of each row."""
     entropies_BT: Tensor | None = None
-    """Entropy (nats) of the policy at each token; with gradient where `Loss.needs_entropy_gradient`,
+    """Entropy (nats) of the policy at each token; with gradient if `Loss.needs_entropy_gradient`,
     otherwise only reported."""
     right_BT: Tensor | None = None
-    """Whether each token is the one that the policy finds likeliest; there where `Loss.needs_accuracy`."""
+    """True where a token is the policy's likeliest one; present if `Loss.needs_accuracy`."""
     reference_logprobs_BT: Tensor | None = None
-    """By the reference policy; needed where `Loss.needs_reference`."""
+    """Log-probabilities of the reference policy; needed if `Loss.needs_reference`."""
     proximal_logprobs_BT: Tensor | None = None
-    """By the learner at the start of the batch; None: this is its first update, so they are the policy's own."""
+    """Log-probabilities of the learner at the start of the batch; None in its first update, where they are the policy's own."""
     others: Others | None = None
-    """None: each row is a whole rollout."""
+    """None if each row is a whole rollout."""
     credits_BT: Tensor | None = None
     """`Row.credits` of each row; needed by the loss `given` alone."""
 
@@ -89,9 +89,9 @@ class LossResult:
     """Sums over a batch, as scalar tensors; those of several batches add up to those of the whole."""
 
     components: dict[str, Tensor]
-    """With gradient. The learner minimises `Σ components[name] / denominators[name]`."""
+    """Sums with gradient. The learner minimises `Σ components[name] / denominators[name]`."""
     stats: dict[str, Tensor]
-    """Without gradient, over tokens that teach.
+    """Sums without gradient, over tokens that teach.
 
     `tokens` counts them; divided by it, these are means, each there where it makes sense: `ratio`;
     `clip_low`, `clip_high` and `clip_delta` (tokens whose gradient that bound removed; in `cispo`,
@@ -102,29 +102,29 @@ class LossResult:
 
 
 class Loss(Protocol):
-    """Log-probabilities to loss: all that a learner knows of."""
+    """Turns log-probabilities into a loss: the only part of an algorithm that a learner knows."""
 
     name: ClassVar[str]
-    """As in configs and in `LossSpec.name`."""
+    """The name in configs and in `LossSpec.name`."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether rows must carry the reference's log-probabilities."""
+        """True if rows must carry the reference's log-probabilities."""
         ...
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the learner's log-probabilities at the start of the batch matter: rows carry them, but in its first update need not."""
+        """True if the learner's log-probabilities at the start of the batch matter: rows carry them, except in its first update."""
         ...
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Whether the batch must have entropies, and with gradient."""
+        """True if the batch must have entropies with gradient."""
         ...
 
     @property
     def needs_accuracy(self) -> bool:
-        """Whether the batch must say which tokens are the likeliest ones."""
+        """True if the batch must say which tokens are the likeliest ones."""
         ...
 
     def loss_spec(self) -> LossSpec:
@@ -137,16 +137,16 @@ class Loss(Protocol):
 
 
 class Algorithm(Loss, Protocol):
-    """Groups to weights, log-probabilities to loss."""
+    """Turns groups into weights, and log-probabilities into a loss."""
 
     @property
     def ratio_of_rollout(self) -> bool:
-        """Whether the ratio is one for a rollout, so that a row must know those of its other rows."""
+        """True if a whole rollout has one ratio, so that a row needs those of its rollout's other rows."""
         ...
 
     @property
     def resample_rounds(self) -> int:
-        """How often groups that are not accepted are drawn anew in a step; 0: never."""
+        """How often groups that are not accepted are drawn again in a step; 0: never."""
         ...
 
     def shaped(self, group: Group, max_completion_length: int) -> Group:
@@ -157,14 +157,14 @@ class Algorithm(Loss, Protocol):
         ...
 
     def accepts(self, group: Group) -> bool:
-        """Whether a shaped group is worth training; otherwise another is drawn in its place."""
+        """True if a shaped group is worth training; otherwise another is drawn in its place."""
         ...
 
     def check(self, longest: int, rewards: Sequence[str]) -> None:
-        """Raise ValueError where a knob does not go with the length (tokens) of a run's rollouts, and
-        TaskError where a reward does not go with the algorithm.
+        """Raise ValueError if a knob does not go with the length (tokens) of a run's rollouts, and
+        TaskError if a reward does not go with the algorithm.
 
-        `longest` is what the policy may write in one rollout, `rewards` the names of those known.
+        `longest` is the most tokens that the policy may write in one rollout, `rewards` the known names.
         """
         ...
 
@@ -176,11 +176,11 @@ class Algorithm(Loss, Protocol):
         ...
 
     def denominators(self, groups: Sequence[Group], max_completion_length: int) -> dict[str, float]:
-        """What each loss component of a step is divided by; 0 where none of its groups was scored."""
+        """The divisor of each loss component of a step; 0 if none of its groups was scored."""
         ...
 
     def teaches(self, weights: Sequence[RolloutCredit | None]) -> bool:
-        """Whether rows with these weights can have a gradient; otherwise they need no computing."""
+        """True if rows with these weights can have a gradient; otherwise they need no computing."""
         ...
 
     def adapted(self, kl: float, rollouts: int) -> Self:

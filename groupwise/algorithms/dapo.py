@@ -5,16 +5,16 @@
 
 Four changes to `grpo`. The clip is wider above, so that unlikely tokens can grow. The sums are
 divided by the tokens of the whole step, so that a token weighs the same in a long rollout. Groups
-in which all succeed or all fail are drawn anew (dynamic sampling). And rewards sink over the last
+in which all succeed or all fail are drawn again (dynamic sampling). And rewards sink over the last
 tokens before the length limit (`overlong.py`): |y| are the tokens that the policy wrote, and the
 cache is a fifth of the limit unless `soft_punish_cache` says otherwise, as in the paper (4,096 of
 20,480). The paper has no KL penalty.
 
-Assumes that drawing anew is worth its cost: late in training most groups may be solved, and a step
+Assumes that drawing again is worth its cost: late in training most groups may be solved, and a step
 then takes up to `max_resample_rounds` rounds of sampling.
 
 Degenerate cases: those of `grpo`. A truncated rollout that is masked is also left out of the
-tokens that are counted. Whether a group is drawn anew is decided on the rewards of the task, before
+tokens that are counted. Whether a group is drawn again is decided on the rewards of the task, before
 the punishment: a group that only differs in length has nothing to teach about the task.
 """
 
@@ -75,7 +75,7 @@ class Dapo(Clipped):
             check_names(rewards)
 
     def shaped(self, group: Group, max_completion_length: int) -> Group:
-        """With the soft over-long punishment. Raises as `check` does."""
+        """The group with the soft over-long punishment. Raises as `check` does."""
         cache = self._cache(max_completion_length)
         if cache == 0:
             return group

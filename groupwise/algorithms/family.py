@@ -1,4 +1,4 @@
-"""What the algorithms of the family share: the frame of their loss, and the knobs that fit into it.
+"""Base of the group-relative algorithms: the frame of their loss, and the knobs that fit into it.
 
     policy  = −Σ_rows scale · Σ_tokens w · surrogate
     kl      =  beta · Σ_rows scale · Σ_tokens k(policy, reference), as `kl.py` says
@@ -136,7 +136,7 @@ class GroupRelative(ABC):
             raise Clashes(clashes)
 
     def clashes(self) -> Iterator[KnobConflict]:
-        """Values that do not go with each other."""
+        """Yield the values that do not go with each other."""
         if self.kl_target is not None and self.beta == 0:
             yield KnobConflict(
                 f"{self.name}.kl_target is {self.kl_target}, but beta is 0 and would stay 0; give "
@@ -160,27 +160,27 @@ class GroupRelative(ABC):
 
     @abstractmethod
     def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """What policy and KL of a step are divided by."""
+        """The divisor of policy and KL of a step."""
 
     @abstractmethod
     def surrogate(
         self, batch: TokenBatch, log_ratio_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What is maximised, and statistics, both per token. Outside the mask the log-ratio is 0."""
+        """The maximised value and statistics, both per token. Outside the mask the log-ratio is 0."""
 
     @property
     def needs_reference(self) -> bool:
-        """Only the KL penalty does."""
+        """Only the KL penalty needs the reference."""
         return self.beta > 0
 
     @property
     def needs_proximal(self) -> bool:
-        """Only the importance sampling correction does."""
+        """Only the importance sampling correction needs them."""
         return self.importance_sampling_correction != "none"
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Only the entropy bonus does."""
+        """Only the entropy bonus needs it."""
         return self.entropy_coef > 0
 
     @property
@@ -190,12 +190,12 @@ class GroupRelative(ABC):
 
     @property
     def compares_members(self) -> bool:
-        """Whether a rollout has a worth only beside others of its group, so that a group needs two."""
+        """True if a rollout has a value only relative to others of its group, so that a group needs two."""
         return True
 
     @property
     def ratio_of_rollout(self) -> bool:
-        """Each token has its own, unless an algorithm says otherwise."""
+        """Each token has its own ratio, unless an algorithm says otherwise."""
         return False
 
     @property
@@ -208,10 +208,10 @@ class GroupRelative(ABC):
         return group
 
     def check(self, longest: int, rewards: Sequence[str]) -> None:  # noqa: B027 — optional
-        """Everything goes with every run."""
+        """Nothing to check: everything goes with every run."""
 
     def accepts(self, group: Group) -> bool:
-        """With dynamic sampling only a group whose rewards, by the task, differ."""
+        """With dynamic sampling, accept only a group whose rewards, by the task, differ."""
         if not self.dynamic_sampling:
             return True
         return not tied([reward_of_the_task(rollout) for rollout in group.scored])
@@ -229,7 +229,7 @@ class GroupRelative(ABC):
         )
 
     def denominators(self, groups: Sequence[Group], max_completion_length: int) -> dict[str, float]:
-        """That of the algorithm for policy and KL, the number of trained tokens for the entropy."""
+        """The algorithm's denominator for policy and KL, the number of trained tokens for the entropy."""
         shared = self.denominator(groups, max_completion_length)
         found = {"policy": shared}
         if self.needs_reference:
@@ -239,7 +239,7 @@ class GroupRelative(ABC):
         return found
 
     def trains(self, rollout: Rollout) -> bool:
-        """Whether a scored rollout has tokens that teach; it counts as a rollout anyway."""
+        """True if a scored rollout has tokens that teach; it counts as a rollout in any case."""
         masked = self.mask_truncated_completions and rollout.truncated
         return not masked and trained_tokens(rollout) > 0
 
@@ -253,12 +253,12 @@ class GroupRelative(ABC):
         )
 
     def teaches(self, weights: Sequence[RolloutCredit | None]) -> bool:
-        """Any advantage but 0 does; with a KL penalty or an entropy bonus any row does."""
+        """True for any advantage but 0; with a KL penalty or an entropy bonus, for any row."""
         always = self.needs_reference or self.needs_entropy_gradient
         return any(always or weight.advantage != 0 for weight in weights if weight is not None)
 
     def adapted(self, kl: float, rollouts: int) -> Self:
-        """With a beta that was moved towards `kl_target`; the same where there is none."""
+        """The algorithm with a beta moved towards `kl_target`; unchanged without a target."""
         return self if self.kl_target is None else replace(self, beta=self._next_beta(kl, rollouts))
 
     def _next_beta(self, measured: float, rollouts: int) -> float:

@@ -28,7 +28,7 @@ Surrogate = Literal["log_probability", "ratio", "clipped_ratio", "clipped_weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What is maximised for each token is its credit times one of four surrogates."""
+    """A loss whose credits come from outside: it maximises each token's credit times one of four surrogates."""
 
     name: ClassVar[str] = "given"
 
@@ -65,7 +65,7 @@ class Given:
 
     @property
     def needs_accuracy(self) -> bool:
-        """Nobody asks for it."""
+        """Accuracy is not needed."""
         return False
 
     def loss_spec(self) -> LossSpec:
@@ -86,7 +86,7 @@ class Given:
         )
 
     def _value(self, batch: TokenBatch, credits_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """What is maximised, and statistics, both per token."""
+        """The maximised value and statistics, both per token."""
         masked = batch.mask_BT == 0
         logprobs_BT = batch.policy_logprobs_BT.masked_fill(masked, 0.0)
         if self.surrogate == "log_probability":

@@ -34,7 +34,7 @@ KlEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 KlGradient: TypeAlias = Literal["exact", "estimator"]
 
 FIRST_BETA, TARGET = 0.12, 0.05
-"""What an adaptive beta starts from, and the KL (nats per token) that it aims at, where nothing else is said."""
+"""Default start of an adaptive beta, and the default KL (nats per token) that it aims at."""
 
 MAX_ERROR = 0.2
 """The controller takes the relative error of the KL for no larger than this."""
@@ -61,7 +61,7 @@ def penalty(
     gradient: KlGradient,
     weights_BT: Tensor = 1.0,
 ) -> Tensor:
-    """What beta multiplies, for each token, in value and gradient as the module says.
+    """The penalty of each token before beta, in value and gradient as the module says.
 
     `log_ratio_BT` is the policy's log-probability less that at which the token was sampled; where
     it is less another one, the detached `weights_BT` lead from there to the sampler's.

@@ -51,12 +51,12 @@ class Clashes(ValueError):
 
 
 def metadata_of(kind: Any, name: str) -> Mapping[str, Any]:
-    """What a knob says of itself, for an algorithm that has it with another default."""
+    """The metadata of a knob, for an algorithm that has it with another default."""
     return next(knob.metadata for knob in fields(kind) if knob.name == name)
 
 
 def disabled_by(knob: Field[Any], values: Mapping[str, Any]) -> str | None:
-    """The other knob that is off, so that this one has no effect; None where it has one."""
+    """The other knob that is off, so that this one has no effect; None if it has one."""
     needed = knob.metadata.get("needs")
     return needed if needed is not None and values[needed] in _OFF else None
 
@@ -72,7 +72,7 @@ def check_knobs(algorithm: Any) -> None:
 
 
 def _unmet(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | None:
-    """What `value` should have been, or None if it is that."""
+    """The expected kind of value; None if `value` is of that kind."""
     options = get_args(hint)
     if get_origin(hint) is Literal:
         return None if value in options else "one of " + ", ".join(map(repr, options))

@@ -17,7 +17,7 @@ class Preset:
 
     algorithm: str
     source: str
-    """Where the values stand."""
+    """The source of the values."""
     knobs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 

@@ -67,7 +67,7 @@ class Rloo(Clipped):
     def surrogate(
         self, batch: TokenBatch, log_ratio_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """That of the rollout, shared out over its tokens."""
+        """The rollout's surrogate, shared out over its tokens."""
         surrogate, stats = Clipped.surrogate(self, batch, log_ratio_BT)
         return surrogate / ops.token_counts(batch.mask_BT, surrogate, batch.others), stats
 

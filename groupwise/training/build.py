@@ -1,12 +1,11 @@
-"""From a config to working parts: the only place that picks implementations.
+"""Builds the parts of a run from its config: the only place that picks implementations.
 
-`start_training` builds what the loop drives (sampler and learner) as `groupwise.training.placement` lays it out, `start_supervised` what a
-supervised run does, `start_serving` what an evaluation asks. Sampler and learner share one base model in memory when an adapter is trained;
-each has its own copy of the adapter, and the sampler's changes only through published files. They are in this process, or in ranks
-(`groupwise.engine.distributed`), as the layout says: then the zygote makes once, by `make_described`, what is made here for one process.
-With `run.server` the three `start_…` of a config have a training server make them (`groupwise.engine.backends.remote`), with
-`model.backend: tunix` a worker in another environment (`groupwise.engine.backends.tunix`); with `model.backend: unsloth` one process makes
-them of `groupwise.engine.backends.unsloth`.
+`start_training` builds sampler and learner for the RL loop, as `groupwise.training.placement` lays them out, `start_supervised` the learner
+of a supervised run, `start_serving` the sampler of an evaluation. Sampler and learner share one base model in memory if an adapter is
+trained; each has its own copy of the adapter, and the sampler's copy changes only through published files. The parts are in this process,
+or in ranks (`groupwise.engine.distributed`), as the layout says: then the zygote builds them once, by `make_described`. With `run.server` a
+training server builds them (`groupwise.engine.backends.remote`), with `model.backend: tunix` a worker in another environment
+(`groupwise.engine.backends.tunix`), and with `model.backend: unsloth` one process of `groupwise.engine.backends.unsloth`.
 
 Over the base of a training, or over one that `start_base` loaded alone, `models_over` adds trained adapters later.
 """
@@ -71,7 +70,7 @@ if TYPE_CHECKING:
     from groupwise.engine.sampler.vllm.sampler import Knows, VllmSampler
 
 Kind = Literal["training", "learning", "sampling", "supervised", "serving", "base"]
-"""Which parts are built together; `learning` and `sampling` are a training's halves, where they are apart."""
+"""The sets of parts that are built together; `learning` and `sampling` are the halves of a training whose processes are separate."""
 LEARNING = frozenset[Kind]({"training", "learning", "supervised"})
 MAKE = "groupwise.training.build:make_described"
 
@@ -81,7 +80,7 @@ LARGE_ADAPTER = 512 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closable:
-    """Parts that may have processes of their own."""
+    """Parts that may be in other processes."""
 
     ranks: Calls | None = None
     samplers: Started | None = None
@@ -98,7 +97,7 @@ class Closable:
     """vLLM sampler whose servers hold adapters."""
 
     def close(self) -> None:
-        """End them, if there are any."""
+        """End the other processes, if there are any."""
         if self.ranks is not None:
             self.ranks.close()
         if self.samplers is not None:
@@ -111,8 +110,8 @@ class Closable:
             self.by_http.close()
 
     def peak_memory(self, device: str) -> int | None:
-        """Most bytes that were held so far, as `groupwise.engine.models.probes.peak_memory`; with ranks an estimate of all processes,
-        and None where the system does not tell what they share."""
+        """Peak memory in bytes, as `groupwise.engine.models.probes.peak_memory`; with ranks an estimate for all processes, and None if the
+        system does not say what they share."""
         from groupwise.engine.models.probes import peak_memory
 
         if self.ranks is None:
@@ -134,10 +133,10 @@ class Parts(Closable):
     learner: Learner
     stop_token_ids: tuple[int, ...]
     trained: Any = None
-    """The learner's `groupwise.engine.learner.weights.TrainedWeights`; None where ranks have them."""
+    """The learner's `groupwise.engine.learner.weights.TrainedWeights`; None if ranks have them."""
 
     async def slopes(self, learning_rate: float) -> list[Slope]:
-        """How much of a step reaches the outputs of the adapter's layers; none where all weights are trained, or divided."""
+        """How much of a step reaches the outputs of the adapter's layers; empty if all weights are trained, or divided."""
         if self.divided:
             return []  # they are taken of whole layers
         if self.ranks is not None:
@@ -181,10 +180,10 @@ def expected_ranks(config: AnyConfig) -> Generator[None]:
 
 
 def expect_ranks(config: AnyConfig) -> None:
-    """Begin the zygote where the config will probably have ranks, so that its imports take no time later; or import Unsloth, which must
+    """Start the zygote if the config will probably have ranks, so that its imports take no time later; or import Unsloth, which must
     be imported before transformers.
 
-    No more than a guess: on a GPU without its driver's file a zygote may be begun that the run has no use for.
+    This is a guess: on a GPU without its driver's file a zygote may be started that the run does not need.
     """
     library.import_first(config.model)
     torch_alone = config.run.server is None and config.model.backend == "transformers"
@@ -197,7 +196,7 @@ def expect_ranks(config: AnyConfig) -> None:
 def be_launched(config: AnyConfig) -> None:
     """Become a rank, and never return, if torchrun has started this process as another rank than the first.
 
-    The process of the first rank runs the whole program, and calls the others. UsageError if their number is not what the config wants.
+    The process of the first rank runs the whole program, and calls the others. Raises UsageError if their number is not the config's.
     """
     place = launched()
     refuse_other_number(place, config.distributed.learners)
@@ -210,32 +209,52 @@ def be_launched(config: AnyConfig) -> None:
 def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: Path) -> Parts:
     """Load the model once and build sampler and learner over it."""
     if layout.samplers:
-        return _apart_now(config, layout, run, publish_folder)
-    return _training(_made_now("training", config, layout, run=run, folder=str(publish_folder)))
+        # One half after the other.
+        learners, samplers, orders = _halves(config, layout, run, publish_folder)
+        try:
+            for half, order in zip((learners, samplers), orders, strict=True):
+                half.make_now(MAKE, order)
+            return _parts_of_halves(learners, samplers, divided=layout.parts > 1)
+        except BaseException:
+            _close(learners, samplers)
+            raise
+    return _training_parts(
+        _build_now("training", config, layout, run=run, folder=str(publish_folder))
+    )
 
 
 async def start_training(
     config: RunConfig, layout: Layout, run: str, publish_folder: Path
 ) -> Parts:
-    """As `training_parts`, for an event loop, which goes on while ranks start; cancelling it ends them. By `run.server`, where there is
-    one."""
+    """Like `training_parts`, for an event loop, which goes on while ranks start; cancelling it ends them. With `run.server`, that server
+    builds the parts."""
     if config.run.server is not None:
         found = await _by_server("training", config, layout, run, publish_folder)
         return Parts(found.sampler, found.learner, found.stop_token_ids, session=found.session)
     if config.model.backend == "tunix":
         return await _by_tunix(config, layout, run, publish_folder)
     if layout.samplers:
-        return await _apart(config, layout, run, publish_folder)
-    made = await _made("training", config, layout, run=run, folder=str(publish_folder))
+        return await _start_apart(config, layout, run, publish_folder)
+    made = await _build("training", config, layout, run=run, folder=str(publish_folder))
     if isinstance(made, Calls) and config.sampler.engine == "vllm":
-        return _with_servers(made, config, layout)
-    return _training(made)
+        # The ranks only learn; the first one checks what the servers answer.
+        try:
+            sampler = _vllm_sampler(
+                config, layout, RankWitness(made), prefork.load_tokenizer(config.model)
+            )
+            return Parts(
+                sampler, RankLearner(made), _stop_token_ids(made), ranks=made, by_http=sampler
+            )
+        except BaseException:
+            made.close()
+            raise
+    return _training_parts(made)
 
 
 def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) -> LearningParts:
     """Load the model and build the learner of a run that samples nothing; it would publish into `folder`."""
-    made = _made_now("supervised", config, layout, run=run, folder=str(folder))
-    return _supervised(made, layout)
+    made = _build_now("supervised", config, layout, run=run, folder=str(folder))
+    return _supervised_parts(made, layout)
 
 
 async def start_supervised(
@@ -245,8 +264,8 @@ async def start_supervised(
     if config.run.server is not None:
         found = await _by_server("supervised", config, layout, run, folder)
         return LearningParts(found.learner, session=found.session)
-    made = await _made("supervised", config, layout, run=run, folder=str(folder))
-    return _supervised(made, layout)
+    made = await _build("supervised", config, layout, run=run, folder=str(folder))
+    return _supervised_parts(made, layout)
 
 
 async def start_serving(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
@@ -260,11 +279,11 @@ async def start_serving(config: RunConfig, layout: Layout, weights: Path | None)
     folder = None if weights is None else str(weights)
     if config.sampler.engine == "vllm":  # one model is enough to check what servers answer
         layout = replace(layout, processes=1, learners=1)
-    made = await _made("serving", config, layout, weights=folder)
+    made = await _build("serving", config, layout, weights=folder)
     if isinstance(made, Calls):
         return ServingParts(RankSampler(made), _stop_token_ids(made), ranks=made)
     assert made.sampler is not None
-    by_http = _by_http(made.sampler)
+    by_http = _http_sampler(made.sampler)
     if by_http is not None:
         await _serve_by_http(by_http, config, weights)
     return ServingParts(made.sampler, made.stop_token_ids, by_http=by_http)
@@ -278,7 +297,7 @@ async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
             "says which adapter it starts from. Leave the key out."
         )
     refuse_servers(config, "a base for several models is sampled where it is")
-    made = await _made("base", config, layout)
+    made = await _build("base", config, layout)
     if isinstance(made, Calls):
         return BaseParts(RankSampler(made), _stop_token_ids(made), ranks=made)
     assert made.sampler is not None
@@ -299,7 +318,7 @@ def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models
     return Models(hosts, most, parts.stop_token_ids, first)
 
 
-def _training(made: Calls | Hosted) -> Parts:
+def _training_parts(made: Calls | Hosted) -> Parts:
     if isinstance(made, Calls):
         return Parts(RankSampler(made), RankLearner(made), _stop_token_ids(made), ranks=made)
     assert made.sampler is not None
@@ -310,25 +329,11 @@ def _training(made: Calls | Hosted) -> Parts:
         made.stop_token_ids,
         made.trained,
         hosted=made,
-        by_http=_by_http(made.sampler),
+        by_http=_http_sampler(made.sampler),
     )
 
 
-def _with_servers(ranks: Calls, config: RunConfig, layout: Layout) -> Parts:
-    """Ranks that only learn, of which the first checks what the servers answer."""
-    try:
-        sampler = _vllm_sampler(
-            config, layout, RankWitness(ranks), prefork.load_tokenizer(config.model)
-        )
-        return Parts(
-            sampler, RankLearner(ranks), _stop_token_ids(ranks), ranks=ranks, by_http=sampler
-        )
-    except BaseException:
-        ranks.close()
-        raise
-
-
-def _supervised(made: Calls | Hosted, layout: Layout) -> LearningParts:
+def _supervised_parts(made: Calls | Hosted, layout: Layout) -> LearningParts:
     if isinstance(made, Calls):
         return LearningParts(RankLearner(made, divided=layout.parts > 1), ranks=made)
     assert made.learner is not None
@@ -343,21 +348,21 @@ def _stop_token_ids(ranks: Calls) -> tuple[int, ...]:
 
 
 def refuse_servers(config: AnyConfig, why: str) -> None:
-    """Raise UsageError for `sampler.engine: vllm` where what is made has to sample here."""
+    """Raise UsageError for `sampler.engine: vllm` if the parts have to sample in this process."""
     if isinstance(config, RunConfig) and config.sampler.engine != "torch":
         raise UsageError(
             f"sampler.engine is {config.sampler.engine}, but {why}. Leave it out, and sampler.url too."
         )
 
 
-def _by_http(sampler: Sampler) -> VllmSampler | None:
+def _http_sampler(sampler: Sampler) -> VllmSampler | None:
     from groupwise.engine.sampler.vllm.sampler import VllmSampler
 
     return sampler if isinstance(sampler, VllmSampler) else None
 
 
 async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path | None) -> None:
-    """Have the servers answer as the policy does that is evaluated."""
+    """Load the evaluated policy into the servers."""
     from groupwise.engine.models.adapters import adapter_folder
     from groupwise.engine.models.lora import CONFIG
 
@@ -419,7 +424,7 @@ def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: 
 
 
 def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
-    """Not begun yet. `rank`: of the adapters. UsageError where there are too few GPUs for it."""
+    """The server, not started yet. `rank` is that of the adapters. Raises UsageError if there are too few GPUs for it."""
     from groupwise.core.cache import cache_folder
     from groupwise.engine.models.tokenizer import resolve
     from groupwise.engine.sampler.vllm import own
@@ -472,7 +477,7 @@ async def _by_server(
     from groupwise.engine.backends.remote.parts import start
 
     assert config.run.server is not None
-    wanted = await asyncio.to_thread(_wanted, kind, config, layout, run, folder, weights)
+    wanted = await asyncio.to_thread(_remote_spec, kind, config, layout, run, folder, weights)
     found = await start(config.run.server, wanted)
     if layout_told(found.layout) != layout:
         found.session.close()
@@ -482,7 +487,7 @@ async def _by_server(
     return found
 
 
-def _wanted(
+def _remote_spec(
     kind: PartsKind,
     config: AnyConfig,
     layout: Layout,
@@ -548,7 +553,7 @@ def _tunix_order(
     if weights is not None:
         model = config.model.model_copy(update={"adapter": str(weights), "adapter_revision": None})
         config = config.model_copy(update={"model": model})
-    shape, layers = _adapted(config)
+    shape, layers = _starting_adapter(config)
     start = adapter_folder(config.model)
     return Open(
         model=str(model_folder(config.model)),
@@ -578,11 +583,11 @@ def check_model(config: RunConfig) -> None:
     from groupwise.engine.backends.tunix.fits import check_unread
     from groupwise.engine.models.load import described_text
 
-    _, layers = _adapted(config)
+    _, layers = _starting_adapter(config)
     check_unread(described_text(config.model), mesh_of(config.model.mesh), layers)
 
 
-def _adapted(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
+def _starting_adapter(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
     """Peft's config of the adapter that a run begins with, and the layers of the model that have one."""
     from groupwise.engine.models.adapters import (
         check_adapter,
@@ -610,36 +615,36 @@ def _refuse_tunix(config: AnyConfig) -> None:
 # --- made here, or once in the zygote of ranks ----------------------------------------------------
 
 
-def _made_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
+def _build_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
     _refuse_tunix(config)
     refuse_servers(config, "this command samples on this machine")
     if layout.processes == 1:
-        return _made_here(kind, config, layout, **more)
+        return _build_here(kind, config, layout, **more)
     if layout.apart:
-        started = _started(kind, config, layout)
-        started.make_now(MAKE, _described(kind, config, layout, **more))
+        started = _start_processes(kind, config, layout)
+        started.make_now(MAKE, _description(kind, config, layout, **more))
         return started
     ranks = prefork.take()
-    ranks.make_now(MAKE, _described(kind, config, layout, **more), layout.processes)
+    ranks.make_now(MAKE, _description(kind, config, layout, **more), layout.processes)
     return ranks
 
 
-async def _made(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
+async def _build(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
     _refuse_tunix(config)
     if layout.processes == 1:
-        return _made_here(kind, config, layout, **more)
+        return _build_here(kind, config, layout, **more)
     if layout.apart:
-        started = _started(kind, config, layout)
-        await started.make(MAKE, _described(kind, config, layout, **more))
+        started = _start_processes(kind, config, layout)
+        await started.make(MAKE, _description(kind, config, layout, **more))
         return started
     ranks = prefork.take()
-    await ranks.make(MAKE, _described(kind, config, layout, **more), layout.processes)
+    await ranks.make(MAKE, _description(kind, config, layout, **more), layout.processes)
     return ranks
 
 
-def _started(kind: Kind, config: AnyConfig, layout: Layout) -> Started:
-    """Processes that have a model each: samplers for what only samples, where there are any. What was begun to be forked has answered its
-    questions."""
+def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> Started:
+    """Start processes that have a model each: samplers if the parts only sample, else learners. The zygote is ended, because it is not
+    needed any more."""
     prefork.give_up()
     if layout.samplers and kind not in LEARNING:
         assert isinstance(config, RunConfig), "a supervised run samples nothing"
@@ -658,26 +663,14 @@ def _first_gpu(layout: Layout) -> int:
     return layout.learners if place is None else place.local_count
 
 
-async def _apart(config: RunConfig, layout: Layout, run: str, folder: Path) -> Parts:
+async def _start_apart(config: RunConfig, layout: Layout, run: str, folder: Path) -> Parts:
     """Learners and samplers, which start at the same time."""
     learners, samplers, orders = _halves(config, layout, run, folder)
     try:
         await gather_all(
             half.make(MAKE, order) for half, order in zip((learners, samplers), orders, strict=True)
         )
-        return _of_halves(learners, samplers, divided=layout.parts > 1)
-    except BaseException:
-        _close(learners, samplers)
-        raise
-
-
-def _apart_now(config: RunConfig, layout: Layout, run: str, folder: Path) -> Parts:
-    """Like `_apart`, for code that is not async: one half after the other."""
-    learners, samplers, orders = _halves(config, layout, run, folder)
-    try:
-        for half, order in zip((learners, samplers), orders, strict=True):
-            half.make_now(MAKE, order)
-        return _of_halves(learners, samplers, divided=layout.parts > 1)
+        return _parts_of_halves(learners, samplers, divided=layout.parts > 1)
     except BaseException:
         _close(learners, samplers)
         raise
@@ -686,15 +679,15 @@ def _apart_now(config: RunConfig, layout: Layout, run: str, folder: Path) -> Par
 def _halves(
     config: RunConfig, layout: Layout, run: str, folder: Path
 ) -> tuple[Started, Started, tuple[dict[str, Any], dict[str, Any]]]:
-    """Those that learn, those that sample, and what they make. The end of the learners is that of the samplers."""
-    learners = _started("learning", config, layout)
-    samplers = _started("sampling", config, layout)
+    """Learners, samplers, and what each is to build. Closing the learners also closes the samplers."""
+    learners = _start_processes("learning", config, layout)
+    samplers = _start_processes("sampling", config, layout)
     learners.take_along(samplers)
-    learning = _described("learning", config, layout, run=run, folder=str(folder))
-    return learners, samplers, (learning, _described("sampling", config, layout))
+    learning = _description("learning", config, layout, run=run, folder=str(folder))
+    return learners, samplers, (learning, _description("sampling", config, layout))
 
 
-def _of_halves(learners: Started, samplers: Started, *, divided: bool) -> Parts:
+def _parts_of_halves(learners: Started, samplers: Started, *, divided: bool) -> Parts:
     return Parts(
         RankSampler(samplers),
         RankLearner(learners, divided=divided),
@@ -710,12 +703,12 @@ def _close(*both: Started) -> None:
         half.close()
 
 
-def _made_here(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
+def _build_here(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
     prefork.give_up()
     return _make(kind, config, layout, **more)
 
 
-def _described(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> dict[str, Any]:
+def _description(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> dict[str, Any]:
     """Arguments of `make_described`, expressible as JSON."""
     plain = config.model_dump(mode="json")
     return {"kind": kind, "config": plain, "layout": asdict(layout), **more}
@@ -742,17 +735,22 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     """Sampler and learner in this process, which may be a zygote: it has one thread as long as there are ranks to come."""
     from groupwise.engine.distributed.worker_state import Hosted
     from groupwise.engine.models.adapters import check_adapter
-    from groupwise.engine.models.load import stop_token_ids
+    from groupwise.engine.models.load import load_model, stop_token_ids
     from groupwise.engine.models.tokenizer import load_tokenizer
+    from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
-    model = _loaded(config, layout, layout.device)
+    model = _load_model(config, layout, layout.device)
     stops = stop_token_ids(model, tokenizer)
-    trained, served = (
-        _adapter_weights(config, model) if config.lora else _full_weights(config, layout, model)
-    )
+    trained: Any
+    if config.lora:
+        trained = _trained_adapter(config, model)
+        served = ServedAdapter(trained.adapted)
+    else:  # the sampler has another copy of all weights
+        served = ServedModel(load_model(config.model, layout.dtype, layout.device))
+        trained = _trained_model(config, layout, model)
     replicas = _replicas(layout, trained)
     learner = _learner(config, layout, trained, run, folder, config.training.seed, replicas)
     by_servers = config.sampler.engine == "vllm" and layout.learners > 1
@@ -764,7 +762,9 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         trained,
         replicas,
         witness=_witness(served) if by_servers else None,
-        bench=_bench(config, layout, trained.adapted, tokenizer) if _hosts_others(config) else None,
+        bench=_adapter_host(config, layout, trained.adapted, tokenizer)
+        if config.lora is not None and config.model.backend != "unsloth"
+        else None,  # models can be added over the base of an adapter's training
     )
 
 
@@ -792,7 +792,7 @@ def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> 
 
 
 def _make_sampling(config: RunConfig, layout: Layout) -> Hosted:
-    """A sampler without a learner, of the weights that such a one will publish."""
+    """A sampler without a learner, of the weights that another process will publish."""
     from groupwise.engine.distributed.worker_state import Hosted
     from groupwise.engine.models.adapters import check_adapter, starting_config
     from groupwise.engine.models.load import load_model, stop_token_ids
@@ -849,12 +849,7 @@ def _own_engine(config: AnyConfig, trained: Any) -> Engine | None:
     return UnslothEngine(trained)
 
 
-def _hosts_others(config: RunConfig) -> bool:
-    """True if models can be added over the base of a training."""
-    return config.lora is not None and config.model.backend != "unsloth"
-
-
-def _loaded(config: AnyConfig, layout: Layout, device: str) -> Any:
+def _load_model(config: AnyConfig, layout: Layout, device: str) -> Any:
     """The model, as the backend loads it."""
     if config.model.backend == "unsloth":
         from groupwise.engine.backends.unsloth.library import load
@@ -894,7 +889,7 @@ def _sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any) -> 
 
 
 def _prepare_process(layout: Layout) -> None:
-    """With several processes this one is the zygote, whose threads would be lost in a fork and which keeps no memory that is free."""
+    """Set threads. With several processes this one is the zygote: threads would be lost in a fork, so it has only one."""
     from groupwise.engine.models.machine import prepare_process, set_threads
 
     if layout.sharing == 1:
@@ -924,7 +919,7 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
-    model = _loaded(config, layout, _whole_on(layout))
+    model = _load_model(config, layout, _whole_on(layout))
     trained = _trained_adapter(config, model) if config.lora else TrainedModel(model)
     replicas = _replicas(layout, trained)
     learner = TorchLearner(
@@ -944,22 +939,30 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
 
 def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hosted:
     from groupwise.engine.distributed.worker_state import Hosted
-    from groupwise.engine.models.adapters import adapter_folder
+    from groupwise.engine.models.adapters import adapter_folder, warn_of_other_base
     from groupwise.engine.models.load import stop_token_ids
+    from groupwise.engine.models.lora import CONFIG, read_lora_config
     from groupwise.engine.models.tokenizer import load_tokenizer
+    from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
 
     folder = adapter_folder(config.model) if weights is None else Path(weights)
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
-    model = _loaded(config, layout, layout.device)
+    model = _load_model(config, layout, layout.device)
     stops = _with_configured(stop_token_ids(model, tokenizer), config)
-    served = _served_weights(config, model, folder)
+    served: Any = ServedModel(model)
+    if folder is not None:
+        if (folder / CONFIG).is_file():
+            stored = read_lora_config(folder)
+            warn_of_other_base(stored, config.model, folder)
+            served = ServedAdapter(_with_adapters(config, model, stored))
+        served.read(folder)
     sampler = _sampler(config, layout, served, tokenizer)
     return Hosted(layout.threads_each, sampler, stop_token_ids=stops)
 
 
 def _make_base(config: RunConfig, layout: Layout) -> Hosted:
-    """The base with a sampler, which orders its weights for decoding, before there are ranks, for all models that come."""
+    """The base with a sampler, which orders the weights for decoding before there are ranks, for all later models."""
     from groupwise.engine.distributed.worker_state import Hosted
     from groupwise.engine.models.config import LoraConfig
     from groupwise.engine.models.load import load_model, stop_token_ids
@@ -982,11 +985,11 @@ def _make_base(config: RunConfig, layout: Layout) -> Hosted:
         layout.threads_each,
         sampler,
         stop_token_ids=_with_configured(stop_token_ids(model, tokenizer), config),
-        bench=_bench(config, layout, adapted, tokenizer),
+        bench=_adapter_host(config, layout, adapted, tokenizer),
     )
 
 
-def _bench(config: RunConfig, layout: Layout, adapted: Any, tokenizer: Any) -> AdapterHost:
+def _adapter_host(config: RunConfig, layout: Layout, adapted: Any, tokenizer: Any) -> AdapterHost:
     """Build the host that makes models over this base later."""
     from groupwise.engine.distributed.worker_state import AdapterHost
 
@@ -1030,7 +1033,7 @@ _MAKERS: dict[Kind, Callable[..., Hosted]] = {
 
 
 def serving_label(config: RunConfig) -> str:
-    """How results call the policy that a run would start from."""
+    """The name in results for the policy that a run would start from."""
     return "base" if config.model.adapter is None else "base+adapter"
 
 
@@ -1040,7 +1043,7 @@ def publication_folder(run_folder: Path, size: int = LARGE_ADAPTER) -> Path:
 
 
 def publication_bytes(config: RunConfig) -> int:
-    """Size of a publication: what is trained, in float32; and of the earlier ones that a lag keeps."""
+    """Bytes of the trained weights in float32, times the number of publications that a lag keeps."""
     trained = prefork.trained_parameters(config.model, config.lora)
     return 4 * trained * (1 + config.training.max_off_policy_steps)
 
@@ -1053,30 +1056,6 @@ def remove_publications(folder: Path) -> None:
 def build_algorithm(config: RunConfig) -> Any:
     """The configured algorithm."""
     return make(config.algorithm.type, config.algorithm.knobs)
-
-
-def _served_weights(config: RunConfig, model: Any, weights: Path | None) -> Any:
-    from groupwise.engine.models.adapters import warn_of_other_base
-    from groupwise.engine.models.lora import CONFIG, read_lora_config
-    from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
-
-    if weights is None:
-        return ServedModel(model)
-    if (weights / CONFIG).is_file():
-        stored = read_lora_config(weights)
-        warn_of_other_base(stored, config.model, weights)
-        served: Any = ServedAdapter(_with_adapters(config, model, stored))
-    else:
-        served = ServedModel(model)
-    served.read(weights)
-    return served
-
-
-def _adapter_weights(config: RunConfig, model: Any) -> tuple[Any, Any]:
-    from groupwise.engine.sampler.weights import ServedAdapter
-
-    trained = _trained_adapter(config, model)
-    return trained, ServedAdapter(trained.adapted)
 
 
 def _trained_adapter(config: AnyConfig, model: Any) -> Any:
@@ -1095,7 +1074,7 @@ def _trained_adapter(config: AnyConfig, model: Any) -> Any:
 
 
 def _with_adapters(config: AnyConfig, model: Any, shape: Any) -> AdaptedModel:
-    """The model, ready for adapters that have peft's config `shape` where they have none of their own."""
+    """The model, ready for adapters; `shape` is peft's config for those without a config of their own."""
     if config.model.backend == "unsloth":
         from groupwise.engine.backends.unsloth.model import UnslothModel
 
@@ -1106,16 +1085,8 @@ def _with_adapters(config: AnyConfig, model: Any, shape: Any) -> AdaptedModel:
     return AdaptedModel(model, shape)
 
 
-def _full_weights(config: RunConfig, layout: Layout, model: Any) -> tuple[Any, Any]:
-    from groupwise.engine.models.load import load_model
-    from groupwise.engine.sampler.weights import ServedModel
-
-    sampled = load_model(config.model, layout.dtype, layout.device)
-    return _trained_model(config, layout, model), ServedModel(sampled)
-
-
 def _trained_model(config: RunConfig, layout: Layout, model: Any) -> TrainedModel:
-    """All weights, with a frozen copy where the algorithm needs one."""
+    """All weights, with a frozen copy if the algorithm needs one."""
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.load import load_model
 

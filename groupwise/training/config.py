@@ -12,9 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import MISSING, dataclass, fields, replace
-from dataclasses import Field as Knob
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -124,27 +122,20 @@ class AlgorithmConfig(Strict):
                 ("preset", "type"),
             )
             return
-        clashes = self._clashes()
-        for clash in clashes:
-            yield Conflict(clash.message, (*clash.knobs, *_DEFAULTS_FROM))
-        told = {knob for clash in clashes for knob in clash.knobs}
-        yield from self._without_effect(preset.knobs if preset else {}, told)
-
-    def _clashes(self) -> tuple[KnobConflict, ...]:
+        clashes: tuple[KnobConflict, ...] = ()
         try:
             ALGORITHMS[self.type](**self.knobs)
         except Clashes as found:
-            return found.clashes
-        return ()
-
-    def _without_effect(
-        self, of_preset: Mapping[str, Any], told: AbstractSet[str]
-    ) -> Iterator[Conflict]:
+            clashes = found.clashes
+        for clash in clashes:
+            yield Conflict(clash.message, (*clash.knobs, *_DEFAULTS_FROM))
+        clashing = {knob for clash in clashes for knob in clash.knobs}
+        of_preset: Mapping[str, Any] = preset.knobs if preset else {}
         values = self.knobs
         for knob in fields(ALGORITHMS[self.type]):
             needed, value = disabled_by(knob, values), values[knob.name]
             unchanged = value in (knob.default, of_preset.get(knob.name, knob.default))
-            if needed and not unchanged and knob.name not in told:
+            if needed and not unchanged and knob.name not in clashing:
                 yield Conflict(
                     f"{knob.name} is {value}, which has no effect while {needed} is "
                     f"{json.dumps(values[needed])}. Set {needed}, or leave {knob.name} out.",
@@ -153,7 +144,7 @@ class AlgorithmConfig(Strict):
 
 
 def _preset_of(given: Any) -> Preset | None:
-    """The preset that a section asks for; None where it asks for none, or for one that does not exist."""
+    """The preset that a section names; None if it names none, or one that does not exist."""
     if not isinstance(given, Mapping):
         return None
     name = cast("Mapping[str, Any]", given).get("preset")
@@ -168,20 +159,18 @@ def algorithm_sections(
 
 
 def _algorithm_section(name: str, kind: type[Any]) -> type[AlgorithmConfig]:
-    hints = get_type_hints(kind)
-    keys: dict[str, Any] = {knob.name: (hints[knob.name], _knob_key(knob)) for knob in fields(kind)}
+    hints, keys = get_type_hints(kind), dict[str, Any]()
+    for knob in fields(kind):
+        assert knob.default is not MISSING, f"knob {knob.name} needs a default"
+        constraints = {name: limit for name, limit in knob.metadata.items() if name != "needs"}
+        key = setting(knob.default, constraints.pop("description"), **constraints)
+        keys[knob.name] = (hints[knob.name], key)
     keys["type"] = (Literal[name], setting(name, "The algorithm."))
     return create_model(f"{kind.__name__}Config", __base__=AlgorithmConfig, **keys)
 
 
-def _knob_key(knob: Knob[Any]) -> Any:
-    assert knob.default is not MISSING, f"knob {knob.name} needs a default"
-    constraints = {name: limit for name, limit in knob.metadata.items() if name != "needs"}
-    return setting(knob.default, constraints.pop("description"), **constraints)
-
-
 def _algorithm_type(given: Any) -> str | None:
-    """Which algorithm a section is for; that of its preset or the default where it does not say."""
+    """The algorithm of a section; if it names none, that of its preset, or the default."""
     if isinstance(given, Mapping):
         preset = _preset_of(cast("Any", given))
         default = preset.algorithm if preset else DEFAULT_ALGORITHM
@@ -273,7 +262,7 @@ class EvalConfig(Strict):
     def conflicts(self) -> Iterator[Conflict]:
         """Keys without effect on greedy answers, and a k of more samples than there are."""
         if self.temperature == 0:
-            yield from self._in_vain_for_greedy_answers()
+            yield from self._conflicts_with_greedy_answers()
         most = max(self.pass_at_k or (1,))
         if most > self.samples_per_prompt:
             yield Conflict(
@@ -282,7 +271,7 @@ class EvalConfig(Strict):
                 ("pass_at_k", "samples_per_prompt"),
             )
 
-    def _in_vain_for_greedy_answers(self) -> Iterator[Conflict]:
+    def _conflicts_with_greedy_answers(self) -> Iterator[Conflict]:
         if self.samples_per_prompt > 1:
             yield Conflict(
                 f"samples_per_prompt is {self.samples_per_prompt}, but temperature 0 gives the same "
@@ -313,22 +302,18 @@ class EvalConfig(Strict):
 
 
 def _each_named(entries: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[str, Any], ...]:
-    """Each entry says which callback it is. Their code is loaded where a run is prepared."""
-    refuse([_not_named(entry) for entry in entries])
+    """Refuse entries that name no callback. Their code is loaded later, when a run is prepared."""
+    refuse(
+        f"the entry {json.dumps(entry)} does not say which callback it is; write a name, or a section with `name:` "
+        "and parameters."
+        for entry in entries
+        if _name_of(entry) is None
+    )
     return entries
 
 
-def _not_named(entry: str | dict[str, Any]) -> str | None:
-    if _name_of(entry) is not None:
-        return None
-    return (
-        f"the entry {json.dumps(entry)} does not say which callback it is; write a name, or a section with `name:` "
-        "and parameters."
-    )
-
-
 def _name_of(entry: object) -> str | None:
-    """The name in an entry of `callbacks`, or what may be none; None where there is no text."""
+    """The name in an entry of `callbacks`; None if there is no text."""
     if isinstance(entry, Mapping):
         entry = cast("Mapping[str, Any]", entry).get("name")
     return entry if isinstance(entry, str) and entry else None
@@ -385,14 +370,14 @@ class RunConfig(Strict):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """What of one section does not go with another one."""
-        yield from self._compares_nobody()
+        """Settings of one section that do not go with another one."""
+        yield from self._comparison_conflicts()
         if self.rollout.type == "two_stage":
-            yield from self._lengths_have_no_effect()
-        yield from self._completions_may_not_be_as_long_as_they_must()
-        yield from self._cannot_be_drawn_again()
+            yield from self._two_stage_conflicts()
+        yield from self._length_conflicts()
+        yield from self._replay_conflicts()
         if self.signals is not None and self.signals.held_out_metric is not None:
-            yield from self._nothing_is_held_out()
+            yield from self._signal_conflicts()
         if self.model.backend == "tunix":
             yield from tunix_rl_conflicts(self)
         if self.model.backend == "unsloth":
@@ -402,9 +387,9 @@ class RunConfig(Strict):
             self, step, ("training.prompts_per_step", "training.num_generations")
         )
         if self.sampler.engine == "vllm":
-            yield from self._does_not_go_with_servers()
+            yield from self._vllm_conflicts()
 
-    def _does_not_go_with_servers(self) -> Iterator[Conflict]:
+    def _vllm_conflicts(self) -> Iterator[Conflict]:
         given: dict[str, tuple[bool, str, str]] = {
             "lora": (self.lora is None, "null", "servers take adapters, not whole models"),
             "model.backend": (self.model.backend == "tunix", "tunix", "it samples itself"),
@@ -420,7 +405,7 @@ class RunConfig(Strict):
                     ("sampler.engine", key),
                 )
 
-    def _nothing_is_held_out(self) -> Iterator[Conflict]:
+    def _signal_conflicts(self) -> Iterator[Conflict]:
         if self.eval.eval_steps is None and not self.eval.before_and_after:
             yield Conflict(
                 "signals.held_out_metric has no effect without an evaluation of held-out prompts. Set eval.eval_steps or "
@@ -428,7 +413,7 @@ class RunConfig(Strict):
                 ("signals.held_out_metric", "eval.eval_steps", "eval.before_and_after"),
             )
 
-    def _cannot_be_drawn_again(self) -> Iterator[Conflict]:
+    def _replay_conflicts(self) -> Iterator[Conflict]:
         replay = self.data.replay
         if replay is None:
             return
@@ -445,24 +430,21 @@ class RunConfig(Strict):
                 ("data.replay.max_share", "training.prompts_per_step"),
             )
         if replay.mode == "completions":
-            yield from self._completions_cannot_be_trained_again()
+            if not self.run.keep_tokens:
+                yield Conflict(
+                    "data.replay.mode is completions, which are taken from the run's record, but run.keep_tokens is false. Keep the "
+                    "tokens, or use data.replay.mode=prompts.",
+                    ("data.replay.mode", "run.keep_tokens"),
+                )
+            if self.algorithm.knobs.get("importance_sampling_correction") == "none":
+                yield Conflict(
+                    "data.replay.mode is completions, which an earlier policy sampled, but algorithm.importance_sampling_correction is "
+                    "none, so that they would be trained as if this one had. Leave the key out (token_truncate), or use "
+                    "data.replay.mode=prompts.",
+                    ("data.replay.mode", "algorithm.importance_sampling_correction"),
+                )
 
-    def _completions_cannot_be_trained_again(self) -> Iterator[Conflict]:
-        if not self.run.keep_tokens:
-            yield Conflict(
-                "data.replay.mode is completions, which are taken from the run's record, but run.keep_tokens is false. Keep the "
-                "tokens, or use data.replay.mode=prompts.",
-                ("data.replay.mode", "run.keep_tokens"),
-            )
-        if self.algorithm.knobs.get("importance_sampling_correction") == "none":
-            yield Conflict(
-                "data.replay.mode is completions, which an earlier policy sampled, but algorithm.importance_sampling_correction is "
-                "none, so that they would be trained as if this one had. Leave the key out (token_truncate), or use "
-                "data.replay.mode=prompts.",
-                ("data.replay.mode", "algorithm.importance_sampling_correction"),
-            )
-
-    def _compares_nobody(self) -> Iterator[Conflict]:
+    def _comparison_conflicts(self) -> Iterator[Conflict]:
         knobs = self.algorithm.knobs
         # Those alone that decide about it: others may clash, which is told apart from this.
         deciding = {knob: knobs[knob] for knob in _COMPARING if knob in knobs}
@@ -477,7 +459,7 @@ class RunConfig(Strict):
                 ),
             )
 
-    def _lengths_have_no_effect(self) -> Iterator[Conflict]:
+    def _two_stage_conflicts(self) -> Iterator[Conflict]:
         given = {
             "sampler": self.sampler.max_completion_length != SamplerConfig().max_completion_length,
             "eval": self.eval.max_completion_length is not None,
@@ -490,9 +472,22 @@ class RunConfig(Strict):
                     (f"{section}.max_completion_length", "rollout.type"),
                 )
 
-    def _completions_may_not_be_as_long_as_they_must(self) -> Iterator[Conflict]:
+    def _length_conflicts(self) -> Iterator[Conflict]:
         least = self.sampler.min_completion_length
-        for key, limit in self._longest_completions().items():
+        if self.rollout.type == "two_stage":
+            longest = {
+                "rollout.max_reasoning_length": self.rollout.max_reasoning_length,
+                "rollout.max_answer_length": self.rollout.max_answer_length,
+            }
+        else:
+            lengths = {
+                "sampler.max_completion_length": self.sampler.max_completion_length,
+                "eval.max_completion_length": self.eval.max_completion_length,
+            }
+            if self.rollout.type == "environment":
+                lengths["rollout.max_rollout_length"] = self.rollout.max_rollout_length
+            longest = lengths
+        for key, limit in longest.items():
             if limit is not None and limit < least:
                 yield Conflict(
                     f"sampler.min_completion_length is {least}, but {key} is {limit}, and no completion can be longer. Lower "
@@ -500,24 +495,9 @@ class RunConfig(Strict):
                     ("sampler.min_completion_length", key, "rollout.type"),
                 )
 
-    def _longest_completions(self) -> dict[str, int | None]:
-        """By the keys that set them."""
-        if self.rollout.type == "two_stage":
-            return {
-                "rollout.max_reasoning_length": self.rollout.max_reasoning_length,
-                "rollout.max_answer_length": self.rollout.max_answer_length,
-            }
-        lengths = {
-            "sampler.max_completion_length": self.sampler.max_completion_length,
-            "eval.max_completion_length": self.eval.max_completion_length,
-        }
-        if self.rollout.type == "environment":
-            lengths["rollout.max_rollout_length"] = self.rollout.max_rollout_length
-        return lengths
-
 
 class Dumped(Protocol):
-    """A config, of whatever command."""
+    """A config of any command."""
 
     def model_dump(self, *, mode: str) -> dict[str, Any]: ...
 
@@ -528,10 +508,10 @@ class LoadedConfig:
 
     config: RunConfig
     name_stem: str
-    """Name of the config file without its ending, fit to name a run; `run` where there was no file."""
+    """Name of the config file without its ending, fit to name a run; `run` if there was no file."""
     path: Path | None
     tree: Tree
-    """What was written, with lines: for messages about the `task` section."""
+    """The config as written, with line numbers: for messages about the `task` section."""
 
     @property
     def run_name(self) -> str:
@@ -550,7 +530,7 @@ def load_config(
 ) -> LoadedConfig:
     """Read, override and validate. Raises ConfigError with every problem, one in each line.
 
-    `to_train`: whether the names of `callbacks` must be there, which nobody but a training loads.
+    `to_train`: whether the names of `callbacks` must exist, which only a training loads.
     """
     path = Path(source) if isinstance(source, str | Path) else None
     tree = override(given_tree(source), overrides)
@@ -558,8 +538,14 @@ def load_config(
     _take_label_from_environment(tree)
 
     def check(given: Tree) -> list[str]:
+        problems = secrets_in(given, "task", "callbacks", "rewards")
+        if given.value(("algorithm", "type")) == Sft.name:
+            where = given.origin(("algorithm", "type"))
+            problems.append(
+                f"{where}: sft learns from given answers; it has its own command, groupwise sft."
+            )
         return [
-            *_problems_beside_the_schema(given),
+            *problems,
             *(unknown_callbacks(given) if to_train else ()),
         ]
 
@@ -587,8 +573,8 @@ def unknown_callbacks(tree: Tree) -> list[str]:
 
 
 def _correct_for_earlier_policies(tree: Tree) -> None:
-    """Completions of earlier policies, and of engines that round otherwise, are weighed by what the learner makes of them, unless the
-    config says otherwise."""
+    """Unless the config says otherwise, correct by importance sampling for completions of earlier policies, and of engines that round
+    differently from the learner."""
     training = tree.value(("training",))
     late = (
         isinstance(training, dict)
@@ -614,7 +600,7 @@ def _take_label_from_environment(tree: Tree) -> None:
 
 
 def given_tree(source: Path | str | Mapping[str, Any] | BaseModel | Tree) -> Tree:
-    """What was given as a config, of whatever command, not yet validated."""
+    """The given config of any command as a tree, not yet validated."""
     if isinstance(source, Tree):
         return source
     if isinstance(source, BaseModel):
@@ -622,16 +608,6 @@ def given_tree(source: Path | str | Mapping[str, Any] | BaseModel | Tree) -> Tre
     if isinstance(source, Mapping):
         return tree_of(source)
     return read_yaml(Path(source))
-
-
-def _problems_beside_the_schema(tree: Tree) -> list[str]:
-    problems = secrets_in(tree, "task", "callbacks", "rewards")
-    if tree.value(("algorithm", "type")) == Sft.name:
-        where = tree.origin(("algorithm", "type"))
-        problems.append(
-            f"{where}: sft learns from given answers; it has its own command, groupwise sft."
-        )
-    return problems
 
 
 def stem_of(path: Path | None) -> str:
@@ -663,7 +639,7 @@ def view(config: RunConfig) -> View:
 
 
 def compare_for_resume(old: Mapping[str, Any], new: Dumped) -> Differences:
-    """What changed since a run was started with the resolved config `old`."""
+    """The changes since a run was started with the resolved config `old`."""
     return compare(old, resolved(new), cast("type[BaseModel]", type(new)))
 
 

@@ -1,4 +1,4 @@
-"""What people write in a config who come from TRL, verl, OpenRLHF or vLLM, and what it is here.
+"""Keys of TRL, verl, OpenRLHF and vLLM, with their equivalents here, for messages about unknown keys.
 
 An unknown key is looked up here before any near name is suggested; a name that ends in `*` matches by its beginning.
 """
@@ -389,7 +389,7 @@ FOREIGN_TO_RL: dict[str, str] = {
     ),
     **dict.fromkeys(("resume", "resume_from_checkpoint"), _RESUME),
 }
-"""For the config of `groupwise rl`."""
+"""Advice on keys in a config of `groupwise rl`."""
 
 
 _STEP = (
@@ -426,12 +426,12 @@ _OF_RL_ALONE = (
         "training.max_off_policy_steps",
     ),
 )
-"""What an advice speaks of that a supervised run has not."""
+"""Words in an advice about things that a supervised run does not have."""
 _KEYS_OF_SFT = ("early_stopping_patience", "early_stopping_threshold", "eval_on_start")
 
 
 def _for_sft(name: str, advice: str) -> str | None:
-    """What is said of a name of the other table in a supervised run."""
+    """The advice on a name of the other table in a supervised run."""
     if advice == _SFT or name in _KEYS_OF_SFT:
         return None
     return _RL if any(part in advice for part in _OF_RL_ALONE) else advice
@@ -439,9 +439,9 @@ def _for_sft(name: str, advice: str) -> str | None:
 
 FOREIGN_TO_SFT: dict[str, str] = {
     **{
-        name: told
+        name: own
         for name, advice in FOREIGN_TO_RL.items()
-        if (told := _for_sft(name, advice)) is not None
+        if (own := _for_sft(name, advice)) is not None
     },
     **dict.fromkeys(
         (
@@ -509,4 +509,4 @@ FOREIGN_TO_SFT: dict[str, str] = {
     **dict.fromkeys(("eval_strategy", "evaluation_strategy", "do_eval"), _EVAL),
     **dict.fromkeys(("metric_for_best_model", "greater_is_better"), "the metric is eval_loss"),
 }
-"""For the config of `groupwise sft`."""
+"""Advice on keys in a config of `groupwise sft`."""

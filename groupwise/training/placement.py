@@ -1,6 +1,6 @@
-"""How a run's work is laid out on this machine: device, number format, processes, threads, and how much is decoded at once.
+"""Decides how a run's work is laid out on this machine: device, number format, processes, threads, and slots.
 
-What the config says is kept; the rest suits the machine. A run's layout is decided once, at its start, and recorded.
+The config's settings are kept; the rest suits the machine. A run's layout is decided once, at its start, and recorded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from groupwise.core.errors import ConfigError, UsageError
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.torchrun import launched, refuse_other_number
-from groupwise.engine.models.config import Dtype, ModelConfig
+from groupwise.engine.models.config import Dtype
 from groupwise.engine.models.machine import available_cores
 from groupwise.training.config import RunConfig
 from groupwise.training.rollout_builder import longest_completion
@@ -41,7 +41,7 @@ MAX_PROCESSES = 16
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the work is laid out on this machine: decided once at the start of a run and recorded."""
+    """The layout of a run's work on this machine: decided once at its start, and recorded."""
 
     device: str
     dtype: Dtype
@@ -61,7 +61,7 @@ class Layout:
     learners: int = 1
     """Number of processes that learn. If more than 1, each process has its own model instead of sharing one."""
     samplers: int = 0
-    """So many others of the processes sample, and the learners do not; 0: all do both."""
+    """Number of processes that only sample, while the learners only learn; 0: all do both."""
     strategy: str = "ddp"
     """Each learner has all weights (`ddp`) or a part (`fsdp2`)."""
 
@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """Into how many the weights are divided that learners compute with."""
+        """Number of parts into which the learners' weights are divided."""
         return self.learners if self.strategy == "fsdp2" else 1
 
     @property
@@ -97,7 +97,7 @@ class Layout:
 
     @property
     def all_threads(self) -> int:
-        """Those that compute, of all processes together: `threads` as far as they can be divided."""
+        """Total computing threads of all processes: `threads`, as far as they can be divided."""
         return self.threads_each * self.processes
 
     @property
@@ -150,7 +150,7 @@ def _of_server(
 
 
 def layout_told(facts: Mapping[str, Any]) -> Layout:
-    """A layout as a server tells it. UsageError where its version has other facts."""
+    """The layout from a server's answer. Raises UsageError if its version has other fields."""
     try:
         return Layout(**facts)
     except TypeError:
@@ -161,7 +161,7 @@ def layout_told(facts: Mapping[str, Any]) -> Layout:
 
 
 def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
-    """A warning where more threads of this machine compute than there are cores for them."""
+    """A warning if more threads compute on this machine than it has cores."""
     cores = _cores()
     if elsewhere or layout.all_threads <= cores:
         return None
@@ -201,9 +201,22 @@ def _of_tunix(config: RunConfig) -> Layout:
 
 def _layout(config: AnyConfig) -> Layout:
     device = prefork.choose_device()
-    learners, samplers = _apart(config, device)
+    learners, samplers, place = config.distributed.learners, samplers_of(config), launched()
+    refuse_other_number(place, learners)
+    needed = (place.local_count if place is not None else learners) + samplers
+    if needed > 1 and device != "cpu" and needed > (there := prefork.gpu_count()):
+        more = f" and distributed.samplers is {samplers}" if samplers else ""
+        raise ConfigError(
+            f"distributed.learners is {learners}{more}, which needs {needed} GPUs on this machine, one for each; "
+            f"there {'are' if there != 1 else 'is'} {there}. Ask for fewer, start the run by torchrun on several machines, or set "
+            "CUDA_VISIBLE_DEVICES= to compute on the CPU."
+        )
     own = learners > 1 or samplers > 0
     processes = learners + samplers if own else _processes(config, device)
+    if config.model.backend == "unsloth":
+        version = f"{prefork.torch_version()}, unsloth {library.installed()}"
+    else:
+        version = prefork.torch_version()
     return Layout(
         device=device,
         dtype=prefork.choose_dtype(config.model, config.lora is None, device),
@@ -212,19 +225,12 @@ def _layout(config: AnyConfig) -> Layout:
         key_length=0,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
         processor=prefork.describe_processor(device),
-        torch=_torch(config.model),
+        torch=version,
         processes=processes,
         learners=learners,
         samplers=samplers,
         strategy=config.distributed.strategy,
     )
-
-
-def _torch(model: ModelConfig) -> str:
-    """Its version, with Unsloth's where that computes. UsageError where it is not installed."""
-    if model.backend == "unsloth":
-        return f"{prefork.torch_version()}, unsloth {library.installed()}"
-    return prefork.torch_version()
 
 
 def refuse_on_server(config: AnyConfig) -> None:
@@ -250,23 +256,8 @@ def samplers_of(config: AnyConfig) -> int:
     return config.distributed.samplers if isinstance(config, RunConfig) else 0
 
 
-def _apart(config: AnyConfig, device: str) -> tuple[int, int]:
-    """Learners and samplers asked for. Raises UsageError if another number was started, ConfigError if GPUs are missing."""
-    learners, samplers, place = config.distributed.learners, samplers_of(config), launched()
-    refuse_other_number(place, learners)
-    needed = (place.local_count if place is not None else learners) + samplers
-    if needed > 1 and device != "cpu" and needed > (there := prefork.gpu_count()):
-        more = f" and distributed.samplers is {samplers}" if samplers else ""
-        raise ConfigError(
-            f"distributed.learners is {learners}{more}, which needs {needed} GPUs on this machine, one for each; "
-            f"there {'are' if there != 1 else 'is'} {there}. Ask for fewer, start the run by torchrun on several machines, or set "
-            "CUDA_VISIBLE_DEVICES= to compute on the CPU."
-        )
-    return learners, samplers
-
-
 def _processes(config: AnyConfig, device: str) -> int:
-    """How many processes are asked for, or suit."""
+    """The configured number of processes, or a suitable one."""
     asked = config.run.processes
     possible = device == "cpu" and sys.platform.startswith("linux")
     if asked is not None and asked > 1 and not possible:
@@ -275,7 +266,9 @@ def _processes(config: AnyConfig, device: str) -> int:
             f"computes on {device} ({sys.platform}). Leave the key out."
         )
     most = most_processes(config)
-    if asked is None and (not possible or most == 1 or _is_small(config.model)):
+    if asked is None and (not possible or most == 1):
+        return 1
+    if asked is None and prefork.all_parameters(config.model) < SMALL_MODEL:
         return 1
     return most
 
@@ -300,11 +293,7 @@ def most_processes(config: AnyConfig) -> int:
     return max(1, min(config.run.threads or available_cores(), useful, MAX_PROCESSES))
 
 
-def _is_small(model: ModelConfig) -> bool:
-    return prefork.all_parameters(model) < SMALL_MODEL
-
-
 def key_length(config: RunConfig, longest_prompt: int) -> int:
-    """Most tokens that the sampler can see, prompt included, where prompts have at most so many."""
+    """Most tokens that the sampler can see, prompt included, rounded up to `KEY_BLOCK`."""
     needed = longest_prompt + longest_completion(config)
     return -(-needed // KEY_BLOCK) * KEY_BLOCK

@@ -1,7 +1,7 @@
-"""From a task to what makes its rollouts and scores them, as the config says: in this process, or in workers of their own.
+"""Builds a task's rollouts and scorer as the config says: in this process, or in worker processes.
 
-`build_rollouts` makes the rollouts, `build_scorer` scores them; `scorer_for_worker` and `environments_for_worker` make the same afresh in a
-worker, by name. Nothing here needs a model; its tokenizer comes from whoever has it.
+`build_rollouts` makes the rollouts, `build_scorer` scores them; `scorer_for_worker` and `environments_for_worker` build the same in a
+worker, where they are called by name. Nothing here needs a model; the caller provides the tokenizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from groupwise.tasks.rewards.workers import RewardWorkers
 from groupwise.tasks.rollouts.asking import Ask, RolloutKind
 from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.environment import EnvironmentRollouts, Limits
-from groupwise.tasks.rollouts.hosts import EnvironmentHost, LocalHost, WorkerHost
+from groupwise.tasks.rollouts.hosts import LocalHost, WorkerHost
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.sessions import Sessions
 from groupwise.tasks.rollouts.single import Single
@@ -60,11 +60,13 @@ def rewarded(config: RunConfig, task: Task) -> Task:
 
 
 def task_rubric(config: RunConfig, task: Task, tokenizer: Any) -> Rubric | None:
-    """The task's rewards, or None where it has none; made once in a process, because it may load a reward model."""
+    """The task's rewards, or None if it has none. Call it once per process, because it may load a reward model."""
     rubric = None
     if task.has("get_reward_funcs"):
         rubric = task.rubric(view(config), tokenizer, config.rewards.reward_weights)
-    default = config.rewards.default_task or _label_of_environment(rubric)
+    default = config.rewards.default_task or None
+    if default is None and isinstance(rubric, Router) and rubric.default is None:
+        default = os.environ.get(DEFAULT_TASK_VARIABLE) or None
     if default is None:
         return rubric
     if not isinstance(rubric, Router):
@@ -73,12 +75,6 @@ def task_rubric(config: RunConfig, task: Task, tokenizer: Any) -> Rubric | None:
             "the key out, or give rewards by label in rewards.router."
         )
     return rubric.with_default(default)
-
-
-def _label_of_environment(rubric: Rubric | None) -> str | None:
-    """What stands in for `rewards.default_task` where rewards go by label and none is the default."""
-    asks = isinstance(rubric, Router) and rubric.default is None
-    return os.environ.get(DEFAULT_TASK_VARIABLE) or None if asks else None
 
 
 def with_default_label(loaded: LoadedConfig, rubric: Rubric | None) -> LoadedConfig:
@@ -93,7 +89,7 @@ def with_default_label(loaded: LoadedConfig, rubric: Rubric | None) -> LoadedCon
 
 
 def scores_in_workers(config: RunConfig, task: Task, rubric: Rubric | None) -> bool:
-    """Whether rewards run in processes of their own: not where they cannot be imported elsewhere or keep state."""
+    """True if rewards run in worker processes: they must be importable there, and keep no state."""
     stateful = rubric is not None and rubric.stateful
     return task.spec is not None and not config.rewards.in_process and not stateful
 
@@ -170,7 +166,7 @@ def check_rollouts(
 def build_rollouts(
     config: RunConfig, task: Task, tokenizer: Any, room: int | None = None
 ) -> RolloutKind:
-    """What makes the rollouts. `room` is the sampler's key length, which an environment's own prompts must not exceed."""
+    """Build the maker of rollouts. `room` is the sampler's key length, which an environment's own prompts must not exceed."""
     if config.rollout.type == "single":
         return Single(lambda ids: completion_text(tokenizer, ids))
     if config.rollout.type == "two_stage":
@@ -183,7 +179,16 @@ def build_rollouts(
         room=room,
     )
     tools = check_rollouts(config, task, ())
-    return EnvironmentRollouts(_environment_host(config, task), tokenizer, limits, tools)
+    if not _hosts_in_workers(config, task):
+        host = LocalHost(Sessions(task.environment(view(config))))
+    else:
+        host = WorkerHost(
+            "groupwise.training.rollout_builder:environments_for_worker",
+            {"config": config.model_dump(mode="json"), "task": task.spec},
+            workers=config.rollout.workers,
+            start_limit=config.rollout.start_limit,
+        )
+    return EnvironmentRollouts(host, tokenizer, limits, tools)
 
 
 def longest_completion(config: RunConfig) -> int:
@@ -204,9 +209,9 @@ async def first_prompts(
     examples: Sequence[Example],
     room: int | None = None,
 ) -> list[tuple[int, ...]]:
-    """What the policy is asked first for these examples, as tokens: with tools, and as their environments begin.
+    """The policy's first prompts for these examples, as tokens: with tools, and as their environments begin.
 
-    `room` is as in `build_rollouts`. Raises TaskError where an environment gives no first prompt.
+    `room` is as in `build_rollouts`. Raises TaskError if an environment gives no first prompt.
     """
     tools = check_rollouts(config, task, ())
     asked = [first_ids(tokenizer, example.prompt, tools, example.columns) for example in examples]
@@ -230,17 +235,6 @@ def environments_for_worker(config: Mapping[str, Any], task: str) -> Sessions:
     """The factory that environment workers call: the task's environments, made afresh in the worker."""
     loaded = load_config(config).config
     return Sessions(task_of(loaded, task).environment(view(loaded)))
-
-
-def _environment_host(config: RunConfig, task: Task) -> EnvironmentHost:
-    if not _hosts_in_workers(config, task):
-        return LocalHost(Sessions(task.environment(view(config))))
-    return WorkerHost(
-        "groupwise.training.rollout_builder:environments_for_worker",
-        {"config": config.model_dump(mode="json"), "task": task.spec},
-        workers=config.rollout.workers,
-        start_limit=config.rollout.start_limit,
-    )
 
 
 def _hosts_in_workers(config: RunConfig, task: Task) -> bool:

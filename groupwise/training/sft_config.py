@@ -61,7 +61,7 @@ def bounds_of(condition: str) -> list[tuple[str, str, float]]:
 
 
 def holds(condition: str, metrics: Mapping[str, float]) -> bool:
-    """Whether the condition is true of these metrics; false if one that it names is missing."""
+    """True if the condition holds for these metrics; false if one that it names is missing."""
     return all(
         name in metrics and _SIGNS[sign](metrics[name], value)
         for name, sign, value in bounds_of(condition)
@@ -108,7 +108,7 @@ class SftTrainingConfig(OptimisationConfig):
     @model_validator(mode="before")
     @classmethod
     def _steps_replace_the_default_epochs(cls, given: Any) -> Any:
-        """Whoever gives steps need not write `num_train_epochs: null` beside them."""
+        """With steps given, `num_train_epochs: null` need not be written beside them."""
         if not isinstance(given, dict):
             return given
         keys = cast("dict[str, Any]", given)
@@ -266,7 +266,10 @@ def load_sft_config(
         return config_of_warm_up(load_config(source, overrides))
 
     def check(given: Tree) -> list[str]:
-        return [*_secrets(given), *(unknown_callbacks(given) if to_train else ())]
+        return [
+            *secrets_in(given, "task", "callbacks"),
+            *(unknown_callbacks(given) if to_train else ()),
+        ]
 
     config = validate(SftConfig, tree, check=check)
     return LoadedSftConfig(config, stem_of(path), path, tree)
@@ -294,30 +297,20 @@ def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
     run |= {"dir": config.run.dir, "server": config.run.server}
     drawn = _section(values, "eval").get("completions")
     if isinstance(drawn, dict):
-        cast("dict[str, Any]", drawn)["rl"] = _drawing(above)
+        # Only what decides how completions are drawn and scored: otherwise another learning rate
+        # would need another warm-up.
+        success = {k: v for k, v in above.get("eval", {}).items() if k.startswith("success")}
+        found = {name: above[name] for name in ("model", *DRAWN_BY) if name in above}
+        cast("dict[str, Any]", drawn)["rl"] = {**found, **({"eval": success} if success else {})}
     tree.values.clear()
     tree.values.update({**inherited, **values, **shared, "run": run})
     return load_sft_config(tree)
 
 
-def _drawing(above: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of an RL config that decides how completions are drawn and scored.
-
-    With the rest, a run with another learning rate would need another warm-up.
-    """
-    success = {k: v for k, v in above.get("eval", {}).items() if k.startswith("success")}
-    found = {name: above[name] for name in ("model", *DRAWN_BY) if name in above}
-    return {**found, **({"eval": success} if success else {})}
-
-
 def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What is given in a section; nothing where that is no section, which the validation tells."""
+    """The content of a section; empty if it is no section, which the validation reports."""
     found = values.get(name)
     return dict(cast("Mapping[str, Any]", found)) if isinstance(found, Mapping) else {}
-
-
-def _secrets(tree: Tree) -> list[str]:
-    return secrets_in(tree, "task", "callbacks")
 
 
 def sft_schema() -> str:

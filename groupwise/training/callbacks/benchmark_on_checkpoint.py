@@ -353,9 +353,8 @@ def _checked_suites(
             "suites are asked of a server: give `serve`, a list of words that serve the weights, such as "
             '[vllm, serve, "{policy}", --host, 127.0.0.1, --port, "{port}"].'
         )
-    from groupwise.training.suites.lighteval import Asking
+    from groupwise.training.suites.lighteval import Asking, chosen_suites
     from groupwise.training.suites.serving import check_words
-    from groupwise.training.suites.table import chosen_suites
 
     with _usage_as_value_error():
         check_words(serve)

@@ -101,20 +101,19 @@ class EarlyStop(Callback):
         else:
             self.not_better += 1
             if self.not_better >= self.patience:
-                run.stop(self._reason())
+                if self.best is None:
+                    reason = f"{self.metric} was no finite number in {self.patience} {self.observe}"
+                else:
+                    way, more = ("above", "risen") if self.mode == "max" else ("below", "fallen")
+                    least = f" by more than {self.min_delta:g}" if self.min_delta else ""
+                    reason = (
+                        f"{self.metric} has not {more} {way} {self.best:.4g} (after {self.best_step} steps){least} in "
+                        f"{self.not_better} {self.observe}"
+                    )
+                run.stop(reason)
 
     def _is_better(self, value: float) -> bool:
         if not math.isfinite(value):
             return False
         sign = 1 if self.mode == "max" else -1
         return self.best is None or sign * (value - self.best) > self.min_delta
-
-    def _reason(self) -> str:
-        if self.best is None:
-            return f"{self.metric} was no finite number in {self.patience} {self.observe}"
-        way, more = ("above", "risen") if self.mode == "max" else ("below", "fallen")
-        least = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        return (
-            f"{self.metric} has not {more} {way} {self.best:.4g} (after {self.best_step} steps){least} in "
-            f"{self.not_better} {self.observe}"
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from groupwise.core import atomic_files
@@ -60,21 +60,20 @@ class LossLogging(Callback):
         row = [run.step - 1, *(metrics.get(name, "") for name in self.metrics)]
         with (run.folder / self.file).open("a", encoding="utf-8", newline="") as opened:
             opened.write(_table([row]))
-        self._warn_of_unknown(run, metrics)
+        # Warn once of metrics that are missing: a step may lack one, as a loss if no group taught, but the name may also be wrong.
+        doubted, self._doubted = self._doubted, ()
+        for unknown_name in doubted:
+            if unknown_name in metrics:
+                continue
+            near = nearest(unknown_name, metrics)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            run.say(
+                f"loss_logging: there is no metric {unknown_name!r} in the steps so far: its column is empty.{hint} There are: "
+                f"{', '.join(sorted(metrics))}"
+            )
         if run.step % run.config.run.logging_steps == 0:
             there = [f"{name} {metrics[name]:.4g}" for name in self.metrics if name in metrics]
             logger.info("step %d/%d: %s", run.step, run.max_steps, ", ".join(there))
-
-    def _warn_of_unknown(self, run: RunHandle, metrics: Mapping[str, float]) -> None:
-        """Warn once of metrics that are missing: a step may lack one, as a loss if no group taught, but the name may also be wrong."""
-        unknown, self._doubted = [name for name in self._doubted if name not in metrics], ()
-        for name in unknown:
-            near = nearest(name, metrics)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            run.say(
-                f"loss_logging: there is no metric {name!r} in the steps so far: its column is empty.{hint} There are: "
-                f"{', '.join(sorted(metrics))}"
-            )
 
 
 def _table(rows: Sequence[Sequence[object]]) -> str:

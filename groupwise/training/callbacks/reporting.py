@@ -71,7 +71,7 @@ class Reporting(Callback):
         self._next: MetricsRow | None = None
         """The line after the steps done, which is not sent yet."""
         self._sent: dict[str, dict[str, int]] = {}
-        """By sink: the findings that were sent to it, and with which line."""
+        """The findings that were sent to each sink, and with which line."""
 
     def check(self, config: View) -> None:
         """Every sink must be installed, and ready to write."""
@@ -182,7 +182,13 @@ class Reporting(Callback):
         """The lines of the record, up to the one before the steps done if `last` is not given."""
         last = run.step - 1 if last is None else last
         with _record(run) as store:
-            values = _values(store, max(first, 0))
+            values: dict[int, dict[str, float]] = {}
+            for name, curve in store.metrics(since=max(first - 1, 0)).items():
+                for step, value in curve:
+                    values.setdefault(step + 1, {})[name] = value
+            for record in store.evaluations(rows=False):
+                if OF_TRAINING.fullmatch(record.name):
+                    values.setdefault(record.step, {}).update(_of_evaluation(record))
             finished_at = {record.step + 1: record.finished_at for record in store.steps()}
         began = _began_at(run)
         for steps in range(max(first, 0), last + 1):
@@ -245,18 +251,6 @@ def _sent_before(folder: Path, held: Mapping[str, int]) -> dict[str, dict[str, i
         name: {key: line for key, line in noted.get(name, {}).items() if line <= last}
         for name, last in held.items()
     }
-
-
-def _values(store: Store, first: int) -> dict[int, dict[str, float]]:
-    """Metrics and evaluations by steps done, from `first` on."""
-    found: dict[int, dict[str, float]] = {}
-    for name, curve in store.metrics(since=max(first - 1, 0)).items():
-        for step, value in curve:
-            found.setdefault(step + 1, {})[name] = value
-    for record in store.evaluations(rows=False):
-        if OF_TRAINING.fullmatch(record.name):
-            found.setdefault(record.step, {}).update(_of_evaluation(record))
-    return found
 
 
 def _of_evaluation(record: EvaluationRecord) -> Mapping[str, float]:

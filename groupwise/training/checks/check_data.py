@@ -28,7 +28,14 @@ T = TypeVar("T")
 def check_hooks(task: Task) -> Finding:
     """Every hook that is there can be called, and they suffice for some verb. Raises TaskError with all that is wrong."""
     there = [hook for hook in HOOKS if task.has(hook)]
-    refuse_wrong_signatures(task, there)
+    wrong: list[str] = []
+    for hook in there:
+        try:
+            task.check_signature(hook)
+        except TaskError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise TaskError("\n".join(wrong))
     usable = [verb for verb in NEEDED if suffices(task, verb)]
     if not usable:
         raise TaskError(
@@ -59,18 +66,6 @@ def suffices(task: Task, verb: Verb) -> bool:
     except TaskError:
         return False
     return True
-
-
-def refuse_wrong_signatures(task: Task, hooks: Iterable[str]) -> None:
-    """Raise one TaskError for all hooks that cannot be called."""
-    wrong: list[str] = []
-    for hook in hooks:
-        try:
-            task.check_signature(hook)
-        except TaskError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise TaskError("\n".join(wrong))
 
 
 def check_dataset(

@@ -108,7 +108,7 @@ def _broken(reason: str) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a player knows when it answers."""
+    """The knowledge of a player when it answers."""
 
     example: Example
     context: str

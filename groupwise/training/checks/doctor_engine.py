@@ -203,16 +203,11 @@ def judge_gap(
 
 async def check_invariance(engine: Engine, together: Sequence[Group]) -> Finding:
     """Report whether a group sampled alone is bit-equal to the one that was sampled among others."""
-    alone = await engine.sample([0])
-    return judge_invariance(together[0], alone[0])
-
-
-def judge_invariance(together: Group, alone: Group) -> Finding:
-    """Tokens and log-probabilities of the same group, sampled among others and by itself."""
+    (alone,) = await engine.sample([0])
     name = "batch invariance"
     pairs = [
         (one.segments[0], other.segments[0])
-        for one, other in zip(together.rollouts, alone.rollouts, strict=True)
+        for one, other in zip(together[0].rollouts, alone.rollouts, strict=True)
     ]
     other_tokens = sum(one.token_ids != other.token_ids for one, other in pairs)
     other_bits = sum(one.sampling_logprobs != other.sampling_logprobs for one, other in pairs)

@@ -167,12 +167,13 @@ def _machine(patient: Patient, load: float) -> Iterator[Finding]:
     steps = patient.steps or 1
     rollouts = steps * config.training.prompts_per_step * config.training.num_generations
     kept = config.run.save_total_limit or max(1, steps // config.run.save_steps)
-    folder = doctor_machine.existing_parent(Path(config.run.dir))
-    yield doctor_machine.disk(
-        folder,
-        doctor_machine.disk_needed(4 * patient.sizes.trained_parameters, rollouts, kept),
-        shutil.disk_usage(folder).free,
-    )
+    absolute = Path(config.run.dir).expanduser().absolute()
+    folder = next(place for place in (absolute, *absolute.parents) if place.is_dir())
+    # A run leaves `kept` checkpoints (one more while it is written) of weights and two moments, the final weights, and 8 KiB for
+    # each rollout.
+    published = 4 * patient.sizes.trained_parameters
+    needed = (kept + 1) * 3 * published + published + 8192 * rollouts
+    yield doctor_machine.disk(folder, needed, shutil.disk_usage(folder).free)
     seed = member_seed(0, 0, 0)
     start = random_start(0, len(doctor_machine.FIRST_START))
     yield doctor_machine.random_numbers(seed, uniform(seed, 0), start)

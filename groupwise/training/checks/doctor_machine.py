@@ -137,18 +137,6 @@ def disk(folder: Path, needed: int, free: int) -> Finding:
     return Finding("disk", "ok", measured, data=data)
 
 
-def disk_needed(published: int, rows: int, kept: int) -> int:
-    """Bytes that a run leaves: `kept` checkpoints (one more while it is written) of weights and two moments, the final weights,
-    and 8 KiB for each rollout."""
-    return (kept + 1) * 3 * published + published + 8192 * rows
-
-
-def existing_parent(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    absolute = folder.expanduser().absolute()
-    return next(place for place in (absolute, *absolute.parents) if place.is_dir())
-
-
 def random_numbers(seed: int, uniform: float, start: Sequence[float]) -> Finding:
     """Report whether this machine draws the same random numbers as every other machine."""
     drawn = (seed, uniform) == (FIRST_SEED, FIRST_UNIFORM)

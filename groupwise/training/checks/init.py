@@ -147,7 +147,11 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     choose_trained(draft, _parameters(draft))
     config = draft.config
     tokenizer = load_tokenizer(config.model)
-    examples = task.rl_examples(view(config), limit=_draws(draft))
+    training = (
+        config.training
+    )  # of an endless stream, read what a run of the first draft would read
+    limit = None if training.max_steps is None else training.max_steps * training.prompts_per_step
+    examples = task.rl_examples(view(config), limit=limit)
     tools = rollout_builder.check_rollouts(config, task, examples)
     lengths, _ = prompt_lengths(examples, tokenizer, tools)
     device = choose_device()
@@ -178,12 +182,6 @@ def _longest(prepared: RlPrepared) -> int:
 
 def _parameters(draft: Draft) -> int:
     return all_parameters(draft.loaded().config.model)
-
-
-def _draws(draft: Draft) -> int | None:
-    """Examples of a stream that a run of the first draft would read."""
-    training = draft.config.training
-    return None if training.max_steps is None else training.max_steps * training.prompts_per_step
 
 
 def _planned(draft: Draft, longest: int) -> float:

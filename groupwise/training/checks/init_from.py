@@ -170,7 +170,6 @@ def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translati
         _lora,
         _batch,
         _length,
-        _stop,
         _algorithm,
         _schedule,
         _optimiser,
@@ -497,9 +496,6 @@ def _length(made: Translation) -> None:
     else:
         made.choose("training.max_steps", None, "Epochs say how long.")
         _choose_or_default(made, "training.num_train_epochs", "num_train_epochs", 3)
-
-
-def _stop(made: Translation) -> None:
     if stop := made.take("stop"):
         texts = cast("list[Any]", stop) if isinstance(stop, list) else [stop]
         made.choose("sampler.stop", texts, made.origin("stop"))

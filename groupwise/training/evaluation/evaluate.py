@@ -1,9 +1,9 @@
 """Evaluation: held-out prompts answered by a policy, scored by the rewards, measured by the task.
 
-`answer_held_out` does it for whoever has a sampler and a scorer: the RL loop before, after and during training, and `evaluate`,
-which is the command `groupwise eval`. Seeds depend on the prompt and the sample alone, so that two policies can be compared
-prompt by prompt, and nothing of a training run's randomness is touched. `groupwise.training.evaluation.measures` says what is measured,
-`groupwise.training.evaluation.results` what is written.
+`answer_held_out` needs a sampler and a scorer. Its callers are the RL loop before, after and during training, and `evaluate`, which is
+the command `groupwise eval`. Seeds depend on the prompt and the sample alone, so that two policies can be compared prompt by prompt, and
+no random state of a training run is touched. `groupwise.training.evaluation.measures` defines the metrics,
+`groupwise.training.evaluation.results` the files.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from groupwise.training.evaluation.measures import (
 )
 from groupwise.training.evaluation.policies import FoundPolicy, find_policy
 from groupwise.training.evaluation.results import check_writable, result_name, write_result
-from groupwise.training.evaluation.statistics import Interval, wilson
+from groupwise.training.evaluation.statistics import Interval, paired_difference, wilson
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The prompts of an evaluation, and how they are to be answered."""
+    """The prompts of an evaluation, and how to answer them."""
 
     prompts: PromptSet
     params: SamplingParams
@@ -75,47 +75,52 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """How a policy did."""
+    """The result of an evaluation."""
 
     policy: str
     metrics: dict[str, float]
     """Flat numbers: the task's metrics under their own names, `reward`, `pass@k`, lengths, failures."""
     details: dict[str, Any]
-    """All that the task's `compute_metrics` returned."""
+    """Everything that the task's `compute_metrics` returned."""
     rows: list[dict[str, Any]]
     """One for each sample; see `groupwise.training.evaluation.measures.rows_of`."""
     path: Path | None = None
-    """The file that the rows were written to."""
+    """The result file."""
 
     @classmethod
     def recorded(cls, record: EvaluationRecord) -> Self:
-        """An evaluation that stands in a run's record."""
+        """Build the result from a run's record."""
         rows = [dict(row) for row in record.rows]
         return cls(record.policy, dict(record.metrics), {}, rows)
 
     @property
     def rewards(self) -> dict[int, float]:
         """Mean reward of each prompt by its example; prompts without a scored sample are left out."""
-        return _rewards(self.rows)
+        means = measure(REWARD, self.rows)
+        assert means is not None
+        samples = by_prompt(self.rows)
+        return {samples[key][0]["example"]: value for key, value in means.values.items()}
 
     def interval(self, metric: str) -> Interval:
-        """A metric with its 95 % interval over prompts: Wilson's where each counts 0 or 1, else bootstrapped.
+        """A metric with its 95 % interval over prompts: Wilson's if each prompt counts 0 or 1, else bootstrapped.
 
-        A metric that only the task knows is taken for a share of the prompts, such as an accuracy; under the label of a mixture's
-        task, for a share of that task's. KeyError for one of unknown prompts, which is none of the `judged`.
+        A metric of the task itself is taken for a share of the prompts, such as an accuracy; under the label of a mixture's task, for a
+        share of that task's prompts. Raises KeyError if their number is unknown; such metrics are not in `judged`.
         """
         found = measure(metric, self.rows)
-        return found.interval if found else wilson(self.metrics[metric], self._behind[metric])
+        return (
+            found.interval if found else wilson(self.metrics[metric], self._prompt_counts[metric])
+        )
 
     @property
     def prompts(self) -> int:
-        """How many were answered; samples of one prompt are no observations of their own."""
+        """Number of answered prompts; several samples of one prompt are a single observation."""
         return len({row["example"] for row in self.rows})
 
     @property
     def judged(self) -> list[str]:
         """The metrics that have an interval: reward, success, and accuracies from 0 to 1 of known prompts."""
-        behind = self._behind
+        behind = self._prompt_counts
         return [
             name
             for name, value in self.metrics.items()
@@ -125,8 +130,8 @@ class EvalResult:
         ]
 
     @property
-    def _behind(self) -> dict[str, int]:
-        """How many prompts each metric of the task stands on, where that is known: all, or those of the label before its name."""
+    def _prompt_counts(self) -> dict[str, int]:
+        """Number of prompts behind each metric of the task, if known: all, or those of the label before its name."""
         of_labels = Counter(samples[0].get("task") for samples in by_prompt(self.rows).values())
         counts = {**of_labels, "": self.prompts}
         found = {name: counts.get(name.rpartition("/")[0]) for name in self.metrics}
@@ -134,13 +139,13 @@ class EvalResult:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Prompts that a metric says nothing about, because too few of their samples could be scored."""
+        """Number of prompts missing from each metric, because too few of their samples could be scored."""
         found = {name: measure(name, self.rows) for name in self.judged}
         return {name: each.left_out for name, each in found.items() if each and each.left_out}
 
     @property
     def failures(self) -> dict[str, int]:
-        """Why samples could not be scored, and how many; the most frequent reason first."""
+        """Number of samples that could not be scored, by reason; the most frequent reason first."""
         reasons = Counter(row["reason"] or row["outcome"] for row in self.rows if _failed(row))
         return dict(reasons.most_common())
 
@@ -162,6 +167,43 @@ class EvalResult:
             **({"failures": self.failures} if self.failures else {}),
             **({"results": str(self.path)} if self.path else {}),
         }
+
+
+def compared(
+    before: EvalResult, after: EvalResult, untrained: EvalResult | None = None
+) -> dict[str, Any]:
+    """Held-out metrics before and after, and the paired difference of the rewards with its 95 % interval.
+
+    `untrained` is the result of the base model, if the run began from a warm-up.
+    """
+    first, last = before.rewards, after.rewards
+    both = sorted(first.keys() & last.keys())
+    change = paired_difference([first[key] for key in both], [last[key] for key in both])
+    all_of_them = [before, after, *([untrained] if untrained else [])]
+    names = [name for name in after.metrics if all(name in each.metrics for each in all_of_them)]
+    return {
+        "prompts": len(both),
+        "change": _interval_as_dict(change),
+        "rises": change.low > 0,
+        **(
+            {"base": {name: _metric_with_interval(untrained, name) for name in names}}
+            if untrained
+            else {}
+        ),
+        "before": {name: _metric_with_interval(before, name) for name in names},
+        "after": {name: _metric_with_interval(after, name) for name in names},
+    }
+
+
+def _metric_with_interval(result: EvalResult, name: str) -> dict[str, float]:
+    """A metric, with its 95 % interval if it has one."""
+    if name in result.judged:
+        return _interval_as_dict(result.interval(name))
+    return {"value": result.metrics[name]}
+
+
+def _interval_as_dict(interval: Interval) -> dict[str, float]:
+    return {"value": interval.value, "low": interval.low, "high": interval.high}
 
 
 def held_out_prompts(config: RunConfig, task: Task, tokenizer: Any, room: int) -> PromptSet:
@@ -186,7 +228,7 @@ def held_out(
     stops: tuple[int, ...],
     rollouts: RolloutKind | None = None,
 ) -> HeldOut:
-    """How the config wants held-out prompts answered."""
+    """The held-out prompts with the config's way of answering them."""
     params = SamplingParams(
         max_tokens=config.eval.max_completion_length or config.sampler.max_completion_length,
         temperature=config.eval.temperature,
@@ -234,16 +276,15 @@ async def answer_held_out(
 ) -> EvalResult:
     """Answer every prompt, score the answers, and let the task measure them.
 
-    `trainer` is what reward functions see as `trainer_state`: steps done, steps in all (1 where nothing is trained), and steps of
-    a pass over the rows. Where
-    the task's own metrics fail, `on_metrics_failed` is told and they are left out; without it, RewardWorkerError is raised.
+    `trainer` is what reward functions see as `trainer_state`: steps done, steps in all (1 without a training), and steps of a pass over
+    the rows. If the task's own metrics fail, they are left out and `on_metrics_failed` is called; without it, RewardWorkerError is raised.
     """
     total = len(asked.prompts.examples)
     done = 0
 
     async def answer(index: int) -> Group:
         nonlocal done
-        group = await _sampled(asked, sampler, tokenizer, index)
+        group = await _sample(asked, sampler, tokenizer, index)
         if asked.scores_rewards:
             group = await score_group(scorer, group, *trainer)
         done += 1
@@ -253,17 +294,29 @@ async def answer_held_out(
     groups = await gather_all(answer(index) for index in range(total))
     details: dict[str, Any] = {}
     try:
-        details = await _task_metrics(asked, scorer, groups) if asked.has_metrics else {}
+        if asked.has_metrics:
+            samples = [(group.example, rollout) for group in groups for rollout in group.rollouts]
+            details = await scorer.compute_metrics(
+                [example.prompt for example, _ in samples],
+                [transcript(example.prompt, rollout) for example, rollout in samples],
+                [{"prompt": example.prompt, **example.columns} for example, _ in samples],
+            )
     except RewardWorkerError as error:
         if on_metrics_failed is None:
             raise
         on_metrics_failed(error)
     rows = rows_of(groups, asked.success)
-    own = _measured(rows, asked.pass_at_k)
-    return EvalResult(policy, _with_own(_numbers(details), own), details, rows)
+    measures = {name: measure(name, rows) for name in metric_names(rows, asked.pass_at_k)}
+    means = {name: fmean(each.values.values()) for name, each in measures.items() if each}
+    failed = sum(_failed(row) for row in rows)
+    own = {**means, "rollouts/failed": float(failed)} if failed else means
+    # Our metrics have priority: a metric of the task with the same name is kept as `task/<name>`.
+    numbers = _numbers(details).items()
+    theirs = {f"task/{name}" if name in own else name: value for name, value in numbers}
+    return EvalResult(policy, {**own, **theirs}, details, rows)
 
 
-async def _sampled(asked: HeldOut, sampler: Sampler, tokenizer: Any, index: int) -> Group:
+async def _sample(asked: HeldOut, sampler: Sampler, tokenizer: Any, index: int) -> Group:
     """All samples of one prompt; their seeds are made from prompt and sample, never from when they were drawn."""
     rollouts = asked.rollouts or Single(partial(completion_text, tokenizer))
     ask = Ask(
@@ -290,7 +343,7 @@ def evaluate(
 
     Without a task, the config says where the rows are and what scores them.
     `policy` is `base`, an adapter or model folder, a run (`RUN`, `RUN@STEP`), or a hub id
-    (`NAME@REVISION`). Raises `UsageError` for what was given wrongly.
+    (`NAME@REVISION`). Raises `UsageError` for wrong arguments.
     """
     return evaluate_each(
         config,
@@ -312,9 +365,14 @@ def evaluate_each(
     output: Path | None = None,
 ) -> list[EvalResult]:
     """Evaluate several policies in the same way, one after the other; all of them are found before the first is loaded."""
-    loaded = _loaded(config, overrides, samples_per_prompt, policies, output)
+    loaded = _load(config, overrides, samples_per_prompt, policies, output)
     with build.expected_ranks(loaded.config):
-        return _evaluate_each(loaded, task, policies, output)
+        found, settings, every = _resolve(loaded, task, policies, output)
+        results: list[EvalResult] = []
+        for weights in every:
+            build.expect_ranks(settings)
+            results.append(run_to_end(_evaluate(settings, found, weights, output)))
+        return results
 
 
 def plan_each(
@@ -327,10 +385,10 @@ def plan_each(
     output: Path | None = None,
 ) -> dict[str, Any]:
     """The plan of `evaluate_each`, as far as it is known before a model is loaded. Raises what it would raise until then."""
-    loaded = _loaded(config, overrides, samples_per_prompt, policies, output)
-    found, settings, every = _meant(loaded, task, policies, output)
-    asked = _asked(settings, found)
-    places = [_place(found, weights, settings) for weights in every]
+    loaded = _load(config, overrides, samples_per_prompt, policies, output)
+    found, settings, every = _resolve(loaded, task, policies, output)
+    asked = _prepare(settings, found)
+    places = [_result_place(found, weights, settings) for weights in every]
     return {
         "config": resolved(settings),
         "plan": {
@@ -345,7 +403,7 @@ def plan_each(
     }
 
 
-def _loaded(
+def _load(
     config: Path | str | Mapping[str, Any] | RunConfig,
     overrides: Sequence[str],
     samples_per_prompt: int | None,
@@ -361,31 +419,20 @@ def _loaded(
     return load_config(config, overrides)
 
 
-def _meant(
+def _resolve(
     loaded: LoadedConfig, task: object, policies: Sequence[str], output: Path | None
 ) -> tuple[Task, RunConfig, list[FoundPolicy]]:
-    """The task, the config with the task's own keys, and the policies. Raises UsageError also where results could not be written."""
+    """The task, the config with the task's own keys, and the policies. Raises UsageError also if results could not be written."""
     found = rollout_builder.task_of(loaded.config, task)
     require(found, "eval")
     settings = with_task_schema(loaded, found.config_schema()).config
-    every = [_found(policy, settings) for policy in policies]
+    every = [_find_policy(policy, settings) for policy in policies]
     for weights in every:
-        check_writable(*_place(found, weights, settings), output)
+        check_writable(*_result_place(found, weights, settings), output)
     return found, settings, every
 
 
-def _evaluate_each(
-    loaded: LoadedConfig, task: object, policies: Sequence[str], output: Path | None
-) -> list[EvalResult]:
-    found, settings, every = _meant(loaded, task, policies, output)
-    results: list[EvalResult] = []
-    for weights in every:
-        build.expect_ranks(settings)
-        results.append(run_to_end(_evaluate(settings, found, weights, output)))
-    return results
-
-
-def _found(policy: str, config: RunConfig) -> FoundPolicy:
+def _find_policy(policy: str, config: RunConfig) -> FoundPolicy:
     weights = find_policy(policy, Path(config.run.dir))
     if weights.folder is None:
         if config.model.adapter is not None:
@@ -398,14 +445,14 @@ def _found(policy: str, config: RunConfig) -> FoundPolicy:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """The prompts and their rubric; no model is loaded yet."""
+    """Prompts and rubric, known before a model is loaded."""
 
     tokenizer: Any
     prompts: PromptSet
     rubric: Rubric | None
 
 
-def _asked(config: RunConfig, task: Task) -> _Prepared:
+def _prepare(config: RunConfig, task: Task) -> _Prepared:
     tokenizer = prefork.load_tokenizer(config.model)
     build.check_stop_tokens(config, tokenizer)
     prompts = held_out_prompts(
@@ -430,15 +477,15 @@ def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
     found = rollout_builder.task_of(loaded.config, task)
     if not loaded.config.eval.before_and_after or not found.has("get_eval_dataset"):
         return None
-    found, settings, [policy] = _meant(loaded, task, ["base"], None)
+    found, settings, [policy] = _resolve(loaded, task, ["base"], None)
     with build.expected_ranks(settings):
-        return run_to_end(_answered(settings, found, policy))[0]
+        return run_to_end(_answer_and_score(settings, found, policy))[0]
 
 
 async def _evaluate(
     config: RunConfig, task: Task, policy: FoundPolicy, output: Path | None
 ) -> EvalResult:
-    result, fingerprint = await _answered(config, task, policy)
+    result, fingerprint = await _answer_and_score(config, task, policy)
     content = {
         **result.summary,
         "fingerprint": fingerprint,
@@ -448,12 +495,14 @@ async def _evaluate(
         "details": result.details,
         "rows": result.rows,
     }
-    return replace(result, path=write_result(content, *_place(task, policy, config), output))
+    return replace(result, path=write_result(content, *_result_place(task, policy, config), output))
 
 
-async def _answered(config: RunConfig, task: Task, policy: FoundPolicy) -> tuple[EvalResult, str]:
+async def _answer_and_score(
+    config: RunConfig, task: Task, policy: FoundPolicy
+) -> tuple[EvalResult, str]:
     """Evaluate a policy. Returns the result and the fingerprint of the policy's weights."""
-    asked_for = _asked(config, task)
+    asked_for = _prepare(config, task)
     tokenizer, prompts, rubric = asked_for.tokenizer, asked_for.prompts, asked_for.rubric
     layout = placement.choose_layout(config, prompts.longest)
     scorer = rollout_builder.build_scorer(config, task, tokenizer, rubric)
@@ -469,45 +518,13 @@ async def _answered(config: RunConfig, task: Task, policy: FoundPolicy) -> tuple
         await scorer.close()
 
 
-def _place(task: Task, policy: FoundPolicy, config: RunConfig) -> tuple[Path, str]:
-    """The folder that holds the results, and the name of this one: with the policy's run, or beside the runs."""
+def _result_place(task: Task, policy: FoundPolicy, config: RunConfig) -> tuple[Path, str]:
+    """Folder and name of the result file: with the policy's run, or beside the runs."""
     return policy.run or Path(config.run.dir).parent, result_name(task.name, policy.label)
-
-
-async def _task_metrics(asked: HeldOut, scorer: Scorer, groups: Sequence[Group]) -> dict[str, Any]:
-    samples = [(group.example, rollout) for group in groups for rollout in group.rollouts]
-    return await scorer.compute_metrics(
-        [example.prompt for example, _ in samples],
-        [transcript(example.prompt, rollout) for example, rollout in samples],
-        [{"prompt": example.prompt, **example.columns} for example, _ in samples],
-    )
-
-
-def _measured(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> dict[str, float]:
-    """The metrics over all prompts; those that no prompt has a value for are left out."""
-    found = {name: measure(name, rows) for name in metric_names(rows, ks)}
-    values = {name: fmean(each.values.values()) for name, each in found.items() if each}
-    failed = sum(_failed(row) for row in rows)
-    return {**values, "rollouts/failed": float(failed)} if failed else values
 
 
 def _failed(row: Mapping[str, Any]) -> bool:
     return row["outcome"] in ("failed", "timed_out")
-
-
-def _rewards(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    found = measure(REWARD, rows)
-    assert found is not None
-    samples = by_prompt(rows)
-    return {samples[key][0]["example"]: value for key, value in found.values.items()}
-
-
-def _with_own(theirs: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
-    """Ours first; a metric of the task that has the name of one of ours is kept as `task/<name>`."""
-    return {
-        **own,
-        **{f"task/{name}" if name in own else name: value for name, value in theirs.items()},
-    }
 
 
 def _numbers(details: Mapping[str, Any]) -> dict[str, float]:

@@ -1,15 +1,15 @@
 """Computes an evaluation's measures from its rows, prompt by prompt.
 
-A row is one sample: what was asked and answered, what it earned, whether it succeeded and what its answer was. `rows_of` makes the
-rows of scored groups; they are what result files and the record of a run hold, so every metric can be computed from the rows:
+A row is one sample: its prompt and completion, its reward, whether it succeeded, and its answer. `rows_of` makes the rows of scored
+groups. Result files and the record of a run hold these rows, and every metric can be computed from them:
 
     reward                       mean reward
     rewards/NAME/mean            one part of it
     pass@k                       chance that one of k samples succeeds, by the unbiased estimator
     avg@n                        share of the n samples that succeed
-    maj@n                        whether the answer that most of the n samples gave is right
+    maj@n                        1 if the answer that most of the n samples gave is right
     completions/mean_length      tokens that the policy wrote
-    rollouts/mean_length         tokens after the prompt, where others wrote some of them: environment, inserted text
+    rollouts/mean_length         tokens after the prompt, if the policy did not write all of them (environment, inserted text)
     completions/clipped_ratio    share that the length limit cut off
 
 `measure` gives one value for each prompt, which is what intervals and paired comparisons need. A sample that could not be scored is
@@ -80,7 +80,7 @@ class Measure:
     values: dict[str, float]
     """Values by the key of the prompt; see `by_prompt`."""
     left_out: int
-    """Prompts that have too few scored samples for it."""
+    """Number of prompts with too few scored samples."""
 
     @property
     def interval(self) -> Interval:
@@ -101,16 +101,35 @@ def rows_of(groups: Iterable[Group], success: Success) -> list[dict[str, Any]]:
     completion without the space around it; None is no answer.
     """
     groups = list(groups)
-    notes = _answer_notes(groups)
+    # The name under which the rewards of each origin record answers; origins that record none are missing.
+    notes: dict[tuple[str, ...], str] = {}
+    for name in ANSWER_NOTES:
+        for group in groups:
+            if any(name in rollout.notes for rollout in group.rollouts):
+                notes.setdefault(_origin(group.example), name)
     rows: list[dict[str, Any]] = []
     for group in groups:
         label = label_of(group.example)
         note = notes.get(_origin(group.example))
         asked = {"example": group.example.index, "key": key_of(group.example)}
         asked |= {} if label is None else {"task": label}
-        prompt = {"prompt": group.example.prompt}
         rows.extend(
-            {**asked, "sample": rollout.member, **prompt, **_facts(rollout, success, note)}
+            {
+                **asked,
+                "sample": rollout.member,
+                "prompt": group.example.prompt,
+                "completion": rollout.completion,
+                "reward": rollout.reward,
+                "parts": rollout.part_values,
+                "outcome": rollout.outcome,
+                "reason": rollout.reason,
+                "success": success.judge(rollout),
+                "answer": _answer(rollout, note),
+                "truncated": rollout.truncated,
+                "finish_reason": rollout.finish_reason,
+                "tokens": len(rollout.completion_ids),
+                "written": rollout.written,
+            }
             for rollout in group.rollouts
         )
     return rows
@@ -145,7 +164,7 @@ def by_prompt(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def prompt_key(row: Row) -> str:
-    """A name for what a row asks, whatever its other columns are."""
+    """A key of a row's prompt, which ignores its other columns."""
     return hashlib.sha256(json.dumps(row["prompt"], sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -162,7 +181,7 @@ def metric_names(rows: Sequence[Row], ks: Sequence[int]) -> list[str]:
 
 def measure(name: str, rows: Iterable[Row]) -> Measure | None:
     """The metric's value for each prompt; None for a metric that is not computed from rows."""
-    compute = _computed(name)
+    compute = _compute_of(name)
     if compute is None:
         return None
     values = {key: compute(samples) for key, samples in by_prompt(rows).items()}
@@ -171,44 +190,27 @@ def measure(name: str, rows: Iterable[Row]) -> Measure | None:
 
 
 def is_share(name: str) -> bool:
-    """True if the metric is one of success, of which more is better."""
+    """True if the metric is a share of successes, of which more is better."""
     return re.fullmatch(r"(pass|avg|maj)@\d+", name) is not None
 
 
 Compute = Callable[[Sequence[Row]], float | None]
 
 
-def _computed(name: str) -> Compute | None:
-    """How a prompt's value is computed from its samples."""
+def _compute_of(name: str) -> Compute | None:
+    """The function that computes a prompt's value from its samples; None for a metric that is not computed from rows."""
     if match := re.fullmatch(r"pass@(\d+)", name):
-        return partial(_passed, k=int(match[1]))
+        return partial(_pass_at_k, k=int(match[1]))
     if match := re.fullmatch(r"rewards/(.+)/mean", name):
-        return partial(_part, name=match[1])
+        part = match[1]
+        return lambda rows: _mean(
+            row["parts"].get(part) for row in rows if row["outcome"] == "scored"
+        )
     return _SIMPLE.get(re.sub(r"@\d+$", "@", name))
-
-
-def _reward(rows: Sequence[Row]) -> float | None:
-    return _mean(row["reward"] for row in rows)
-
-
-def _part(rows: Sequence[Row], name: str) -> float | None:
-    return _mean(row["parts"].get(name) for row in rows if row["outcome"] == "scored")
-
-
-def _length(rows: Sequence[Row]) -> float | None:
-    return _mean(map(_written, rows))
-
-
-def _whole_length(rows: Sequence[Row]) -> float | None:
-    return _mean(row["tokens"] for row in rows)
 
 
 def _written(row: Row) -> float | None:
     return row.get("written", row["tokens"])  # other programs need not tell them apart
-
-
-def _clipped(rows: Sequence[Row]) -> float | None:
-    return _mean(row.get("truncated") for row in rows)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -220,58 +222,28 @@ def _judged(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.get("success") is not None]
 
 
-def _passed(rows: Sequence[Row], k: int) -> float | None:
+def _pass_at_k(rows: Sequence[Row], k: int) -> float | None:
     judged = _judged(rows)
     if len(judged) < k:
         return None
     return pass_at_k(len(judged), sum(row["success"] for row in judged), k)
 
 
-def _average(rows: Sequence[Row]) -> float | None:
-    return _mean(row["success"] for row in _judged(rows))
-
-
-def _vote(rows: Sequence[Row]) -> float | None:
+def _majority_vote(rows: Sequence[Row]) -> float | None:
     judged = _judged(rows)
     if not judged:
         return None
     return majority([row.get("answer") for row in judged], [row["success"] for row in judged])
 
 
-def _facts(rollout: Rollout, success: Success, note: str | None) -> dict[str, Any]:
-    return {
-        "completion": rollout.completion,
-        "reward": rollout.reward,
-        "parts": rollout.part_values,
-        "outcome": rollout.outcome,
-        "reason": rollout.reason,
-        "success": success.judge(rollout),
-        "answer": _answer(rollout, note),
-        "truncated": rollout.truncated,
-        "finish_reason": rollout.finish_reason,
-        "tokens": len(rollout.completion_ids),
-        "written": rollout.written,
-    }
-
-
 _SIMPLE: dict[str, Compute] = {
-    REWARD: _reward,
-    "avg@": _average,
-    "maj@": _vote,
-    LENGTH: _length,
-    WHOLE_LENGTH: _whole_length,
-    CLIPPED: _clipped,
+    REWARD: lambda rows: _mean(row["reward"] for row in rows),
+    "avg@": lambda rows: _mean(row["success"] for row in _judged(rows)),
+    "maj@": _majority_vote,
+    LENGTH: lambda rows: _mean(map(_written, rows)),
+    WHOLE_LENGTH: lambda rows: _mean(row["tokens"] for row in rows),
+    CLIPPED: lambda rows: _mean(row.get("truncated") for row in rows),
 }
-
-
-def _answer_notes(groups: Sequence[Group]) -> dict[tuple[str, ...], str]:
-    """Under which name the rewards of each origin record answers; those that record none are left out."""
-    found: dict[tuple[str, ...], str] = {}
-    for name in ANSWER_NOTES:
-        for group in groups:
-            if any(name in rollout.notes for rollout in group.rollouts):
-                found.setdefault(_origin(group.example), name)
-    return found
 
 
 def _origin(example: Example) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Finds the policy that people mean: `base`, a folder, a run with or without a step, or a hub id."""
+"""Finds the policy that a reference names: `base`, a folder, a run with or without a step, or a hub id."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WEIGHT_FILES = ("adapter_config.json", FULL_WEIGHTS, INDEX)
 
 @dataclass(frozen=True, slots=True)
 class FoundPolicy:
-    """Weights to be served, and how they are called."""
+    """Weights to serve, and their name."""
 
     label: str
     """`base`, `run@step`, or what was given."""
@@ -26,42 +26,34 @@ class FoundPolicy:
 
 
 def find_policy(reference: str, runs_dir: Path) -> FoundPolicy:
-    """An existing folder first, then a run, then a hub id. Raises `UsageError` that says what was looked for."""
+    """Try an existing folder first, then a run, then a hub id. Raises a `UsageError` that says what was tried."""
     if reference == "base":
         return FoundPolicy("base")
     path = Path(reference).expanduser()
     if any((path / name).is_file() for name in WEIGHT_FILES):
         return FoundPolicy(reference, path)
     try:
-        return _of_run(reference, runs_dir)
+        # The named checkpoint, else the final weights, else the newest checkpoint.
+        address = find.resolve(reference, runs_dir)
+        if address.checkpoint is not None:
+            label = f"{address.name}@{address.checkpoint.step}"
+            return FoundPolicy(label, address.checkpoint.path, address.path)
+        weights = find.newest_weights(address.path)
+        if weights is None:
+            raise ModelError(
+                f"The run {address.name!r} has no checkpoint yet, so there is nothing to serve but its base model: --policy base."
+            )
+        return FoundPolicy(find.label_of(address.path, weights), weights, address.path)
     except RunNotFoundError as not_a_run:
         if not may_be_hub_id(reference):
             raise
-        return _of_hub(reference, not_a_run)
-
-
-def _of_run(reference: str, runs_dir: Path) -> FoundPolicy:
-    """The checkpoint that is named, else the final weights, else the newest checkpoint."""
-    address = find.resolve(reference, runs_dir)
-    if address.checkpoint is not None:
-        label = f"{address.name}@{address.checkpoint.step}"
-        return FoundPolicy(label, address.checkpoint.path, address.path)
-    weights = find.newest_weights(address.path)
-    if weights is None:
-        raise ModelError(
-            f"The run {address.name!r} has no checkpoint yet, so there is nothing to serve but its base model: --policy base."
-        )
-    return FoundPolicy(find.label_of(address.path, weights), weights, address.path)
-
-
-def _of_hub(reference: str, not_a_run: RunNotFoundError) -> FoundPolicy:
-    try:
-        folder = fetch_weights(reference)
-    except ModelError as error:
-        raise ModelError(f"{not_a_run}\nAs a hub id: {error}") from error
-    if not any((folder / name).is_file() for name in WEIGHT_FILES):
-        raise ModelError(
-            f"{reference!r} on the hub holds neither an adapter nor a model in safetensors "
-            f"({', '.join(WEIGHT_FILES)})."
-        )
-    return FoundPolicy(reference, folder)
+        try:
+            folder = fetch_weights(reference)
+        except ModelError as error:
+            raise ModelError(f"{not_a_run}\nAs a hub id: {error}") from error
+        if not any((folder / name).is_file() for name in WEIGHT_FILES):
+            raise ModelError(
+                f"{reference!r} on the hub holds neither an adapter nor a model in safetensors "
+                f"({', '.join(WEIGHT_FILES)})."
+            ) from None
+        return FoundPolicy(reference, folder)

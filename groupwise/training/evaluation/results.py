@@ -1,7 +1,7 @@
-"""The files that evaluations leave behind. Each is JSON and stays as it was written: nothing overwrites it.
+"""Result files of evaluations. Each is JSON and is never overwritten.
 
     format, kind      1, "evaluation"
-    policy            what was evaluated; `fingerprint` is that of the weights that answered
+    policy            the evaluated policy; `fingerprint` is that of its weights
     task, config      the task's name, the resolved configuration
     finished_at       seconds since 1970
     prompts, samples  how many
@@ -12,7 +12,7 @@
     details           all that the task's compute_metrics returned
     rows              one for each sample; see `groupwise.training.evaluation.measures.rows_of`
 
-They stand in the `results/` of the run whose weights were evaluated, otherwise in a folder of that name beside the runs.
+They are in `results/` of the run whose weights were evaluated, otherwise in a folder of that name beside the runs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def check_writable(folder: Path, name: str, output: Path | None) -> None:
 def write_result(content: Mapping[str, Any], folder: Path, name: str, output: Path | None) -> Path:
     """Write an evaluation into `output`, or as a new file into `folder/results`; returns the file.
 
-    If somebody else has written `output` since it was checked, it becomes `NAME-2`: work that is done is not thrown away.
+    If another process has written `output` since it was checked, the name becomes `NAME-2`: finished work is not thrown away.
     """
     marked = {"format": FORMAT, "kind": KIND, **content}
     if output is None:
@@ -88,7 +88,7 @@ def write_result(content: Mapping[str, Any], folder: Path, name: str, output: Pa
 
 def read_result(path: Path) -> dict[str, Any]:
     """Read an evaluation's result. UsageError if it is something else, or of a newer format."""
-    content = _read(path)
+    content = _read_json(path)
     kind = content.get("kind", KIND)
     if kind != KIND:
         raise UsageError(
@@ -100,8 +100,7 @@ def read_result(path: Path) -> dict[str, Any]:
             f"{path} has format {known!r:.100}; this version of Groupwise knows formats up to {FORMAT}. Upgrade it."
         )
     missing = [name for name, type_ in WANTED.items() if not isinstance(content.get(name), type_)]
-    missing = missing or _missing_in_rows(content["rows"]) or _odd_in_rows(content["rows"])
-    if missing:
+    if missing := missing or _missing_in_rows(content["rows"]):
         raise UsageError(
             f"{path} is no result of `groupwise eval`: it has no {' and no '.join(missing)}."
         )
@@ -114,12 +113,18 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _missing_in_rows(rows: Sequence[Any]) -> list[str]:
+    """Keys that a row lacks; if none does, keys with values of the wrong kind."""
     if not rows:
         return ["rows"]
-    return [
+    missing = [
         f"`{name}` in each row"
         for name in WANTED_IN_ROWS
         if not all(isinstance(row, dict) and name in row for row in rows)
+    ]
+    return missing or [
+        f"{what} as `{name}` in each row"
+        for name, (what, fits) in KINDS_IN_ROWS.items()
+        if not all(fits(row[name]) for row in rows)
     ]
 
 
@@ -137,18 +142,10 @@ KINDS_IN_ROWS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "parts": ("object of numbers", _has_numbers),
     "tokens": ("number or null", _is_number),
 }
-"""Required kinds of values that are counted."""
+"""Required kinds of the values that are computed with."""
 
 
-def _odd_in_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [
-        f"{what} as `{name}` in each row"
-        for name, (what, fits) in KINDS_IN_ROWS.items()
-        if not all(fits(row[name]) for row in rows)
-    ]
-
-
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""How sure a number is: bootstrap intervals for means and paired differences, Wilson's for shares.
+"""Confidence intervals: bootstrapped for means and paired differences, Wilson's for shares.
 
 And the estimators of repeated sampling: `pass_at_k`, and `majority` for the vote of several answers. An observation is always a
 prompt: samples of the same prompt are alike, and counting each of them would make every interval too narrow.

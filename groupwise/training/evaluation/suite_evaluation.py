@@ -1,11 +1,10 @@
 """Suites by name, asked of a service: `groupwise eval --suite math_500`.
 
-Each suite is run by lighteval in a folder of its own, and its result written before the next one begins, so that nothing of it is lost
-where a later one fails. Whom it asks is any OpenAI-compatible endpoint, or a server that is begun on a policy's weights and ended
-afterwards.
+Each suite is run by lighteval in a separate folder, and its result is written before the next one begins, so that it is not lost if a
+later one fails. It asks any OpenAI-compatible endpoint, or a server that is started on a policy's weights and ended afterwards.
 
-    results/NAME.json            what was found: see `_content`
-    results/NAME/log.txt         what lighteval said
+    results/NAME.json            the result: see `_content`
+    results/NAME/log.txt         lighteval's output
     results/NAME/out/            its own result, and every answer
     results/server-POLICY/       the log of a server
 
@@ -33,9 +32,8 @@ from groupwise.training.evaluation.policies import FoundPolicy, find_policy
 from groupwise.training.evaluation.results import FORMAT, check_writable, result_name, write_result
 from groupwise.training.evaluation.statistics import Interval, mean_with_interval
 from groupwise.training.suites import lighteval
-from groupwise.training.suites.lighteval import Asking, Marks
+from groupwise.training.suites.lighteval import SUITES, Asking, Marks, chosen_suites
 from groupwise.training.suites.serving import Weights, check_words, served
-from groupwise.training.suites.table import SUITES, chosen_suites
 
 METRIC = "pass@1"
 KIND = "suite"
@@ -47,7 +45,7 @@ class SuitesAsked:
 
     suites: tuple[str, ...]
     endpoint: str | None = None
-    """The service to ask; or else `serve`."""
+    """The service to ask; None if `serve` is given."""
     endpoint_model: str | None = None
     api_key_env: str = "OPENAI_API_KEY"
     policy: str | None = None
@@ -89,7 +87,7 @@ class SuitesAsked:
         self.asking(self.endpoint or "http://127.0.0.1", self.endpoint_model or "policy")
 
     def asking(self, url: str, model: str) -> Asking:
-        """How one service is asked."""
+        """The parameters for asking one service."""
         return Asking(
             checked_url(url),
             model,
@@ -105,16 +103,16 @@ class SuitesAsked:
 
 @dataclass(slots=True)
 class SuitesFound:
-    """How it went."""
+    """The results of the suites."""
 
     label: str
     """The endpoint's model, or the policy."""
     results: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """Results by suite."""
     failed: dict[str, str] = field(default_factory=dict[str, str])
-    """Why a suite has none."""
+    """Why a suite has no result."""
     path: Path | None = None
-    """The file with all of them, where one was asked for."""
+    """The file with all results, if `output` was given."""
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -134,14 +132,14 @@ class SuitesFound:
 
     @property
     def exit_code(self) -> int:
-        """1 where a suite has failed."""
+        """1 if a suite failed."""
         return 1 if self.failed else 0
 
 
 def evaluate_suites(
     asked: SuitesAsked, on_progress: Callable[[str], None] = lambda text: None
 ) -> SuitesFound:
-    """Ask every suite, one after the other. Raises UsageError before any work; a suite that fails is in what is returned."""
+    """Ask every suite, one after the other. Raises UsageError before any work; suites that fail are in the result."""
     program = lighteval.find_program(asked.program)
     policy = _policy(asked)
     place = _place(asked, policy)
@@ -177,7 +175,7 @@ def evaluate_suites(
 
 
 def plan(asked: SuitesAsked) -> dict[str, Any]:
-    """The plan of `evaluate_suites`, for `--dry-run`. Nothing is asked, begun or written."""
+    """The plan of `evaluate_suites`, for `--dry-run`. Nothing is asked, started or written."""
     program = lighteval.find_program(asked.program)
     policy = _policy(asked)
     place = _place(asked, policy)
@@ -238,7 +236,7 @@ def _ask(
     key: str | None,
     time_limit: float,
 ) -> dict[str, Any]:
-    """One suite, as it will be stored. Raises RunError."""
+    """Run one suite; returns its result as it is stored. Raises RunError."""
     suite, log = SUITES[name], folder / "log.txt"
     lighteval.prepare(asking, folder)
     words = lighteval.command(program, suite, asking, folder)
@@ -308,7 +306,7 @@ def _policy(asked: SuitesAsked) -> FoundPolicy:
 
 
 def _place(asked: SuitesAsked, policy: FoundPolicy) -> Path:
-    """The folder that the suites' own folders are made in: beside their results."""
+    """The parent of the suites' folders: the folder of their results."""
     if asked.output is not None:
         return asked.output.absolute().parent
     return (policy.run or asked.runs_dir.parent).absolute() / RESULTS
@@ -319,7 +317,7 @@ def _name(asked: SuitesAsked, suite: str, policy: FoundPolicy) -> str:
 
 
 def _new_folder(place: Path, name: str) -> Path:
-    """A folder that is neither taken nor a result: `NAME`, `NAME-2` …"""
+    """Create a folder whose name neither a folder nor a result has: `NAME`, `NAME-2` …"""
     with atomic_files.explained(place):
         place.mkdir(parents=True, exist_ok=True)
         for number in count(1):

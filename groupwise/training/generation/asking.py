@@ -1,16 +1,16 @@
-"""Asking for every generation that is not there yet: so many requests at once, each answer kept when it arrives.
+"""Requests every generation that is missing, several at once, and keeps each answer when it arrives.
 
-A row that the service refuses is a failure, and the others go on. What every row would meet ends the work: a key that is refused, a
-model that is not there, or failures in a row that leave no hope. Whatever ends it, what came before is kept.
+A row that the service refuses is a failure, and the others go on. Errors that every row would meet end the work: a refused key, a missing
+model, or too many failures in a row. In any case the earlier answers are kept.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any
 
 from groupwise.api.openai_client.answers import Choices
 from groupwise.api.openai_client.client import Client
@@ -27,7 +27,7 @@ FOR_ALL_ROWS = frozenset({401, 402, 403, 404})
 OF_THE_ROW = frozenset({400, 413, 422})
 """Statuses that are the row's fault, once another row has been answered."""
 HOPE = 8
-"""Failures in a row, at least, after which the work ends; as many as are under way at once where these are more."""
+"""Failures in a row after which the work ends; the number of concurrent requests if that is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Tally:
-    """What this command has got so far."""
+    """The progress of this command."""
 
     answered: int = 0
     """Rows that have all their generations."""
@@ -78,7 +78,7 @@ class Asking:
         self.tally = Tally()
 
     async def ask(self, items: Sequence[Item]) -> Tally:
-        """Until every row is answered or has failed. Raises EndpointError where going on would be in vain."""
+        """Ask until every row is answered or has failed. Raises EndpointError if going on would be in vain."""
         waiting = iter(items)
         count = min(self._config.concurrency, len(items))
         await gather_all(self._ask_each(waiting) for _ in range(count))
@@ -87,70 +87,52 @@ class Asking:
     async def _ask_each(self, waiting: Iterator[Item]) -> None:
         for item in waiting:
             try:
-                await self._ask_row(item)
+                wanted = self._config.num_generations
+                while (there := len(self._answers.of(item.key))) < wanted:
+                    answer = await self._request(item, there, wanted - there)
+                    self._journal.append(item.key, there, answer)
+                    self.tally.billed.add(answer.usage)
+                    self._failed_in_a_row = 0
+                    self._changed(self.tally)
+                self.tally.answered += 1
             except EndpointError as error:
-                self._fail(item, error)
+                self.tally.failures.append(Failure(item.index, str(error)))
+                if error.status not in OF_THE_ROW or self.tally.billed.requests == 0:
+                    self._failed_in_a_row += 1
+                limit = max(HOPE, self._config.concurrency)
+                if error.status in FOR_ALL_ROWS:
+                    raise error
+                if self._failed_in_a_row >= limit:
+                    raise EndpointError(
+                        f"{limit} rows failed one after the other; the last:\n{error}", error.status
+                    ) from error
             self._changed(self.tally)
-
-    async def _ask_row(self, item: Item) -> None:
-        wanted = self._config.num_generations
-        while (there := len(self._answers.of(item.key))) < wanted:
-            answer = await self._request(item, there, wanted - there)
-            self._journal.append(item.key, there, answer)
-            self.tally.billed.add(answer.usage)
-            self._failed_in_a_row = 0
-            self._changed(self.tally)
-        self.tally.answered += 1
 
     async def _request(self, item: Item, first: int, count: int) -> Choices:
         config = self._config
-        knobs = _Knobs(
-            n=count,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            max_tokens=config.max_new_tokens,
-            seed=None if config.seed is None else _seed(config.seed, item.key) + first,
-            stop=config.stop,
-            extra={**_for_template(item), **config.extra},
-            or_fewer=True,
-        )
+        # A chat's request has fields for its template, as vLLM and SGLang take them: the row's own, and whether its last words are
+        # to be continued.
+        template: dict[str, Any] = {}
+        if not isinstance(item.prompt, str):
+            template = for_request(item.columns)
+            if ends_begun(item.prompt):
+                template |= {"continue_final_message": True, "add_generation_prompt": False}
+        knobs: dict[str, Any] = {
+            "n": count,
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "max_tokens": config.max_new_tokens,
+            "seed": None if config.seed is None else _row_seed(config.seed, item.key) + first,
+            "stop": config.stop,
+            "extra": {**template, **config.extra},
+            "or_fewer": True,
+        }
         if isinstance(item.prompt, str):
             return await self._client.complete(item.prompt, **knobs)
         return await self._client.chat(item.prompt, **knobs)
 
-    def _fail(self, item: Item, error: EndpointError) -> None:
-        self.tally.failures.append(Failure(item.index, str(error)))
-        if error.status not in OF_THE_ROW or self.tally.billed.requests == 0:
-            self._failed_in_a_row += 1
-        limit = max(HOPE, self._config.concurrency)
-        if error.status in FOR_ALL_ROWS:
-            raise error
-        if self._failed_in_a_row >= limit:
-            raise EndpointError(
-                f"{limit} rows failed one after the other; the last:\n{error}", error.status
-            )
 
-
-class _Knobs(TypedDict):
-    n: int
-    temperature: float | None
-    top_p: float | None
-    max_tokens: int
-    seed: int | None
-    stop: Sequence[str]
-    extra: Mapping[str, Any]
-    or_fewer: bool
-
-
-def _for_template(item: Item) -> dict[str, Any]:
-    """What a chat's request says for its template, as vLLM and SGLang take it: the row's own, and that its last words are gone on with."""
-    if isinstance(item.prompt, str):
-        return {}
-    begun = {"continue_final_message": True, "add_generation_prompt": False}
-    return {**for_request(item.columns), **(begun if ends_begun(item.prompt) else {})}
-
-
-def _seed(seed: int, key: str) -> int:
-    """A row's own seed, that of its first generation; the others count on. Below 2³¹ − 2²⁰, for services that take 32 bits."""
-    told = hashlib.sha256(f"{seed} {key}".encode()).digest()
-    return int.from_bytes(told[:8], "big") % (2**31 - 2**20)
+def _row_seed(seed: int, key: str) -> int:
+    """The seed of a row's first generation; the others count on. Below 2³¹ − 2²⁰, for services that take 32 bits."""
+    digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % (2**31 - 2**20)

@@ -1,4 +1,4 @@
-"""What can be said about a generation: the options of `groupwise generate`, which are the arguments of `groupwise.generate`."""
+"""The options of `groupwise generate`, which are also the arguments of `groupwise.generate`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from groupwise.core.settings.validation import validate
 from groupwise.tasks.data.chat import Prefill
 
 BASE_URL = "http://127.0.0.1:8000/v1"
-"""Where vLLM and `groupwise serve` answer, unless they are told otherwise."""
+"""The default address of vLLM and `groupwise serve`."""
 CONCURRENCY = 16
-"""Requests under way at once, unless said otherwise; `--client-replicas` alone multiplies it."""
+"""Default number of concurrent requests; only `--client-replicas` multiplies it."""
 
 _SHARD = re.compile(r"([1-9]\d*)/([1-9]\d*)")
 INSTRUCTION = re.compile(r"\{\{\s*instruction\s*\}\}")
-"""What templates of distilabel call the prompt column. Alone it is that column as it stands, which may hold a chat."""
+"""The prompt column in templates of distilabel. Alone it is that column as it is, which may hold a chat."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -130,7 +130,9 @@ class GenerateConfig(Strict):
             yield Conflict(
                 "give the prompts as one of dataset and task_module.", ("dataset", "task_module")
             )
-        if self.prompt_column is not None and not self._has_place_for_the_prompt:
+        template = self.prompt_template
+        takes_column = template is None or INSTRUCTION.search(template)
+        if self.prompt_column is not None and not takes_column:
             yield Conflict(
                 "a template takes the place of prompt_column; write {column} into it, or {{ instruction }} for the prompt column.",
                 ("prompt_column", "prompt_template"),
@@ -159,24 +161,20 @@ class GenerateConfig(Strict):
             yield Conflict("keep has no effect without min_reward.", ("keep", "min_reward"))
 
     @property
-    def _has_place_for_the_prompt(self) -> bool:
-        return self.prompt_template is None or bool(INSTRUCTION.search(self.prompt_template))
-
-    @property
     def scores(self) -> bool:
-        """Whether generations are scored: by the rewards that are named, or a task's, where something depends on them."""
+        """True if generations are scored: by the named rewards, or by a task's if a limit depends on them."""
         return bool(self.rewards) or self.min_reward is not None
 
     @property
     def part(self) -> tuple[int, int]:
-        """Which of how many shards, counted from 0."""
+        """Index of the shard, from 0, and the number of shards."""
         found = _SHARD.fullmatch(self.shard or "1/1")
         assert found, "checked in conflicts"
         return int(found[1]) - 1, int(found[2])
 
     @property
     def root(self) -> Path:
-        """The folder of the whole, also for a shard."""
+        """The folder of the whole generation, also for a shard."""
         if self.output is not None:
             return Path(self.output).expanduser()
         assert self.hub is not None, "checked in conflicts"
@@ -184,7 +182,7 @@ class GenerateConfig(Strict):
 
     @property
     def folder(self) -> Path:
-        """Where this command writes."""
+        """The folder of this command."""
         number, count = self.part
         return self.root / f"shard-{number + 1}-of-{count}" if self.shard else self.root
 

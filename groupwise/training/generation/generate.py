@@ -37,7 +37,6 @@ from groupwise.training.generation.journal import ANSWERS, Answers, Billed, Jour
 from groupwise.training.generation.prompts import Prompts, read_prompts
 from groupwise.training.generation.results import (
     TRAIN,
-    Counts,
     left_unjudged,
     replaced_columns,
     write_results,
@@ -53,18 +52,18 @@ SHARDS = "shard-*-of-*"
 PROMPTING = ("api", "prompt_column", "prompt_template", "system_prompt")
 """The options that make a prompt of a row."""
 SAMPLING = ("temperature", "top_p", "max_new_tokens", "stop", "seed", "extra")
-"""The options that each request says besides model and prompt. With those above they shape the answers: a folder holds those of one
-shape."""
+"""The options that each request has besides model and prompt. Together with those above they decide the answers: all answers of a folder
+have the same."""
 REFRESH = 1.0
-"""Seconds between two looks at the clock for the line that tells how far it is."""
+"""Seconds between two updates of the progress line."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """How a generation ended."""
+    """The result of a generation."""
 
     summary: dict[str, Any]
-    """For people and `--json`: folder, rows, what was kept, tokens, cost. After a dry run, the plan."""
+    """Summary for people and `--json`: folder, rows, kept generations, tokens, cost. After a dry run, the plan."""
     folder: Path
     exit_code: int = 0
     """0 done; 1 where no row has been answered, or none could be scored and scores decide what is kept; 130 or 143 interrupted, with
@@ -73,11 +72,12 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a command will do, known before anything is asked."""
+    """The work of a command, known before anything is requested."""
 
     config: GenerateConfig
     model: str
     shapes: dict[str, Any]
+    """The options that decide the answers, with the model."""
     prompts: Prompts
     scoring: Scoring | None
 
@@ -100,7 +100,7 @@ async def _generate(config: GenerateConfig, *, dry_run: bool) -> GenerateResult:
     _refuse_foreign(config.folder)
     plan = _plan(config, await _model(config))
     if dry_run:
-        return GenerateResult(_described(plan), config.folder)
+        return GenerateResult(_describe(plan), config.folder)
     if config.hub is not None:
         prepare_upload(config.hub, private=config.private)
     with _opened(plan) as (answers, journal):
@@ -110,7 +110,7 @@ async def _generate(config: GenerateConfig, *, dry_run: bool) -> GenerateResult:
                 strange,
                 "shard" if config.shard else "input",
             )
-        return await _carried_out(plan, answers, journal)
+        return await _carry_out(plan, answers, journal)
 
 
 def _plan(config: GenerateConfig, model: str) -> Plan:
@@ -141,7 +141,7 @@ def _plan(config: GenerateConfig, model: str) -> Plan:
     return plan
 
 
-async def _carried_out(plan: Plan, answers: Answers, journal: Journal) -> GenerateResult:
+async def _carry_out(plan: Plan, answers: Answers, journal: Journal) -> GenerateResult:
     config, items = plan.config, plan.prompts.items
     asked = [item for item in items if len(answers.of(item.key)) < config.num_generations]
     endpoint = _endpoint(config, plan.model)
@@ -164,24 +164,33 @@ async def _carried_out(plan: Plan, answers: Answers, journal: Journal) -> Genera
                 return GenerateResult(_summary(plan, told), config.folder, interrupted.exit_code)
             except EndpointError as error:
                 raise EndpointError(f"{error}\n{_go_on(config)}", error.status) from error
-    return _finished(plan, answers, scores, asking.tally)
+    return _finish(plan, answers, scores, asking.tally)
 
 
-def _finished(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> GenerateResult:
+def _finish(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> GenerateResult:
     config = plan.config
     unasked = [Failure(each.index, f"not asked: {each.reason}") for each in plan.prompts.unasked]
     failures = [*tally.failures, *unasked]
     counts = write_results(config.folder, config, plan.prompts.items, answers, scores, failures)
-    summary = _summary(plan, _outcome(plan, counts, failures) | _spent(plan, answers, tally))
+    blind = left_unjudged(config, counts)
+    state = "unscored" if blind else "incomplete" if failures else "done"
+    outcome = {"state": state, **counts.summary, "failed": len(failures)}
+    summary = _summary(plan, outcome | _spent(plan, answers, tally))
     if failures:
         logger.warning(
             "%d rows have failed; %s says why. The same command asks for them again.",
             len(failures),
             config.folder / "failures.jsonl",
         )
-    blind = left_unjudged(config, counts)
     if blind:
-        logger.error(_unscored(config, counts))
+        reason, count = counts.unscored.most_common(1)[0]
+        there = (config.folder / TRAIN).exists()
+        message = (
+            f"None of {counts.generations} generations could be scored, so that none earns min_reward. Of {count} it is "
+            f"said:\n  {reason}\n{TRAIN} {'is left as it was' if there else 'is not written'}. Mend the rewards and give the same command "
+            "again: what is there is scored anew, and not asked for again."
+        )
+        logger.error(message)
     usable = bool(counts.rows) and not blind
     if config.hub is not None and usable:
         summary["hub"] = upload(config.folder, config.hub, plan.rewards_left_out)
@@ -189,29 +198,18 @@ def _finished(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> Gen
     return GenerateResult(summary, config.folder, 0 if usable else 1)
 
 
-def _unscored(config: GenerateConfig, counts: Counts) -> str:
-    """What to say where a limit on rewards meets none."""
-    reason, count = counts.unscored.most_common(1)[0]
-    there = (config.folder / TRAIN).exists()
-    return (
-        f"None of {counts.generations} generations could be scored, so that none earns min_reward. Of {count} it is "
-        f"said:\n  {reason}\n{TRAIN} {'is left as it was' if there else 'is not written'}. Mend the rewards and give the same command "
-        "again: what is there is scored anew, and not asked for again."
-    )
-
-
 # --- the folder ----------------------------------------------------------------------------------
 
 
 @contextmanager
 def _opened(plan: Plan) -> Generator[tuple[Answers, Journal]]:
-    """The folder, held by this process, and all answers that are there."""
+    """Lock the folder, and read all answers that are there."""
     config = plan.config
     try:
         config.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"The folder {config.folder} cannot be made: {error.strerror}.") from error
-    lock = _held(config.folder)
+    lock = _acquire_lock(config.folder)
     try:
         atomic_files.sweep(config.folder)
         if not (config.folder / SETTINGS).exists():
@@ -229,7 +227,7 @@ def _opened(plan: Plan) -> Generator[tuple[Answers, Journal]]:
         lock.release()
 
 
-def _held(folder: Path) -> RunLock:
+def _acquire_lock(folder: Path) -> RunLock:
     try:
         return RunLock.acquire(folder)
     except RunInUseError:
@@ -239,12 +237,12 @@ def _held(folder: Path) -> RunLock:
 
 
 def _shards(config: GenerateConfig) -> list[Path]:
-    """The folders of shards, for the command that puts them together."""
+    """The folders of shards, for the command that merges them."""
     return [] if config.shard else sorted(config.root.glob(SHARDS))
 
 
 def _check_settings(config: GenerateConfig, shapes: Mapping[str, Any]) -> None:
-    """Raise ResumeMismatchError if answers that belong together were, or would be, asked for in another way."""
+    """Raise ResumeMismatchError if the folder's answers were requested with other options."""
     for folder in (config.root, *sorted(config.root.glob(SHARDS))):
         noted = _noted(folder)
         if noted is None:
@@ -295,7 +293,7 @@ def _endpoint(config: GenerateConfig, model: str) -> Endpoint:
 
 
 async def _model(config: GenerateConfig) -> str:
-    """The model that was asked for, that the folder's answers are of, or the only one that is served."""
+    """The requested model, that of the folder's answers, or the only one that is served."""
     if config.model is not None:
         return config.model
     for folder in (config.root, *sorted(config.root.glob(SHARDS))):
@@ -313,7 +311,7 @@ async def _model(config: GenerateConfig) -> str:
 
 
 class _ProgressLine:
-    """Tells how far the work is."""
+    """The progress line."""
 
     def __init__(
         self, ticker: Ticker, config: GenerateConfig, client: Client, rows: int, there: int
@@ -325,7 +323,7 @@ class _ProgressLine:
         self._there = there
 
     def show(self, tally: Tally) -> None:
-        """The line for what has come so far."""
+        """Show the progress of the answers."""
         billed = tally.billed.usage
         facts = [
             f"rows {self._there + tally.answered}/{self._rows}",
@@ -345,11 +343,11 @@ class _ProgressLine:
         self._ticker.show("  ".join(facts))
 
     def scored(self, count: int) -> None:
-        """The line while rewards are computed."""
+        """Show the progress of the scoring."""
         self._ticker.show(f"scored {count}/{self._rows} rows")
 
     async def kept_alive(self, work: Coroutine[Any, Any, Tally], tally: Tally) -> None:
-        """Await work, and tell of it also while nothing comes."""
+        """Await work, and update the line also while no answer arrives."""
 
         async def tell() -> None:
             while True:
@@ -377,7 +375,7 @@ def _cost(config: GenerateConfig, billed: Billed) -> float | None:
 
 
 def _spent(plan: Plan, answers: Answers, tally: Tally) -> dict[str, Any]:
-    """What this command has cost, and under `in_all` what every answer that is there has, those of earlier commands too."""
+    """The cost of this command, and under `in_all` that of all answers, including those of earlier commands."""
     told = {
         **_billed(plan.config, tally.billed),
         "tokens_per_second": round(tally.tokens_per_second, 1),
@@ -402,14 +400,8 @@ def _billed(config: GenerateConfig, billed: Billed) -> dict[str, Any]:
 
 
 def _of_no_row(plan: Plan, answers: Answers) -> int:
-    """Answers to what this command does not ask: their rows are gone, or ask something else now."""
+    """Number of answers whose rows are gone or have another prompt now."""
     return answers.beside({item.key for item in plan.prompts.items})
-
-
-def _outcome(plan: Plan, counts: Counts, failures: list[Failure]) -> dict[str, Any]:
-    state = "done" if not failures else "incomplete"
-    state = "unscored" if left_unjudged(plan.config, counts) else state
-    return {"state": state, **counts.summary, "failed": len(failures)}
 
 
 def _summary(plan: Plan, told: Mapping[str, Any]) -> dict[str, Any]:
@@ -420,8 +412,8 @@ def _summary(plan: Plan, told: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **told}
 
 
-def _described(plan: Plan) -> dict[str, Any]:
-    """What a command would do, for a dry run."""
+def _describe(plan: Plan) -> dict[str, Any]:
+    """The plan for a dry run."""
     config, answers = plan.config, Answers()
     for folder in (config.folder, *_shards(config)):
         answers.read(folder / ANSWERS)

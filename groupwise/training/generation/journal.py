@@ -1,15 +1,15 @@
-"""The answers as they arrive, in a file that only grows. What has been appended is on the disk and is never paid for again.
+"""The journal of answers, a file that only grows. An appended answer is on the disk and is never paid for again.
 
 One line holds the answer to one request: the row's key, which of its generations it holds (`first` and those that follow), and what was
-billed. A line is written in one piece and flushed before anybody counts on it. A process that dies while it writes leaves part of
-a line at the end, which nobody has counted on: who opens the file to go on cuts it off.
+billed. A line is written in one piece and flushed before its answer counts. A process that dies while it writes leaves part of a line at
+the end, whose answer does not count: `Journal` cuts it off when it opens the file again.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,12 +34,12 @@ class Generation:
 
 @dataclass(slots=True)
 class Billed:
-    """What answers have cost."""
+    """The cost of answers."""
 
     requests: int = 0
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
     untold: int = 0
-    """Answers that do not say what was billed."""
+    """Number of answers that do not say what was billed."""
 
     def add(self, usage: Usage) -> None:
         """Count an answer."""
@@ -51,7 +51,7 @@ class Billed:
 
 
 class Answers:
-    """What is known of each row, from one journal or several."""
+    """The generations of each row, from one journal or several."""
 
     def __init__(self) -> None:
         self._generations: dict[str, dict[int, Generation]] = {}
@@ -65,15 +65,15 @@ class Answers:
         return [found[number] for number in range(count)]
 
     def usage(self, key: str) -> Usage:
-        """What was billed for a row."""
+        """The billed tokens of a row."""
         return sum(self._usage.get(key, ()), start=Usage(0, 0))
 
     def beside(self, keys: Collection[str]) -> int:
-        """How many answers are of none of these rows."""
+        """Number of answers that belong to none of these rows."""
         return sum(len(billed) for key, billed in self._usage.items() if key not in keys)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take in a line of a journal. Of a generation that is there twice the first stands."""
+        """Add a line of a journal. If a generation is there twice, the first one counts."""
         found = self._generations.setdefault(line["key"], {})
         for number, choice in enumerate(line["choices"], line["first"]):
             generation = Generation(
@@ -85,7 +85,7 @@ class Answers:
         self.billed.add(usage)
 
     def read(self, path: Path) -> int:
-        """Take in a whole journal; returns its length in bytes without a torn end. Raises StoreError where a line is broken."""
+        """Add a whole journal; returns its length in bytes without a torn end. Raises StoreError for a broken line."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -106,7 +106,7 @@ class Journal:
     """The journal of this command; its one writer."""
 
     def __init__(self, path: Path, answers: Answers) -> None:
-        """Goes on with the file, without a torn end. `answers` takes in what is there and what comes."""
+        """Open the file and cut off a torn end. Old and new answers are added to `answers`."""
         self._path = path
         self._answers = answers
         whole = answers.read(path)
@@ -127,11 +127,19 @@ class Journal:
         self._file.close()
 
     def append(self, key: str, first: int, answer: Choices) -> None:
-        """Keep an answer; when this returns, it is on the disk. Raises StoreError where the disk refuses."""
+        """Write an answer; when this returns, it is on the disk. Raises StoreError if the disk refuses."""
+        entries = zip(answer.texts, answer.finish_reasons, answer.reasoning, strict=True)
         line = {
             "key": key,
             "first": first,
-            "choices": _choices(answer),
+            "choices": [
+                {
+                    "text": text,
+                    "finish_reason": reason,
+                    **({"reasoning": thought} if thought else {}),
+                }
+                for text, reason, thought in entries
+            ],
             "usage": {
                 "prompt_tokens": answer.usage.prompt_tokens,
                 "completion_tokens": answer.usage.completion_tokens,
@@ -144,14 +152,6 @@ class Journal:
                 data = data[self._file.write(data) or 0 :]
             os.fsync(self._file.fileno())
         self._answers.add(line)
-
-
-def _choices(answer: Choices) -> Sequence[dict[str, Any]]:
-    entries = zip(answer.texts, answer.finish_reasons, answer.reasoning, strict=True)
-    return [
-        {"text": text, "finish_reason": reason, **({"reasoning": thought} if thought else {})}
-        for text, reason, thought in entries
-    ]
 
 
 @contextmanager

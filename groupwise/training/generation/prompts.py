@@ -1,8 +1,8 @@
-"""From rows to what is asked: one `Item` for each row, with a key that is the same whenever the same is asked again.
+"""Builds the requests: one `Item` for each row, with a key that is the same for the same request.
 
-The key is a hash of the request: the prompt as it is sent, the model, and how it samples. Where a row stands does not matter, so that
-rows may be added before others, nor do its other columns, which come from the input as it is now. Of rows that ask the same each has
-answers of its own. Rows that cannot be asked are told apart, with a reason.
+The key is a hash of the request: the prompt as it is sent, the model, and the sampling options. The position of a row does not matter, so
+rows may be inserted, and neither do its other columns, which are read from the input again. Rows with the same request have separate
+answers. Rows without a usable prompt are listed with a reason.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, Literal, cast
 
 from groupwise.api.schemas.template_columns import for_request
 from groupwise.core.errors import TaskError
-from groupwise.core.types import Example, Message, Prompt
+from groupwise.core.types import Example, Prompt
 from groupwise.tasks.contract import Task, load_task
 from groupwise.tasks.data.content import canonical
 from groupwise.tasks.data.examples import checked_prompt
@@ -29,7 +29,7 @@ from groupwise.training.generation.config import INSTRUCTION, GenerateConfig
 from groupwise.training.rollout_builder import rewarded
 
 _BRACES = re.compile(r"\{\{(?:(?!\{[{%]).)*?\}\}|\{%(?:(?!\{[{%]).)*?%\}", re.DOTALL)
-"""What jinja would fill in or run."""
+"""Expressions and statements of jinja."""
 
 PROMPT = "prompt"
 
@@ -43,7 +43,7 @@ class Item:
     index: int
     """The row's place in the data, from 0."""
     prompt: Prompt
-    """As it is sent: messages for a chat, text to be continued."""
+    """The prompt as it is sent: messages for a chat, or text to be continued."""
     columns: dict[str, Any]
     """The whole row, as it came."""
     key: str
@@ -79,23 +79,30 @@ class _Found:
 
 
 def read_prompts(config: GenerateConfig, sampling: Mapping[str, Any]) -> Prompts:
-    """The rows of the dataset or task. `sampling` is what each request says besides the prompt.
+    """The rows of the dataset or task. `sampling`: the fields of each request besides the prompt.
 
     Raises TaskError for a source that cannot be read, a column or field that is not there, and rows of which none can be asked.
     """
     task, task_config = None, None
     if config.task_module is not None:
         task, task_config, examples = _of_task(config.task_module, config.config)
-        found = _asked_of_task(examples, config.api or "completions")
+        api = config.api or "completions"
+        found = _Found()
+        for example in examples:
+            whole = {PROMPT: example.prompt, **example.columns}
+            prompt: Prompt = example.prompt
+            if isinstance(prompt, str) and api == "chat":
+                prompt = [{"role": "user", "content": prompt}]
+            found.rows.append((example.index, prompt, whole))
     else:
         assert config.dataset is not None, "checked in conflicts"
         rows = read_source(config.dataset, config.dataset_config, config.split)
-        found = _asked_of_rows(rows, config)
+        found = _prompts_of_rows(rows, config)
     if not found.rows:
         first = found.unasked[0]
         raise TaskError(f"No row can be asked. Row {first.index}: {first.reason}")
     number, count = config.part
-    items = [item for item in _keyed(found.rows, sampling) if item.index % count == number]
+    items = [item for item in _with_keys(found.rows, sampling) if item.index % count == number]
     unasked = [each for each in found.unasked if each.index % count == number]
     return Prompts(tuple(items), tuple(unasked), task, task_config, found.ending_with_assistant)
 
@@ -105,7 +112,15 @@ def _of_task(source: str, config: str | None) -> tuple[Task, RunConfig, list[Exa
     if not task.has("get_rl_dataset"):
         raise TaskError(task.missing("get_rl_dataset", "rl"))
     if task.has("get_environment"):
-        raise TaskError(_takes_turns(task, source))
+        has_rows = task.has("get_sft_dataset")
+        rows = f"\n  groupwise sft --task-module {source} trains on whole ones that its get_sft_dataset brings"
+        raise TaskError(
+            f"{task.described} has get_environment: it answers the model turn by turn, or runs the tools that it calls, but generate asks "
+            "a service once for each row. First turns would be paid for and scored as if they were whole. Instead:\n"
+            f"  groupwise rl --task-module {source} plays whole ones with a model here, which groupwise runs export --to jsonl writes"
+            f"{rows if has_rows else ''}\n"
+            "  --dataset in place of --task-module asks for one answer to each prompt of a file"
+        )
     loaded = load_config(config or {"model": {"name": "tiny"}})
     settings = with_task_schema(loaded, task.config_schema()).config
     task = rewarded(settings, task)
@@ -114,59 +129,30 @@ def _of_task(source: str, config: str | None) -> tuple[Task, RunConfig, list[Exa
     return task, settings, task.rl_examples(view(settings), limit=limit)
 
 
-def _takes_turns(task: Task, source: str) -> str:
-    """The message for a task whose rollouts are more than one answer."""
-    has_rows = task.has("get_sft_dataset")
-    rows = f"\n  groupwise sft --task-module {source} trains on whole ones that its get_sft_dataset brings"
-    return (
-        f"{task.described} has get_environment: it answers the model turn by turn, or runs the tools that it calls, but generate asks "
-        "a service once for each row. First turns would be paid for and scored as if they were whole. Instead:\n"
-        f"  groupwise rl --task-module {source} plays whole ones with a model here, which groupwise runs export --to jsonl writes"
-        f"{rows if has_rows else ''}\n"
-        "  --dataset in place of --task-module asks for one answer to each prompt of a file"
-    )
-
-
-def _asked_of_task(examples: Iterable[Example], api: str) -> _Found:
-    found = _Found()
-    for example in examples:
-        whole = {PROMPT: example.prompt, **example.columns}
-        prompt: Prompt = example.prompt
-        if isinstance(prompt, str) and api == "chat":
-            prompt = [{"role": "user", "content": prompt}]
-        found.rows.append((example.index, prompt, whole))
-    return found
-
-
-def _asked_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _Found:
-    written = _writer(rows, config)
-    found = _Found()
-    for index, row in enumerate(rows):
-        try:
-            prompt, begun = _as_sent(written(row), config)
-        except TaskError as problem:
-            found.unasked.append(Unasked(index, str(problem)))
-        else:
-            found.ending_with_assistant += begun
-            found.rows.append((index, prompt, dict(row)))
-    return found
-
-
-def _writer(rows: Sequence[Row], config: GenerateConfig) -> Callable[[Row], Any]:
-    """What makes the prompt of a row, once it is sure that its columns are there."""
+def _prompts_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _Found:
+    """The prompts of a dataset's rows, by the template or from a column. Raises TaskError if a column is missing."""
     there = list(dict.fromkeys(name for row in rows for name in row))
     where = f"The dataset {config.dataset!r}"
-    column = config.prompt_column or PROMPT
+    column, template = config.prompt_column or PROMPT, None
     if config.prompt_template is not None:
         template = Template(config.prompt_template, column)
         for name in template.fields:
             if name not in there:
                 raise TaskError(no_column(where, name, there, " in the prompt template"))
         _check_braces(config.prompt_template, there, column)
-        return template.written
-    if column not in there:
+    elif column not in there:
         raise TaskError(no_column(where, column, there, " for the prompt"))
-    return lambda row: row.get(column)
+    found = _Found()
+    for index, row in enumerate(rows):
+        try:
+            value = row.get(column) if template is None else template.written(row)
+            prompt, begun = _as_sent(value, config)
+        except TaskError as problem:
+            found.unasked.append(Unasked(index, str(problem)))
+        else:
+            found.ending_with_assistant += begun
+            found.rows.append((index, prompt, dict(row)))
+    return found
 
 
 def _as_sent(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
@@ -178,7 +164,9 @@ def _as_sent(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
         return prompt, False
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    asked = _without_answer(prompt) if config.prefill == "drop" else prompt
+    asked = list(prompt)
+    while config.prefill == "drop" and asked and asked[-1]["role"] == "assistant":
+        asked.pop()
     if all(message["role"] == "assistant" for message in asked):
         raise TaskError("its messages are all the assistant's, so that nothing is asked.")
     begun = ends_begun(prompt)
@@ -187,14 +175,7 @@ def _as_sent(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
     return asked, begun
 
 
-def _without_answer(messages: Sequence[Message]) -> list[Message]:
-    asked = list(messages)
-    while asked and asked[-1]["role"] == "assistant":
-        asked.pop()
-    return asked
-
-
-def _keyed(
+def _with_keys(
     rows: Sequence[tuple[int, Prompt, dict[str, Any]]], sampling: Mapping[str, Any]
 ) -> list[Item]:
     seen: Counter[str] = Counter()
@@ -203,9 +184,9 @@ def _keyed(
         request = [canonical(prompt), canonical(sampling)]
         if template := for_request(columns):
             request.append(canonical(template))
-        told = hashlib.sha256(json.dumps(request).encode()).hexdigest()
-        key = hashlib.sha256(f"{told} {seen[told]}".encode()).hexdigest()[:32]
-        seen[told] += 1
+        digest = hashlib.sha256(json.dumps(request).encode()).hexdigest()
+        key = hashlib.sha256(f"{digest} {seen[digest]}".encode()).hexdigest()[:32]
+        seen[digest] += 1
         items.append(Item(index, prompt, columns, key))
     return items
 

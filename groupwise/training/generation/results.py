@@ -1,4 +1,4 @@
-"""The finished files, made anew from the journal each time, in the order of the input.
+"""Writes the result files from the journal, each time from scratch, in the order of the input.
 
     generations.jsonl    one line for each row that was answered: its columns, and `generation` (a list where there are several), with
                          finish_reason, reasoning, reward, usage and model
@@ -23,7 +23,6 @@ from groupwise.core.atomic_files import building_path, explained, publish_file
 from groupwise.core.reward_call.plain import plain
 from groupwise.core.reward_call.request import MemberScore
 from groupwise.core.terminal.text import shorten
-from groupwise.core.types import Prompt
 from groupwise.training.generation.asking import Failure
 from groupwise.training.generation.config import GenerateConfig
 from groupwise.training.generation.journal import Answers, Generation
@@ -37,7 +36,7 @@ FAILURES = "failures.jsonl"
 MAX_PROMPT_CHARACTERS = 200
 """Characters of a prompt that `failures.jsonl` shows."""
 CUT_OFF = frozenset({"length", "content_filter"})
-"""Finish reasons of texts that did not come to their end."""
+"""Finish reasons of incomplete texts."""
 OTHER_FORMS = frozenset(
     {"messages", "input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks"}
 )
@@ -46,7 +45,7 @@ OTHER_FORMS = frozenset(
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the generations."""
+    """Statistics of the generations."""
 
     rows: int = 0
     generations: int = 0
@@ -60,19 +59,19 @@ class Counts:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """For people and `--json`."""
-        told: dict[str, Any] = {
+        """Summary for people and `--json`."""
+        summary: dict[str, Any] = {
             "answered": self.rows,
             "generations": self.generations,
             "kept": self.kept,
         }
         if self.left_out:
-            told["left_out"] = dict(self.left_out.most_common())
+            summary["left_out"] = dict(self.left_out.most_common())
         if self.rewards:
-            told["reward"] = {"mean": fmean(self.rewards), "mean_of_best": fmean(self.best)}
+            summary["reward"] = {"mean": fmean(self.rewards), "mean_of_best": fmean(self.best)}
         if self.unscored:
-            told["unscored"] = dict(self.unscored.most_common(5))
-        return told
+            summary["unscored"] = dict(self.unscored.most_common(5))
+        return summary
 
 
 def write_results(
@@ -93,21 +92,21 @@ def write_results(
         for item in items
         if len(found := answers.of(item.key)) >= config.num_generations
     ]
-    _write(folder / GENERATIONS, _generations(whole, answers, scores))
-    kept = _kept(whole, config, scores, counts)
+    _write(folder / GENERATIONS, _generation_rows(whole, answers, scores))
+    kept = _select(whole, config, scores, counts)
     if not left_unjudged(config, counts):
         _write(folder / TRAIN, (_train_row(*each) for each in kept))
-    _write(folder / FAILURES, _failed(failures, items))
+    _write(folder / FAILURES, _failure_rows(failures, items))
     return counts
 
 
 def left_unjudged(config: GenerateConfig, counts: Counts) -> bool:
-    """Whether rewards were to say what is kept, and not one generation could be scored."""
+    """True if rewards decide what is kept, but no generation could be scored."""
     return config.min_reward is not None and bool(counts.unscored) and not counts.rewards
 
 
 def replaced_columns(items: Sequence[Item], config: GenerateConfig) -> list[str]:
-    """Columns of the input in whose place something of ours is written."""
+    """Columns of the input that the results replace with their own."""
     ours = {"generation", "finish_reason", "reasoning", "usage", "model"}
     ours |= {"reward"} if config.scores else set()
     there = {name for item in items for name in item.columns}
@@ -126,7 +125,7 @@ def _write(path: Path, rows: Iterator[Mapping[str, Any]]) -> None:
             building.unlink(missing_ok=True)
 
 
-def _generations(
+def _generation_rows(
     whole: Sequence[tuple[Item, Sequence[Generation]]], answers: Answers, scores: Scores
 ) -> Iterator[dict[str, Any]]:
     for item, found in whole:
@@ -152,24 +151,21 @@ def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def _failed(failures: Sequence[Failure], items: Sequence[Item]) -> Iterator[dict[str, Any]]:
+def _failure_rows(failures: Sequence[Failure], items: Sequence[Item]) -> Iterator[dict[str, Any]]:
     by_index = {item.index: item for item in items}
     for failure in sorted(failures, key=lambda failure: failure.index):
         item = by_index.get(failure.index)  # a row that cannot be asked is no item
+        prompt = item.prompt if item else ""
+        text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
         yield {
             "row": failure.index,
             "key": item and item.key,
-            "prompt": item and shorten(_last_words(item.prompt), MAX_PROMPT_CHARACTERS),
+            "prompt": item and shorten(text, MAX_PROMPT_CHARACTERS),
             "reason": failure.reason,
         }
 
 
-def _last_words(prompt: Prompt) -> str:
-    """A prompt's text, or that of a chat's last message."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
-
-
-def _kept(
+def _select(
     whole: Sequence[tuple[Item, Sequence[Generation]]],
     config: GenerateConfig,
     scores: Scores,
@@ -178,8 +174,16 @@ def _kept(
     kept: list[tuple[Item, Generation, MemberScore | None]] = []
     for item, found in whole:
         members = scores.get(item.key, (None,) * len(found))[: len(found)]
-        _count(counts, members)
-        verdicts = _verdicts(found, members, config)
+        counts.rows += 1
+        counts.generations += len(members)
+        scored = [score for score in members if score is not None]
+        earned = [score.reward for score in scored if score.reward is not None]
+        counts.rewards += earned
+        counts.best += [max(earned)] if earned else []
+        counts.unscored.update(
+            score.reason or score.outcome for score in scored if score.reward is None
+        )
+        verdicts = _exclusion_reasons(found, members, config)
         for generation, score, reason in zip(found, members, verdicts, strict=True):
             if reason is not None:
                 counts.left_out[reason] += 1
@@ -189,20 +193,10 @@ def _kept(
     return kept
 
 
-def _count(counts: Counts, members: Sequence[MemberScore | None]) -> None:
-    counts.rows += 1
-    counts.generations += len(members)
-    told = [score for score in members if score is not None]
-    earned = [score.reward for score in told if score.reward is not None]
-    counts.rewards += earned
-    counts.best += [max(earned)] if earned else []
-    counts.unscored.update(score.reason or score.outcome for score in told if score.reward is None)
-
-
-def _verdicts(
+def _exclusion_reasons(
     found: Sequence[Generation], members: Sequence[MemberScore | None], config: GenerateConfig
 ) -> list[str | None]:
-    """For each generation of a row why it is left out; None: it is kept."""
+    """For each generation of a row, why it is left out; None if it is kept."""
     reasons = [_unusable(each, config) for each in found]
     if config.min_reward is None:
         return reasons

@@ -1,4 +1,4 @@
-"""Scoring what was generated with the rewards that training uses, in the same worker processes."""
+"""Scores generations with the rewards that training uses, in the same worker processes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ from groupwise.core.interruption import gather_all
 from groupwise.core.reward_call.call import RESERVED
 from groupwise.core.reward_call.request import MemberScore, Scorer, ScoreRequest
 from groupwise.core.reward_call.text import as_completion
-from groupwise.tasks.contract import Task
 from groupwise.tasks.rewards.inprocess import RubricScorer
 from groupwise.tasks.rewards.registry import get_reward_funcs
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rewards.workers import RewardWorkers
 from groupwise.training import rollout_builder
-from groupwise.training.config import RunConfig
 from groupwise.training.generation.config import GenerateConfig
 from groupwise.training.generation.journal import Answers, Generation
 from groupwise.training.generation.prompts import PROMPT, Item, Prompts
 
 Scores = dict[str, tuple[MemberScore, ...]]
-"""By the row's key, one for each of its generations."""
+"""The scores of each generation, by the row's key."""
 TOKENS = "completion_ids"
-"""What reward functions may ask for and a service does not give: it tells how many tokens were billed, and not which."""
+"""The argument of reward functions that a service cannot fill: it says how many tokens were billed, not which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What scores, and what of the rewards it cannot tell."""
+    """The scorer, and the rewards that it leaves out."""
 
     scorer: Scorer
     left_out: tuple[str, ...] = ()
@@ -39,7 +37,7 @@ class Scoring:
 
 
 def build_scoring(config: GenerateConfig, prompts: Prompts) -> Scoring | None:
-    """How these rows are scored, or None where nothing is. Raises TaskError for rewards that cannot score them."""
+    """Build the scorer of these rows; None if nothing is scored. Raises TaskError for rewards that cannot score them."""
     if not config.scores:
         return None
     rows = {item.index: _columns(item) for item in prompts.items}
@@ -57,19 +55,17 @@ def build_scoring(config: GenerateConfig, prompts: Prompts) -> Scoring | None:
     assert whole is not None, "the hook is there"
     rubric, left_out = without_tokens(whole)
     rubric.check_rows(rows)
-    return Scoring(_scorer_of_task(settings, task, tokenizer, rubric), left_out)
-
-
-def _scorer_of_task(config: RunConfig, task: Task, tokenizer: Any, rubric: Rubric) -> Scorer:
-    if not rollout_builder.scores_in_workers(config, task, rubric):
-        return rollout_builder.build_scorer(config, task, tokenizer, rubric)
-    return RewardWorkers(
-        "groupwise.training.generation.scoring:task_scorer_for_worker",
-        {"config": config.model_dump(mode="json"), "task": task.spec},
-        workers=config.rewards.workers,
-        time_limit=config.rewards.time_limit,
-        start_limit=config.rewards.start_limit,
-    )
+    if not rollout_builder.scores_in_workers(settings, task, rubric):
+        scorer = rollout_builder.build_scorer(settings, task, tokenizer, rubric)
+    else:
+        scorer = RewardWorkers(
+            "groupwise.training.generation.scoring:task_scorer_for_worker",
+            {"config": settings.model_dump(mode="json"), "task": task.spec},
+            workers=settings.rewards.workers,
+            time_limit=settings.rewards.time_limit,
+            start_limit=settings.rewards.start_limit,
+        )
+    return Scoring(scorer, left_out)
 
 
 def scorer_for_worker(rewards: list[str], answer_column: str | None) -> RubricScorer:
@@ -85,7 +81,7 @@ def task_scorer_for_worker(config: Mapping[str, Any], task: str) -> RubricScorer
 
 
 def without_tokens(rubric: Rubric) -> tuple[Rubric, tuple[str, ...]]:
-    """The rewards that text is enough for, and the names of the others. Raises TaskError where none of the former counts."""
+    """The rewards that need only text, and the names of the others. Raises TaskError if none of the former has weight."""
     asking = tuple(
         name
         for name, function in zip(rubric.names, rubric.functions, strict=True)
@@ -106,7 +102,7 @@ def without_tokens(rubric: Rubric) -> tuple[Rubric, tuple[str, ...]]:
 async def score_all(
     scorer: Scorer, items: Sequence[Item], answers: Answers, changed: Callable[[int], None]
 ) -> Scores:
-    """The scores of each row that has generations; `changed` hears how many rows are scored."""
+    """The scores of each row that has generations; `changed` is called with the number of scored rows."""
     scores: Scores = {}
 
     async def score(item: Item, generations: Sequence[Generation]) -> None:

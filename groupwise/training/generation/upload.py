@@ -1,4 +1,4 @@
-"""A generation as a dataset on the hub: the training rows, and beside them all generations.
+"""Uploads a generation as a dataset on the hub: the training rows, and beside them all generations.
 
 `groupwise generate` asks whether it may write there before anything is paid for, and uploads at the end, in one commit. The token is
 huggingface_hub's own affair (HF_TOKEN, or its login).
@@ -31,7 +31,7 @@ Made with `groupwise generate`. `{TRAIN}` holds what was kept for training, `{GE
 
 
 def prepare_upload(name: str, *, private: bool) -> None:
-    """Make the dataset where it is not there yet. Raises UsageError where one may not write there, or everybody could read it."""
+    """Create the dataset if it does not exist. Raises UsageError if the user may not write there, or everyone could read it."""
     with _refusals(UsageError, f"The dataset {name} on the hub cannot be written"):
         _hub().create_repo(name, repo_type="dataset", private=private, exist_ok=True)
         public = private and _hub().repo_info(name, repo_type="dataset").private is False
@@ -53,7 +53,11 @@ def upload(folder: Path, name: str, rewards_left_out: Sequence[str] = ()) -> str
     with _refusals(EndpointError, what):
         from huggingface_hub import CommitOperationAdd
 
-        files: dict[str, Any] = {"README.md": _card(rewards_left_out).encode()}
+        card = CARD
+        if rewards_left_out:
+            names = ", ".join(f"`{name}`" for name in rewards_left_out)
+            card += f"\nNot in the rewards: {names}, which judge tokens, and a service gives text alone.\n"
+        files: dict[str, Any] = {"README.md": card.encode()}
         files |= {file: str(folder / file) for file in (TRAIN, GENERATIONS)}
         commit = _hub().create_commit(
             name,
@@ -62,13 +66,6 @@ def upload(folder: Path, name: str, rewards_left_out: Sequence[str] = ()) -> str
             repo_type="dataset",
         )
         return str(commit.commit_url)
-
-
-def _card(rewards_left_out: Sequence[str]) -> str:
-    if not rewards_left_out:
-        return CARD
-    names = ", ".join(f"`{name}`" for name in rewards_left_out)
-    return f"{CARD}\nNot in the rewards: {names}, which judge tokens, and a service gives text alone.\n"
 
 
 def _hub() -> Any:

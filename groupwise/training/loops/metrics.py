@@ -183,18 +183,12 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def _task_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics that reward functions logged. Our own names stay ours: theirs of the same name are kept as `task/<name>`."""
-    names = sorted({name for group in groups for name in group.metrics})
-    return {
-        f"task/{name}" if is_our_own(name) else name: fmean(
-            group.metrics[name] for group in groups if name in group.metrics
-        )
-        for name in names
-    }
-
-
-def is_our_own(name: str) -> bool:
-    """True if the loop records a metric of this name itself, or may come to."""
-    return name in OWN_NAMES or name.startswith(OWN_PREFIXES)
+    found: dict[str, float] = {}
+    for name in sorted({name for group in groups for name in group.metrics}):
+        ours = name in OWN_NAMES or name.startswith(OWN_PREFIXES)
+        values = (group.metrics[name] for group in groups if name in group.metrics)
+        found[f"task/{name}" if ours else name] = fmean(values)
+    return found
 
 
 def _std(values: Sequence[float]) -> float:

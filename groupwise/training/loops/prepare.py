@@ -70,18 +70,13 @@ def starting_from(loaded: Loaded, folder: Path) -> Loaded:
     """The config of a run that begins with the weights in a folder: an adapter, or a whole model."""
     key = key_of_weights(folder)
     of_another = {"adapter_revision": None} if key == "adapter" else {}
-    return with_model(loaded, {**of_another, key: str(folder)})
+    model = loaded.config.model.model_copy(update={**of_another, key: str(folder)})
+    return replace(loaded, config=loaded.config.model_copy(update={"model": model}))
 
 
 def key_of_weights(folder: Path) -> Literal["adapter", "name"]:
     """The key of the `model` section that names such weights: those of an adapter, or a whole model."""
     return "adapter" if (folder / "adapter_config.json").is_file() else "name"
-
-
-def with_model(loaded: Loaded, update: Mapping[str, Any]) -> Loaded:
-    """The config with keys of its `model` section replaced."""
-    model = loaded.config.model.model_copy(update=dict(update))
-    return replace(loaded, config=loaded.config.model_copy(update={"model": model}))
 
 
 # --- facts and plan ------------------------------------------------------------------------------

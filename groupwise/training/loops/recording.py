@@ -37,23 +37,11 @@ def commit(
     if run.signals is not None:
         seen = run.signals.observe(drawn.all, run.step, learned.get("entropy"))
         signals, warnings = seen.metrics, seen.warnings
-    success = success_of(run.config)
-    verdicts = [success.judge(rollout) for group in drawn.all for rollout in group.rollouts]
-    judged = [solved for solved in verdicts if solved is not None]
-    sampler = run.config.sampler
-    knobs = run.algorithm.loss_spec().knobs
-    moving: dict[str, float] = {}  # settings that change during the run
-    if sampler.temperature_schedule is not None:
-        moving["sampling/temperature"] = sampler.temperature_at(run.step)
-    if knobs.get("kl_target") is not None:
-        moving["beta"] = knobs["beta"]
     metrics = {
-        **_drawn_metrics(drawn, policy_in),
-        **({SOLVED: fmean(judged)} if judged else {}),
+        **_drawn_metrics(run, drawn, policy_in),
         **run.data_metrics(drawn.groups),
         **learned,
         **signals,
-        **moving,
         "learning_rate": rate,
         "num_tokens": float(run.tokens_seen),
         **timing_metrics(run.timings),
@@ -142,8 +130,8 @@ def _warn_of_step(run: Run, groups: Sequence[Group], metrics: Mapping[str, float
         )
 
 
-def _drawn_metrics(drawn: StepBatch, policy_in: Policy) -> dict[str, float]:
-    """Metrics of all groups that were drawn for a step, with the rejected ones, and the age of the policies."""
+def _drawn_metrics(run: Run, drawn: StepBatch, policy_in: Policy) -> dict[str, float]:
+    """Metrics of all groups that were drawn for a step, also the rejected ones, and of the settings that drew them."""
     metrics = group_metrics(drawn.all)
     if drawn.rejected:
         metrics["rollouts/rejected_groups"] = float(len(drawn.rejected))
@@ -154,4 +142,15 @@ def _drawn_metrics(drawn: StepBatch, policy_in: Policy) -> dict[str, float]:
         for segment in rollout.segments
         if segment.policy_version is not None
     ]
-    return {**metrics, "sampling/staleness": fmean(ages)} if any(ages) else metrics
+    if any(ages):
+        metrics["sampling/staleness"] = fmean(ages)
+    success = success_of(run.config)
+    verdicts = [success.judge(rollout) for group in drawn.all for rollout in group.rollouts]
+    if judged := [solved for solved in verdicts if solved is not None]:
+        metrics[SOLVED] = fmean(judged)
+    if run.config.sampler.temperature_schedule is not None:
+        metrics["sampling/temperature"] = run.config.sampler.temperature_at(run.step)
+    knobs = run.algorithm.loss_spec().knobs
+    if knobs.get("kl_target") is not None:
+        metrics["beta"] = knobs["beta"]
+    return metrics

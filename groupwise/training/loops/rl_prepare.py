@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from groupwise.core.errors import ConfigError, TaskError
@@ -87,13 +88,10 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     settings = loaded.config
     check_start(loaded)
     build.check_model(settings)
-    if settings.eval.eval_steps is not None and not found.has("get_eval_dataset"):
-        raise TaskError(
-            f"eval.eval_steps is {settings.eval.eval_steps}, but {found.described} has no get_eval_dataset, so there is "
-            "nothing to evaluate on. Leave the key out, or add the hook."
-        )
+    evaluates = _evaluates(settings, found)
     given = view(settings)
-    rows_read = rows_read or _draws(settings)
+    steps = settings.training.max_steps
+    rows_read = rows_read or (None if steps is None else steps * settings.training.prompts_per_step)
     examples = found.rl_examples(given, limit=rows_read)
     tokenizer = prefork.load_tokenizer(settings.model)
     build.check_stop_tokens(settings, tokenizer)
@@ -103,50 +101,30 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     settings = loaded.config
     in_workers = rollout_builder.scores_in_workers(settings, found, rubric)
     check_reward_columns(found, rubric, examples, in_workers=in_workers)
-    longest = rollout_builder.longest_written(settings)
-    try:
-        build.build_algorithm(settings).check(longest, rubric.names if rubric else ())
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    _check_algorithm(settings, rubric)
     _check_success_parts(settings, found, rubric, callbacks)
     easy = easy_examples(settings, found, rubric)
     _check_replay(settings, (examples, easy))
     check_reward_columns(found, rubric, easy, in_workers=in_workers)
     tools = rollout_builder.check_rollouts(settings, found, [*examples, *easy])
     room = prefork.prompt_room(settings.model, rollout_builder.longest_completion(settings))
-    prompts = tokenise(
+    tokenised = partial(
+        tokenise,
         tokenizer,
-        examples,
         max_prompt_length=settings.data.max_prompt_length,
         room=room,
-        where=f"{found.described}: get_rl_dataset",
         tools=tools,
         strict=settings.data.strict,
     )
-    easy_prompts = None
-    if easy:
-        easy_prompts = tokenise(
-            tokenizer,
-            easy,
-            max_prompt_length=settings.data.max_prompt_length,
-            room=room,
-            where=EASY_POOL,
-            tools=tools,
-            strict=settings.data.strict,
-        )
+    prompts = tokenised(examples, where=f"{found.described}: get_rl_dataset")
+    easy_prompts = tokenised(easy, where=EASY_POOL) if easy else None
     asked = None
-    wanted = settings.eval.before_and_after or settings.eval.eval_steps is not None
-    if wanted and found.has("get_eval_dataset"):
+    if evaluates:
         asked = held_out_prompts(settings, found, tokenizer, room)
         check_success_part(settings, found, rubric)
         check_reward_columns(found, rubric, asked.examples, in_workers=in_workers)
     order = order_of(found, "get_rl_dataset", [each.index for each in prompts.examples], settings)
-    training = settings.training
-    max_steps = training.max_steps
-    if max_steps is None:
-        assert training.num_train_epochs is not None
-        drawn = training.num_train_epochs * order.length
-        max_steps = max(1, math.ceil(drawn / training.prompts_per_step))
+    max_steps = _max_steps(settings, order.length)
     check_profiled_steps(settings.run, max_steps)
     return RlPrepared(
         loaded=loaded,
@@ -167,6 +145,34 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         },
         callbacks=callbacks,
     )
+
+
+def _evaluates(config: RunConfig, task: Task) -> bool:
+    """True if the run evaluates held-out prompts. Raises TaskError if steps between evaluations are set, but there are no prompts."""
+    if config.eval.eval_steps is not None and not task.has("get_eval_dataset"):
+        raise TaskError(
+            f"eval.eval_steps is {config.eval.eval_steps}, but {task.described} has no get_eval_dataset, so there is "
+            "nothing to evaluate on. Leave the key out, or add the hook."
+        )
+    wanted = config.eval.before_and_after or config.eval.eval_steps is not None
+    return wanted and task.has("get_eval_dataset")
+
+
+def _check_algorithm(config: RunConfig, rubric: Rubric | None) -> None:
+    longest = rollout_builder.longest_written(config)
+    try:
+        build.build_algorithm(config).check(longest, rubric.names if rubric else ())
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _max_steps(config: RunConfig, examples: int) -> int:
+    """The configured number of steps, or that of the configured epochs."""
+    training = config.training
+    if training.max_steps is not None:
+        return training.max_steps
+    assert training.num_train_epochs is not None
+    return max(1, math.ceil(training.num_train_epochs * examples / training.prompts_per_step))
 
 
 def _facts(
@@ -271,12 +277,6 @@ def _check_success_parts(
     named = [*config.data.success_parts.items(), *((CACHED, each.part) for each in caches)]
     for key, part in named:
         check_part(key, part, rubric.names if rubric else (), task.described)
-
-
-def _draws(config: RunConfig) -> int | None:
-    """How many examples of an endless stream are read; None where epochs decide, which needs an end."""
-    steps = config.training.max_steps
-    return None if steps is None else steps * config.training.prompts_per_step
 
 
 def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:

@@ -33,8 +33,7 @@ from groupwise.training import build, rollout_builder
 from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.callbacks.registry import callbacks_of_task
 from groupwise.training.config import LoadedConfig, RunConfig, load_config, view
-from groupwise.training.evaluation.comparison import compared
-from groupwise.training.evaluation.evaluate import EvalResult, held_out
+from groupwise.training.evaluation.evaluate import EvalResult, compared, held_out
 from groupwise.training.loops.held_out import (
     ASKED,
     announce,
@@ -121,7 +120,7 @@ def rl(
 
     if given.config.warm_up is None or not needs_warm_up(given, ways):
         return run_with_auto_resume(begin, ways, given)
-    if not dry_run:  # what is wrong with the second stage is told before the first one
+    if not dry_run:  # mistakes in the second stage are reported before the first one
         with build.expected_ranks(given.config):
             _rl(find_start(given, StartMode(), KIND), task, WarmedUp(), dry_run=True, here=True)
     warmed = warm_up(given, task, dry_run=dry_run)
@@ -156,15 +155,12 @@ def _rl(
     }
     with opened(prepared, start, KIND, noted) as (folder, ready):
         if warmed.untrained is not None:
-            record_untrained(folder, ready, warmed.untrained)
+            # How the model answered before any training; noted before the first step.
+            found, asked = warmed.untrained, ready.facts[ASKED]
+            folder.store.add_evaluation(
+                EvaluationRecord(0, UNTRAINED, found.policy, found.metrics, found.rows, asked)
+            )
         return run_to_end(run_in(folder, ready, resumption))
-
-
-def record_untrained(folder: RunFolder, prepared: RlPrepared, result: EvalResult) -> None:
-    """Note, before the first step, how the model answered without any training."""
-    asked = prepared.facts[ASKED]
-    told = EvaluationRecord(0, UNTRAINED, result.policy, result.metrics, result.rows, asked)
-    folder.store.add_evaluation(told)
 
 
 async def run_in(

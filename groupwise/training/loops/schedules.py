@@ -194,7 +194,14 @@ class Free:
         while True:
             left = run.algorithm.resample_rounds * size - len(rejected)
             rejected += [self._take(draw) for draw in self._not_accepted()[:left]]
-            self._top_up(size)
+            wanted = size * min(self._lag + 1, self._run.max_steps - self._run.step)
+            while len(self._under_way) < wanted:
+                if self._again:
+                    draw = self._again.pop(0)
+                else:
+                    draw, self._next = self._next, self._next + 1
+                under_way = self._under_way[draw] = _UnderWay(self._run.step)
+                under_way.task = asyncio.create_task(self._draw(draw, under_way))
             chosen = self._choose(size)
             if chosen is not None:
                 return self._timer.note(StepBatch([self._take(draw) for draw in chosen], rejected))
@@ -226,17 +233,6 @@ class Free:
         replay = self._run.config.data.replay
         most = int(replay.max_share * size) if replay and None in groups.values() else size
         return choose(self._finished, since, self._run.step, self._lag, size, replayed, most)
-
-    def _top_up(self, size: int) -> None:
-        """Keep as many groups under way or finished as the steps that may take them need."""
-        wanted = size * min(self._lag + 1, self._run.max_steps - self._run.step)
-        while len(self._under_way) < wanted:
-            if self._again:
-                draw = self._again.pop(0)
-            else:
-                draw, self._next = self._next, self._next + 1
-            under_way = self._under_way[draw] = _UnderWay(self._run.step)
-            under_way.task = asyncio.create_task(self._draw(draw, under_way))
 
     async def _draw(self, draw: int, under_way: _UnderWay) -> None:
         try:

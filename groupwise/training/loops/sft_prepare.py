@@ -82,7 +82,8 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
     config = loaded.config
     check_start(loaded)
     tokenizer = prefork.load_tokenizer(config.model)
-    rows_read = rows_read or _draws(config)
+    steps = config.training.max_steps
+    rows_read = rows_read or (None if steps is None else steps * config.training.examples_per_step)
     lessons = _read(config, found, tokenizer, "get_sft_dataset", rows_read)
     assert lessons is not None, "an empty dataset is an error"
     held_out = None
@@ -117,11 +118,16 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
     max_draws = None if epochs is None else max(1, math.ceil(epochs * order.length))
     given, origin = View(resolved(config)), loaded.tree.origin(("callbacks",))
     layout = placement.supervised_layout(config)
+    if max_draws is None:
+        assert config.training.max_steps is not None
+        max_steps = config.training.max_steps
+    else:
+        max_steps = -(-max_draws // config.training.examples_per_step)
     prepared = SftPrepared(
         loaded=loaded,
         task=found,
         tokenizer=tokenizer,
-        max_steps=_max_steps(config, max_draws),
+        max_steps=max_steps,
         layout=layout,
         facts=facts,
         callbacks=configured_callbacks(config.callbacks, given, origin),
@@ -171,20 +177,6 @@ def teacher_way(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
         collator=task.sft_function("get_sft_data_collator", given, tokenizer),
         strict=config.data.strict,
     )
-
-
-def _draws(config: SftConfig) -> int | None:
-    """How many rows of an endless stream are read; None where epochs decide, which needs an end."""
-    steps = config.training.max_steps
-    return None if steps is None else steps * config.training.examples_per_step
-
-
-def _max_steps(config: SftConfig, max_draws: int | None) -> int:
-    """Steps of the whole run; the last one of whole epochs may be smaller."""
-    if max_draws is None:
-        assert config.training.max_steps is not None
-        return config.training.max_steps
-    return -(-max_draws // config.training.examples_per_step)
 
 
 def _fingerprint(lessons: LessonSet) -> str:

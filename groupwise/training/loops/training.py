@@ -121,18 +121,6 @@ class Training:
 # --- updates -------------------------------------------------------------------------------------
 
 
-def optimiser_params(config: OptimisationConfig, rate: float) -> OptimiserParams:
-    """AdamW as configured, at this learning rate."""
-    return OptimiserParams(
-        learning_rate=rate,
-        max_grad_norm=config.max_grad_norm,
-        weight_decay=config.weight_decay,
-        beta1=config.adam_beta1,
-        beta2=config.adam_beta2,
-        eps=config.adam_epsilon,
-    )
-
-
 async def update(
     training: Training, rows: list[Row], sums: Mapping[str, float], rate: float
 ) -> UpdateResult:
@@ -141,7 +129,15 @@ async def update(
     The rows of an update that was left out are kept, one JSON object in each line, so that one can see what they were.
     """
     if all(map(math.isfinite, sums.values())):
-        params = optimiser_params(training.config.training, rate)
+        config = training.config.training
+        params = OptimiserParams(
+            learning_rate=rate,
+            max_grad_norm=config.max_grad_norm,
+            weight_decay=config.weight_decay,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            eps=config.adam_epsilon,
+        )
         result = await training.learner.update(params)
     else:
         training.learner.discard()

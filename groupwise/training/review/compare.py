@@ -153,7 +153,7 @@ class Comparison:
     metrics: tuple[MetricChange, ...]
     curve: CurveChange | None
     notes: tuple[str, ...]
-    """What a reader must know before believing the numbers."""
+    """Caveats that a reader must know."""
     config: dict[str, Change]
     """Config keys in which the two differ: dotted key -> (A, B)."""
     changed: tuple[PromptChange, ...] = field(repr=False)
@@ -285,7 +285,7 @@ def find_side(reference: str, runs_dir: Path) -> Side:
 
 
 def side_of(run: Path, step: int | None, name: str = "") -> Side:
-    """What a run has after so many steps, or under a name, or in a file of its results.
+    """The side of a run after so many steps, or under a name, or from a file of its results.
 
     With neither step nor name: the evaluation after training, or the newest one during it; without one, the curve alone.
     """

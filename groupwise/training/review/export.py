@@ -154,7 +154,7 @@ class _Weights:
     folder: Path
     step: int
     trusted: bool = False
-    """Whether code of the base model may run."""
+    """True if code of the base model may run."""
 
     @property
     def final(self) -> bool:
@@ -180,7 +180,19 @@ def _write_weights(
     output: Path,
     keeping: float,
 ) -> None:
-    card = _card(weights, to, output.name)
+    # The checkpoint of the last step holds the final weights as well.
+    summary = read_summary(weights.run) or {}
+    ended_with = weights.final or summary.get("final_step") == weights.step
+    card = model_card(
+        weights.run,
+        weights.folder,
+        weights.step,
+        place=WeightsLocation(
+            output.name, file=f"{weights.run.name}.gguf" if to == "gguf" else None
+        ),
+        results=results_of(summary) if ended_with else {},
+        merged=to != "adapter",
+    )
     if to == "adapter":
         write_artefact(folder, weights.folder, card, _tokenizer(weights))
     elif to == "merged":
@@ -210,20 +222,6 @@ def _write_model(weights: _Weights, dtype: ExportDtype, folder: Path, keeping: f
     else:
         write_whole(weights.folder, folder, dtype)
     _tokenizer(weights, always=True).save_pretrained(folder)
-
-
-def _card(weights: _Weights, to: Format, name: str) -> str:
-    # The checkpoint of the last step holds the final weights as well.
-    summary = read_summary(weights.run) or {}
-    ended_with = weights.final or summary.get("final_step") == weights.step
-    return model_card(
-        weights.run,
-        weights.folder,
-        weights.step,
-        place=WeightsLocation(name, file=f"{weights.run.name}.gguf" if to == "gguf" else None),
-        results=results_of(summary) if ended_with else {},
-        merged=to != "adapter",
-    )
 
 
 def _model(weights: _Weights) -> ModelConfig:

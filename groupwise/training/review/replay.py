@@ -45,7 +45,7 @@ from groupwise.training.loops.run import Learning
 from groupwise.training.placement import Layout
 
 RELATIVE = {"float32": 1e-3, "bfloat16": 5e-2}
-"""By how much gradient norm and loss may differ because of rounding, as a share of the gradient norm."""
+"""Tolerance of gradient norm and loss for rounding, as a share of the gradient norm."""
 LEAST = 1e-2
 """Lower bound of the gradient norm in that share: rounding errors do not vanish with the gradient."""
 
@@ -76,12 +76,12 @@ class ReplayedStep:
 
     @property
     def exact(self) -> bool:
-        """Whether every bit is equal."""
+        """True if every bit is equal."""
         return not self.advantages and not self._unequal(0.0) and self._same_fingerprint
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What differs by more than it may."""
+        """Names of the values that differ by more than the tolerance."""
         found = self._unequal(self.tolerance or 0.0)
         if self.tolerance is None and not self._same_fingerprint:
             found.append("fingerprint")
@@ -110,7 +110,7 @@ class Replay:
     step: int
     """The requested step."""
     start: str
-    """Where it began: `run@steps`, or the starting weights."""
+    """The start of the replay: `run@steps`, or the starting weights."""
     start_differs: str | None
     """How the weights at the start differ from the recorded ones."""
     rounding: tuple[str, ...]
@@ -119,12 +119,12 @@ class Replay:
 
     @property
     def agrees(self) -> bool:
-        """Whether every step gave what the record says."""
+        """True if every step gave what the record says."""
         return self.start_differs is None and not any(step.differences for step in self.steps)
 
     @property
     def exact(self) -> bool:
-        """Whether every step agrees to the last bit."""
+        """True if every step agrees to the last bit."""
         return self.start_differs is None and all(step.exact for step in self.steps)
 
     @property

@@ -1,4 +1,4 @@
-"""A file that lighteval loads beside its own tasks, in its own environment: nothing but the standard library is sure to be there.
+"""A file that lighteval loads beside its own tasks, in its own environment: only the standard library is sure to be there.
 
 It adds no task. It notes which releases are at work, which lighteval does not tell, and takes from the tasks their own limit of tokens:
 lighteval would send it beside the one that was asked for (`max_tokens` and `max_completion_tokens`), of which some services take the

@@ -1,4 +1,4 @@
-"""lighteval, a program of its own in an environment of its own: how it is found, told what to ask, and what it leaves.
+"""The suites by name, and lighteval, the separate program that runs them: how to find it, its command, and its results.
 
 Its traps, and what is done about them:
 
@@ -17,7 +17,7 @@ import math
 import os
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,25 +26,51 @@ from typing import Any, cast
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunError, UsageError
+from groupwise.core.plugins import nearest
 from groupwise.training.suites import inside_lighteval
-from groupwise.training.suites.table import Suite
 
 PROGRAM = "lighteval"
 PROGRAM_VARIABLE = "GROUPWISE_LIGHTEVAL"
-"""The environment variable that says by which words it is run."""
+"""The environment variable with the command that runs it."""
 PACKAGES = ("lighteval[litellm]==0.13.0", "huggingface_hub<2", "xxhash<4")
-"""What to install: newer releases of the last two, which its own pins allow, break it."""
+"""The packages to install: newer releases of the last two, which its own pins allow, break it."""
 MODEL, OUTPUT, RELEASES = "model.yaml", "out", "releases.json"
 UNANSWERED = b"eturning empty response"
-"""What its log says of each request that it gives up."""
+"""Its log line for each request that it gives up."""
 UNASKABLE = "o1"
 CLOSE = 1e-6
-"""By so much may the mean of the single marks be away from the whole one."""
+"""Tolerance between the mean of the single marks and the reported value."""
+
+
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A suite that has a name here. Its value is the share of right answers, `pass@1`, whatever lighteval calls it."""
+
+    task: str
+    """Its task in lighteval 0.13."""
+    metric: str
+    """Name of its share of right answers there, without the parameters that may follow it."""
+    repeatable: bool = True
+    """False if lighteval takes only one answer to each question, as for code, though its metric says 16."""
+
+
+SUITES = {
+    "math_500": Suite("math_500", "pass@k"),
+    "aime24": Suite("aime24", "pass@k"),
+    "aime25": Suite("aime25", "pass@k"),
+    "gpqa_diamond": Suite("gpqa:diamond", "gpqa_pass@k"),
+    "lcb": Suite("lcb:codegeneration", "codegen_pass@1", repeatable=False),
+    "lcb_v4": Suite("lcb:codegeneration_v4", "codegen_pass@1", repeatable=False),
+}
+"""`lcb` and `lcb_v4` are the parts `v4_v5` and `v4` of LiveCodeBench."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Whom to ask, and how."""
+    """The service to ask, and how to ask it."""
 
     base_url: str
     model: str
@@ -58,7 +84,7 @@ class Asking:
     timeout: float = 900.0
     """Seconds for one request."""
     max_questions: int | None = None
-    """So many of each suite alone, for a try; None: all."""
+    """Limit on the questions of each suite, for a trial; None: all."""
 
     def __post_init__(self) -> None:
         numbers = (self.samples, self.max_new_tokens, self.concurrency, self.max_questions or 1)
@@ -81,21 +107,41 @@ class Asking:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What lighteval found."""
+    """The result of a suite."""
 
     value: float
     stderr: float | None
     """lighteval's own; None for a single question."""
     scores: dict[str, float]
-    """Of each question, by its number in the dataset."""
+    """The mark of each question, by its number in the dataset."""
     version: int | None
-    """Of the task."""
+    """Version of the task."""
     dataset: str
     releases: dict[str, str]
 
 
+def chosen_suites(names: Sequence[str], samples: int = 1) -> tuple[str, ...]:
+    """The names with `all` spelt out, each once. Raises UsageError for unknown names, and for more samples than a suite takes."""
+    wanted = dict.fromkeys(
+        one for name in names for one in (SUITES if name == ALL else (name,))
+    )  # in the order given
+    for name in wanted:
+        if name not in SUITES:
+            near = nearest(name, list(SUITES))
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise UsageError(
+                f"There is no suite {name!r}.{hint} There are {', '.join(SUITES)}, and {ALL}."
+            )
+        if samples > 1 and not SUITES[name].repeatable:
+            raise UsageError(
+                f"{name} takes one answer to each problem, not {samples}: lighteval runs its tests on one. Leave the number of samples out "
+                "for it, and ask the other suites by a command of their own."
+            )
+    return tuple(wanted)
+
+
 def find_program(given: Sequence[str] = ()) -> tuple[str, ...]:
-    """The words that run it: those given, or those of the environment, or its name. Raises UsageError that says how to get it."""
+    """The command that runs lighteval: given, from the environment, or its name. Raises a UsageError that says how to get it."""
     words = tuple(given) or tuple(shlex.split(os.environ.get(PROGRAM_VARIABLE, ""))) or (PROGRAM,)
     found = shutil.which(words[0])
     if found is None:
@@ -125,7 +171,7 @@ def command(program: Sequence[str], suite: Suite, asking: Asking, folder: Path) 
 
 
 def model_file(asking: Asking, folder: Path) -> dict[str, Any]:
-    """What it is told of the model, as its YAML file has it."""
+    """The content of its YAML file about the model."""
     generation = {
         "temperature": asking.temperature,
         "top_p": asking.top_p,
@@ -146,7 +192,7 @@ def model_file(asking: Asking, folder: Path) -> dict[str, Any]:
 
 
 def environment(key: str | None, folder: Path) -> dict[str, str]:
-    """What it needs beside this process's environment. A service that needs no key is given a word, as the client insists on one."""
+    """Variables that it needs besides this process's environment. Without a key it gets a placeholder: the client insists on one."""
     return {
         "OPENAI_API_KEY": key or "none",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -156,15 +202,16 @@ def environment(key: str | None, folder: Path) -> dict[str, str]:
 
 
 def prepare(asking: Asking, folder: Path) -> None:
-    """Write what it reads into its folder."""
+    """Write the model file into its folder."""
     atomic_files.write_json(folder / MODEL, model_file(asking, folder))
 
 
 def read_marks(suite: Suite, folder: Path, log: Path) -> Marks:
-    """What it left. Raises RunError for whatever is no whole result."""
+    """Read the result. Raises RunError unless it is complete."""
     content = _result(folder)
     try:
-        task, metrics = _of_task(content["results"], suite)
+        results = content["results"].items()
+        task, metrics = next(pair for pair in results if pair[0] == f"{suite.task}|0")
         name = next(
             n for n in metrics if n.split(":")[0] == suite.metric and not n.endswith("_stderr")
         )
@@ -176,7 +223,9 @@ def read_marks(suite: Suite, folder: Path, log: Path) -> Marks:
         raise RunError(
             f"its result is not what lighteval 0.13 writes ({type(error).__name__}: {error})"
         ) from error
-    if not _is_share(value) or not scores or abs(fmean(scores.values()) - value) > CLOSE:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    share = number and 0 <= value <= 1
+    if not share or not scores or abs(fmean(scores.values()) - value) > CLOSE:
         raise RunError(f"its result says {value!r}, which is not the mean of its single marks")
     if missing := log.read_bytes().count(UNANSWERED):
         raise RunError(
@@ -194,13 +243,13 @@ def read_marks(suite: Suite, folder: Path, log: Path) -> Marks:
 
 
 def tidy(folder: Path) -> None:
-    """Delete the answers that it keeps for itself; those in its result stay."""
+    """Delete its caches of answers; those in its result stay."""
     for name in ("cache", ".litellm_cache"):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def details(folder: Path) -> Path:
-    """Its file with every answer. Raises ValueError where there is not exactly one."""
+    """Its file with every answer. Raises ValueError unless there is exactly one."""
     (file,) = (folder / OUTPUT / "details").rglob("details_*.parquet")
     return file
 
@@ -216,11 +265,6 @@ def _result(folder: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", content)
 
 
-def _of_task(results: Mapping[str, Any], suite: Suite) -> tuple[str, Mapping[str, Any]]:
-    """The task's name with the number of its examples, and its metrics."""
-    return next((name, found) for name, found in results.items() if name == f"{suite.task}|0")
-
-
 def _scores(folder: Path, metric: str) -> dict[str, float]:
     from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]
 
@@ -233,7 +277,3 @@ def _releases(folder: Path) -> dict[str, str]:
         return json.loads((folder / RELEASES).read_bytes())
     except (OSError, ValueError):  # another release may not load the file
         return {}
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1

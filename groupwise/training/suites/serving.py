@@ -1,4 +1,4 @@
-"""A server of weights for as long as suites ask it: begun by a command of the user's, waited for, ended with all that it started.
+"""Serves weights while suites ask them: starts the user's command, waits for the server, and ends it with all its processes.
 
     [vllm, serve, "{merged}", --host, 127.0.0.1, --port, "{port}", --tensor-parallel-size, "{gpus}"]
 
@@ -35,24 +35,24 @@ PLACES = (*WEIGHTS, "{base}", PORT, "{gpus}")
 A_GPU = 30_000_000_000
 """Parameters that one GPU of 80 GB takes: 60 GB in bfloat16, and room for keys and values."""
 ENOUGH = 0.95
-"""Share of an adapter's change that must survive the rounding of a merged model, lest a warning is due."""
+"""Share of an adapter's change that must survive the rounding of a merged model; below it, a warning is logged."""
 LOOK = 0.2
-"""Seconds between two questions whether the server is there."""
+"""Seconds between two requests to a starting server."""
 ANSWER_LIMIT = 10.0
-"""Seconds in which it must say what it serves."""
+"""Seconds in which it must answer which models it serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What is to be served."""
+    """The weights to serve."""
 
     folder: Path
     run: Path | None
-    """The run that they are of; None where that is not known."""
+    """The run that made them; None if it is not known."""
 
     @staticmethod
     def of(folder: Path, run: Path | None = None) -> Weights:
-        """Weights that lie inside of a run's folder are of that run."""
+        """The weights in a folder; if it is inside a run's folder, they are of that run."""
         above = (each for each in folder.resolve().parents if (each / RECORD).is_file())
         return Weights(folder, run or next(above, None))
 
@@ -68,16 +68,6 @@ class Weights:
     def whole(self) -> ModelConfig:
         """The model as it is without a trained adapter: that of the run, or the weights themselves."""
         return self.base() if is_adapter(self.folder) else ModelConfig(name=str(self.folder))
-
-
-def gpus_for(parameters: int) -> int:
-    """GPUs that a model wants to be spread over: one for each begun 30 billion parameters, as a power of two.
-
-    A model of less than that fits one of 80 GB; a power of two divides the attention heads of nearly every model, which tensor
-    parallelism asks for.
-    """
-    wanted = parameters // A_GPU + 1
-    return 1 << (wanted - 1).bit_length()
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -112,7 +102,7 @@ def served(
         with Family(filled, folder=Path.cwd(), log=folder / "server.txt", environment={}) as family:
             url = f"http://127.0.0.1:{port}/v1"
             names = _await_models(family, Endpoint(url, "", api_key_env, ANSWER_LIMIT), time_limit)
-            yield family, url, _the_model(names, model)
+            yield family, url, _choose_model(names, model)
     finally:
         shutil.rmtree(folder / "merged", ignore_errors=True)
 
@@ -159,11 +149,14 @@ def _merged(weights: Weights, into: Path) -> Path:
 def _gpus(weights: Weights) -> int:
     from groupwise.engine.models.plan import all_parameters
 
-    return gpus_for(all_parameters(weights.whole()))
+    # One for each begun 30 billion parameters (a smaller model fits one of 80 GB), rounded up to a power of two, which divides the
+    # attention heads of nearly every model, as tensor parallelism needs.
+    wanted = all_parameters(weights.whole()) // A_GPU + 1
+    return 1 << (wanted - 1).bit_length()
 
 
 def _await_models(family: Family, endpoint: Endpoint, seconds: float) -> tuple[str, ...]:
-    """What is served, as soon as it is; a server that is still loading refuses connections, or answers with a failure."""
+    """Wait for the server's models. While it is loading, it refuses connections or answers with an error."""
     deadline = time.monotonic() + seconds
     while True:
         if family.ended:
@@ -189,8 +182,8 @@ async def _models(endpoint: Endpoint) -> tuple[str, ...]:
         return await client.models(retries=0)
 
 
-def _the_model(names: Sequence[str], wanted: str | None) -> str:
-    """The model that is asked for, if the server has it; else the only one that it has."""
+def _choose_model(names: Sequence[str], wanted: str | None) -> str:
+    """The requested model, if the server has it; without a request, the only one that it has."""
     if wanted is not None:
         if names and wanted not in names:
             raise RunError(f"The server has no model {wanted!r}. It has: {', '.join(names)}.")

@@ -18,11 +18,11 @@ from groupwise.tasks.rewards.inprocess import InProcessScorer
 from groupwise.tasks.rollouts.prompts import PromptSet
 from groupwise.tasks.rollouts.single import Single
 from groupwise.testing import END_ID, FakeSampler, FakeTokenizer
-from groupwise.training.evaluation.comparison import compared
 from groupwise.training.evaluation.evaluate import (
     EvalResult,
     HeldOut,
     answer_held_out,
+    compared,
 )
 
 TOKENIZER = FakeTokenizer()

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import RunError
-from groupwise.training.suites.lighteval import read_marks
-from groupwise.training.suites.table import SUITES
+from groupwise.training.suites.lighteval import SUITES, read_marks
 from tests.fake_lighteval import write
 
 LOG = "log.txt"
