@@ -16,8 +16,7 @@ from typer.core import TyperGroup
 from groupwise.cli.check import check
 from groupwise.cli.doctor import doctor
 from groupwise.cli.evaluate import evaluate
-from groupwise.cli.fetch_model import fetch_model
-from groupwise.cli.fetch_tunix import fetch_tunix
+from groupwise.cli.fetch import fetch_model, fetch_tunix
 from groupwise.cli.generate import generate
 from groupwise.cli.init import init
 from groupwise.cli.output import PROGRAM, Stopped, run_command

@@ -82,10 +82,11 @@ def make_app(place: DashboardContext) -> ASGIApp:
     )
     app.state.place = place
     app.state.streams = Streams()
-    return _WithHeaders(app)
+    return _with_headers(app)
 
 
 def _first(request: Request) -> Response:
+    """The first page is the list of runs."""
     return RedirectResponse(above(request) + "/runs", 303)
 
 
@@ -105,25 +106,21 @@ class _Static(StaticFiles):
         return found
 
 
-class _WithHeaders:
-    """Adds what goes with every answer."""
+def _with_headers(app: ASGIApp) -> ASGIApp:
+    """The application, with the headers of every answer added."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, as an ASGI application."""
-
-        scope[ABOVE] = scope.get("root_path", "")  # before a route below it makes that longer
-
-        async def sending(message: Message) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(HEADERS)
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        await self._app(scope, receive, sending)
+        scope[ABOVE] = scope.get("root_path", "")  # before a route below it makes that longer
+        await app(scope, receive, send_with_headers)
+
+    return answer
 
 
 mimetypes.add_type("text/javascript", ".js")

@@ -40,7 +40,7 @@ def in_front(config: ServerConfig, keys: Keyring | None) -> InFrontOf:
         place = DashboardContext(
             RunsIndex(config.folder / RUNS), Door(keys), server=server, ending=serving.ending
         )
-        return _Below(make_app(place), behind)
+        return _below(make_app(place), behind)
 
     return put
 
@@ -70,20 +70,18 @@ class Here:
             raise Refusal("too_busy", retry_after=TIMEOUT) from None
 
 
-class _Below:
-    """The dashboard below its path, and what was there before everywhere else."""
+def _below(dashboard: ASGIApp, behind: ASGIApp) -> ASGIApp:
+    """The dashboard below PREFIX, and the server's own application everywhere else."""
 
-    def __init__(self, dashboard: ASGIApp, behind: ASGIApp) -> None:
-        self._dashboard, self._behind = dashboard, behind
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or pass it on."""
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
         if scope["type"] != "http" or not (path == PREFIX or path.startswith(f"{PREFIX}/")):
-            await self._behind(scope, receive, send)
+            await behind(scope, receive, send)
         elif path == PREFIX:
             there = scope.get("root_path", "") + PREFIX + "/server"
             await RedirectResponse(there, 303)(scope, receive, send)
         else:
             below = {**scope, "root_path": scope.get("root_path", "") + PREFIX}
-            await self._dashboard(below, receive, send)
+            await dashboard(below, receive, send)
+
+    return answer

@@ -1,7 +1,7 @@
 """Checkpoints on Google Drive, so that a run outlives the machine of a notebook.
 
 The run itself is recorded on the local disk, because a database must not live on a synchronised folder. Each checkpoint carries the record
-up to it (`groupwise.runs.checkpoint_bundle`), so a copy of the newest one is all that another machine needs to go on.
+up to it (`groupwise.runs.recovery`), so a copy of the newest one is all that another machine needs to go on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from groupwise.notebook.config import DRIVE, TrainingConfig
 from groupwise.notebook.core import KEPT, run_folder
 from groupwise.notebook.identity import COLLECTED_FILE
 from groupwise.notebook.previous_runs import number_of, sibling
-from groupwise.runs import checkpoint_bundle, checkpoints, recovery
+from groupwise.runs import checkpoints, recovery
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD
 from groupwise.runs.store import Store
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
@@ -102,7 +102,7 @@ def bring_back(place: Path, run: Path) -> list[str]:
             except CheckpointError:
                 atomic_files.remove_folder(copy)
                 continue
-            checkpoint_bundle.unpack(own)
+            recovery.unpack(own)
             recovery.recover(own)
             _copy_file(sibling(place, number) / COLLECTED_FILE, own / COLLECTED_FILE)
             brought.append(f"{own.name}@{each.step}")

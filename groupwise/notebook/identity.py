@@ -98,9 +98,7 @@ class Collected(Callback):
 
     def __init__(self, rewards: Rubric, facts: Mapping[str, Any]) -> None:
         """`facts`: those of the start (`facts_of`)."""
-        self._rewards = rewards
-        self._before = facts[USED]
-        self._here = _changed_here(facts)
+        self._rewards, self._facts = rewards, facts
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """See `Callback`."""
@@ -112,8 +110,7 @@ class Collected(Callback):
 
     def _note(self, run: Path) -> None:
         known = collected_names(run)
-        self._here |= _changes(self._before, reward_facts(self._rewards)[USED])
-        found = known | self._here
+        found = known | _changed_here(self._rewards, self._facts)
         if found != known:
             atomic_files.write_json(run / COLLECTED_FILE, sorted(found))
 
@@ -135,23 +132,21 @@ def note_changes(rewards: Rubric, facts: Mapping[str, Any]) -> Generator[None]:
     try:
         yield
     finally:
-        here = _changed_here(facts)
-        here |= _changes(facts[USED], reward_facts(rewards)[USED])
+        _changed_here(rewards, facts)
 
 
-def _changed_here(facts: Mapping[str, Any]) -> set[str]:
-    return _HERE.setdefault(digest(facts[REWARDS]), set())
-
-
-def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
-    """Names of what has changed; of what came or went, marked: where both have it later, it is to be the same."""
-    both = {*before} & {*now}
-    passing = {*before} ^ {*now}
-    changed = {name for name in both if before[name] != now[name]}
-    return changed | {_passing(name) for name in passing}
+def _changed_here(rewards: Rubric, facts: Mapping[str, Any]) -> set[str]:
+    """Names that this process's trainings by these rewards have changed until now. `facts`: those of the start."""
+    before, now = facts[USED], reward_facts(rewards)[USED]
+    names = _HERE.setdefault(digest(facts[REWARDS]), set())
+    names |= {name for name in {*before} & {*now} if before[name] != now[name]}
+    # What came or went is marked: if both trainings have it later, it must be the same.
+    names |= {_passing(name) for name in {*before} ^ {*now}}
+    return names
 
 
 def _passing(name: str) -> str:
+    """The mark of a name that came or went during a training."""
     return f"({name})"
 
 

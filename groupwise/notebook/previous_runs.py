@@ -14,7 +14,7 @@ from groupwise.core.settings.comparison import compare
 from groupwise.engine.models.identity import identity
 from groupwise.notebook.core import OWN_NAMES
 from groupwise.notebook.identity import collected_names, comparable, differences
-from groupwise.runs import checkpoint_bundle, checkpoints, find, recovery
+from groupwise.runs import checkpoints, find, recovery
 from groupwise.runs.find import RunInfo
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config
 from groupwise.runs.store import Store
@@ -51,7 +51,7 @@ def runs_of(core: RunConfig) -> list[RunInfo]:
     found = [run for run in find.list_runs(Path(core.run.dir)) if number_of(run.name, name)]
     for broken in [run for run in found if run.broken is not None]:
         with suppress(StoreError, UsageError):  # nothing is left to mend it from
-            checkpoint_bundle.unpack(broken.path)
+            recovery.unpack(broken.path)
             recovery.recover(broken.path)
             found.append(find.run_info(broken.path))
     return [each for each in reversed(found) if each.broken is None]

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import label
 from groupwise.runs.records import RolloutFilter
-from groupwise.runs.search_terms import RequiredTerms, wanted_of
 from groupwise.runs.tables import task_label
+from groupwise.runs.text_index import RequiredTerms, wanted_of
 
 USUAL_MEMBERS = 8
 """Usual number of members of a group."""

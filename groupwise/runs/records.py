@@ -128,7 +128,7 @@ class RolloutFilter:
     truncated: bool | None = None
     """True if a limit cut it off."""
     text: str | None = None
-    """Words that all stand in the prompt, or all in the completion, anywhere; in quotes a phrase. See `groupwise.runs.search_terms`."""
+    """Words that all stand in the prompt, or all in the completion, anywhere; in quotes a phrase. See `groupwise.runs.text_index`."""
     order: Order = "draw"
     limit: int = 50
     offset: int = 0

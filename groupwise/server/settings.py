@@ -15,8 +15,7 @@ from groupwise.api.http.addresses import is_loopback
 from groupwise.api.schemas.keys import VARIABLE, Keyring, read_keys_in
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.settings.credentials import secrets_in
-from groupwise.core.settings.environment import lay_environment_over
-from groupwise.core.settings.overrides import override
+from groupwise.core.settings.overrides import lay_environment_over, override
 from groupwise.core.settings.schema import Conflict, Strict, setting
 from groupwise.core.settings.tree import Tree, read_yaml
 from groupwise.core.settings.validation import validate

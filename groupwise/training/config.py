@@ -44,12 +44,12 @@ from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.algorithms.sft import Sft
 from groupwise.core.settings.comparison import Differences, compare
 from groupwise.core.settings.credentials import secrets_in
-from groupwise.core.settings.documentation import document
 from groupwise.core.settings.overrides import override
 from groupwise.core.settings.schema import Conflict, Strict, refuse, setting
 from groupwise.core.settings.tree import Tree, read_yaml, tree_of
 from groupwise.core.settings.validation import validate
 from groupwise.core.settings.view import View
+from groupwise.core.settings.wording import document
 from groupwise.engine.backends.conflicts import tunix_rl_conflicts, unsloth_conflicts
 from groupwise.engine.distributed.config import SampledDistributedConfig, distributed_conflicts
 from groupwise.engine.learner.config import TrainingConfig

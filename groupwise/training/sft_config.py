@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Literal, cast
 from pydantic import field_validator, model_validator
 
 from groupwise.core.settings.credentials import secrets_in
-from groupwise.core.settings.documentation import document
 from groupwise.core.settings.overrides import override
 from groupwise.core.settings.schema import Conflict, Strict, setting
 from groupwise.core.settings.tree import Tree
 from groupwise.core.settings.validation import validate
+from groupwise.core.settings.wording import document
 from groupwise.engine.backends.conflicts import tunix_sft_conflicts, unsloth_conflicts
 from groupwise.engine.distributed.config import DistributedConfig, distributed_conflicts
 from groupwise.engine.learner.config import OptimisationConfig

@@ -76,7 +76,13 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
         return
     head = ("name", "state", "steps", "reward", "started", "model", "task")
     print_table([head, *(_info_row(info) for info in infos)])
-    _say_what_is_broken([info for info in infos if info.broken])
+    broken = [info for info in infos if info.broken]
+    if broken:  # one line, however many they are
+        others = (
+            f" (and {len(broken) - 1} more, for which --json has the reasons)" if broken[1:] else ""
+        )
+        name, reason = one_line(broken[0].name), one_line(broken[0].broken or "")
+        typer.echo(f"{name} cannot be read{others}: {reason}", err=True)
 
 
 @app.command()
@@ -213,16 +219,6 @@ def _info_row(info: RunInfo) -> tuple[str, ...]:
         shorten(info.model or "", 32),
         shorten(info.task or "", 32),
     )
-
-
-def _say_what_is_broken(infos: Sequence[RunInfo]) -> None:
-    """One line, however many they are."""
-    if not infos:
-        return
-    first = infos[0]
-    more = f" (and {len(infos) - 1} more, for which --json has the reasons)" if infos[1:] else ""
-    reason = one_line(first.broken or "")
-    typer.echo(f"{one_line(first.name)} cannot be read{more}: {reason}", err=True)
 
 
 # One run

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from groupwise.training.review.compare import (
         Comparison,
         CurveChange,
-        MetricChange,
     )
 
 What = Annotated[str, typer.Argument(metavar="RUN|RUN@STEP|RUN@STEP:NAME|FILE")]
@@ -72,7 +71,12 @@ def print_comparison(comparison: Comparison, rows: int = 0) -> None:
             pairs += [f"{count} only in {name} left out" for name, count in alone if count]
         print_text(f"\n{', '.join(pairs)}")
         head = ("metric", "A", "B", "B − A [95 %]", "better", "worse", "equal")
-        print_table([head, *(_metric_row(change) for change in comparison.metrics)])
+        table: list[tuple[str, ...]] = [head]
+        for each in comparison.metrics:
+            counts = ["" if n is None else str(n) for n in (each.better, each.worse, each.equal)]
+            moved = f"{each.b - each.a:+.3f}" if each.change is None else _signed(each.change)
+            table.append((each.name, rounded(each.a), rounded(each.b), moved, *counts))
+        print_table(table)
     if comparison.curve:
         _print_curve(comparison.curve)
     as_json = partial(json.dumps, ensure_ascii=False)
@@ -84,12 +88,6 @@ def print_comparison(comparison: Comparison, rows: int = 0) -> None:
         for name, completion in (("A", change.completion_a), ("B", change.completion_b)):
             print_text(f"\n  {name}")
             print_text(indented(completion, "     "))
-
-
-def _metric_row(change: MetricChange) -> tuple[str, ...]:
-    counts = ["" if n is None else str(n) for n in (change.better, change.worse, change.equal)]
-    moved = f"{change.b - change.a:+.3f}" if change.change is None else _signed(change.change)
-    return (change.name, rounded(change.a), rounded(change.b), moved, *counts)
 
 
 def _signed(interval: Interval) -> str:

@@ -1,7 +1,12 @@
-"""Words that change single keys of a config: `training.learning_rate=1e-5`, typed as the same text in the file would be."""
+"""Single keys of a config from elsewhere than its file: words of a command line, and variables of the environment.
+
+training.learning_rate=1e-5        a word, typed as the same text in the file would be
+GROUPWISE_<PROGRAM>_<KEY>=value    a variable, laid over what a file says
+"""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -10,7 +15,7 @@ from ruamel.yaml.error import YAMLError
 
 from groupwise.core.errors import ConfigError
 from groupwise.core.settings.credentials import is_secret, names_secret
-from groupwise.core.settings.schema import KeyPath
+from groupwise.core.settings.schema import KeyPath, Strict, keys_of
 from groupwise.core.settings.tree import Tree, copied, parse_yaml, plain_value
 from groupwise.core.settings.wording import as_given
 
@@ -100,3 +105,41 @@ def _set(tree: Tree, path: KeyPath, value: Any, word: str) -> None:
     for stale in [known for known in tree.origins if known[: len(path)] == path]:
         del tree.origins[stale]
     tree.origins[path] = origin
+
+
+def lay_environment_over(
+    tree: Tree,
+    environment: Mapping[str, str],
+    config: type[Strict],
+    prefix: str,
+    as_text: frozenset[str] = frozenset(),
+) -> None:
+    """Lay every variable that begins with `prefix` over the tree, typed as in the file; those that are no key become problems of the tree.
+
+    `as_text`: keys whose values are taken as they stand, but for `null`; a URL may hold what YAML reads otherwise.
+    """
+    known = keys_of(config)
+    for variable in sorted(environment):
+        if not variable.startswith(prefix):
+            continue
+        key, text = variable.removeprefix(prefix).lower(), environment[variable]
+        if key not in known or variable != variable.upper():
+            if key in config.refused:
+                tree.problems.append(f"{variable} is no setting; {config.refused[key]}.")
+                continue
+            names = {name: prefix + name.upper() for name in known}
+            near = difflib.get_close_matches(key, names, n=1)
+            likest = difflib.get_close_matches(key, names, n=3, cutoff=0.0)
+            nearest = f"the nearest are {', '.join(names[each] for each in likest)}."
+            hint = f"did you mean {names[near[0]]}?" if near else nearest
+            tree.problems.append(f"{variable} is no setting; {hint}")
+            continue
+        try:
+            plain = key in as_text and text != "null"
+            tree.values[key] = text if plain else parse_override(f"{key}={text}")[1]
+        except ConfigError as error:
+            reason = error.message.partition(": ")[2] or error.message
+            tree.problems.append(f"{variable}: {reason}")
+            tree.unread.add((key,))
+            continue
+        tree.origins[(key,)] = variable

@@ -35,7 +35,8 @@ def weights(visit: Visit) -> Page:
         ]
     except OSError:
         raise RunNotFoundError(f"{folder.name} was removed a moment ago.") from None
-    step = step_of(path, folder)
+    final = folder.name == FINAL
+    step = final_step(path) if final else int(folder.name.removeprefix("step-"))
     with Store.open(path / RECORD, readonly=True) as store:
         evaluations = [each for each in evaluations_of(path, store) if each.step == step]
     data = {
@@ -46,11 +47,6 @@ def weights(visit: Visit) -> Page:
         "files": [{"name": name, "bytes": size} for name, size in files],
     }
     return Page("weights.html", data)
-
-
-def step_of(run: Path, folder: Path) -> int | None:
-    """After which step these weights are."""
-    return final_step(run) if folder.name == FINAL else int(folder.name.removeprefix("step-"))
 
 
 def whole(visit: Visit) -> Response:

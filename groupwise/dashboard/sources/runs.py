@@ -154,24 +154,21 @@ def stamp_of(path: Path) -> Stamp:
 
 def read(path: Path, stamp: Stamp) -> Listed:
     """Read a run's list entry; never raises for a broken run."""
-    info, found = _info_of(path)
-    metric, curve = found or (None, ())
     written = max((each[0] for each in stamp), default=0) / 1e9
-    return Listed(info, metric, curve, written)
-
-
-def _info_of(path: Path) -> tuple[RunInfo, tuple[str | None, tuple[float, ...]] | None]:
     name = os.fsencode(path.name).decode("utf-8", "replace")
-    if name != path.name:
-        why = "the name of its folder is no text (UTF-8); rename the folder to look at the run"
-        return RunInfo(name, path, state=None, broken=why), None
+    why = "the name of its folder is no text (UTF-8); rename the folder to look at the run"
     try:
-        return run_info_and(path, _spark)
+        if name == path.name:
+            info, found = run_info_and(path, _spark)
+            metric, curve = found or (None, ())
+            return Listed(info, metric, curve, written)
     except Exception as error:  # noqa: BLE001 — whatever one folder holds, the others are listed
-        return RunInfo(name, path, state=None, broken=f"{type(error).__name__}: {error}"), None
+        why = f"{type(error).__name__}: {error}"
+    return Listed(RunInfo(name, path, state=None, broken=why), None, (), written)
 
 
 def _spark(store: Store) -> tuple[str | None, tuple[float, ...]]:
+    """The metric of the small picture, and its curve: the reward, or the loss if there is none."""
     for name in ("reward", "loss"):
         points = store.thinned_curve(name, SPARK)
         if points:

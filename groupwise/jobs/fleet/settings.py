@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator
 
 from groupwise.core.errors import ConfigError
-from groupwise.core.settings.environment import lay_environment_over
+from groupwise.core.settings.overrides import lay_environment_over
 from groupwise.core.settings.schema import Strict, keys_of, setting
 from groupwise.core.settings.tree import Tree, read_yaml
 from groupwise.core.settings.validation import validate

@@ -16,12 +16,12 @@ from groupwise.core.errors import ResumeMismatchError, RunInUseError, RunNotFoun
 from groupwise.core.settings.comparison import Change
 from groupwise.engine.models.card import packages_used
 from groupwise.runs import checkpoints, find, recovery
-from groupwise.runs.checkpoint_bundle import CARRIED
 from groupwise.runs.checkpoints import Checkpoint, Skipped
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START, RunFolder, read_config
 from groupwise.runs.lock import holder, is_held
 from groupwise.runs.record_segments import PIECE, MadeAnew
 from groupwise.runs.records import ResumeRecord
+from groupwise.runs.recovery import CARRIED
 from groupwise.runs.store import Store
 from groupwise.training.config import Loaded, LoadedConfig, compare_for_resume, resolved
 from groupwise.training.loops.prepare import Prepared, key_of_weights, starting_from

@@ -22,10 +22,10 @@ from groupwise.core.terminal.progress import Progress
 from groupwise.core.types import Learner, OptimiserParams, Policy, Row, UpdateResult, to_json
 from groupwise.engine.learner.config import OptimisationConfig
 from groupwise.runs import checkpoints
-from groupwise.runs.checkpoint_bundle import carry
 from groupwise.runs.config import RunSection
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.record_segments import write_piece
+from groupwise.runs.recovery import carry
 from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.loops.metrics import Timings
 

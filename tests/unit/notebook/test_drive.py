@@ -72,7 +72,7 @@ def test_checkpoints_are_copied_and_the_newest_kept(content, tmp_path, monkeypat
 
 
 def test_a_torn_copy_is_passed_over_and_what_was_cut_off_is_removed(content, tmp_path, monkeypatch):
-    monkeypatch.setattr(drive.checkpoint_bundle, "unpack", lambda run: None)
+    monkeypatch.setattr(drive.recovery, "unpack", lambda run: None)
     monkeypatch.setattr(drive.recovery, "recover", lambda run: None)
     for step in (10, 20):
         checkpoint(content / "e" / CHECKPOINTS, step)

@@ -16,17 +16,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from groupwise.notebook import Criterion, Rubric, Session, TrainingConfig
+from groupwise.notebook import Criterion, Rubric, Session, TrainingConfig, identity
 from groupwise.notebook.fingerprint import Look, digest
 from groupwise.notebook.identity import (
-    COLLECTED_FILE,
-    UNSEEN,
-    USED,
     Collected,
     collected_names,
     comparable,
     differences,
-    note_changes,
     reward_facts,
 )
 from groupwise.notebook.rewards import create_reward_functions
@@ -344,7 +340,7 @@ def test_what_rewards_collect_is_found_by_what_a_run_has_changed(tmp_path: Path)
     before = reward_facts(rubric)
     assert comparable(before, before, collected_names(tmp_path)) == (before, before)
     note(rubric, before, tmp_path)
-    assert not (tmp_path / COLLECTED_FILE).exists()
+    assert not (tmp_path / identity.COLLECTED_FILE).exists()
     names["reward"](["a text"])
     known = {"seen of the reward reward", "calls of the reward reward"}
     assert note(rubric, before, tmp_path) == known
@@ -352,7 +348,7 @@ def test_what_rewards_collect_is_found_by_what_a_run_has_changed(tmp_path: Path)
     assert set(differences(before, after)) == known
     kept = comparable(before, after, known)
     assert differences(*kept) == []
-    assert kept[0][USED]
+    assert kept[0][identity.USED]
 
 
 @pytest.mark.parametrize(
@@ -404,7 +400,7 @@ def test_a_session_that_a_reward_mentions_is_nothing() -> None:
     before = reward_facts(rubric)
     session.folder = Path("somewhere")
     assert reward_facts(rubric) == before
-    assert not before[UNSEEN]
+    assert not before[identity.UNSEEN]
 
 
 def test_objects_of_libraries_are_named_where_only_their_type_is_known() -> None:
@@ -418,7 +414,7 @@ def test_objects_of_libraries_are_named_where_only_their_type_is_known() -> None
         TABLE=np,
     )
     before = reward_facts(rubric_of(names))
-    assert before[UNSEEN] == {
+    assert before[identity.UNSEEN] == {
         f"{name} of the reward reward": kind
         for name in ("MODELS", "judge.parts", "patch", "method.self")
     }
@@ -518,8 +514,8 @@ def compared(source: str, edited: str) -> list[str]:
     trained.functions[0](["a text"])
     after = reward_facts(trained)
     marked = {
-        name if name in before[USED] and name in after[USED] else f"({name})"
-        for name in changed(before[USED], after[USED])
+        name if name in before[identity.USED] and name in after[identity.USED] else f"({name})"
+        for name in changed(before[identity.USED], after[identity.USED])
     }
     assert differences(*comparable(before, after, marked)) == []
     return differences(*comparable(before, reward_facts(rubric_of(cell(edited))), marked))
@@ -567,7 +563,7 @@ def test_what_was_loaded_before_is_no_difference_for_the_training_after_it(
     rubric = rubric_of(names)
     cold = reward_facts(rubric)
     if evaluated:
-        with note_changes(rubric, cold):
+        with identity.note_changes(rubric, cold):
             names["reward"](["a"])
     for run in ("first", "second"):
         folder = tmp_path / run

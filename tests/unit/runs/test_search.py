@@ -25,8 +25,8 @@ from groupwise.core.types import (
 )
 from groupwise.runs import schema, text_index
 from groupwise.runs.records import FailureKind, Order, RolloutFilter, RolloutView, StepRecord
-from groupwise.runs.search_terms import signs_of, wanted_of, words_of
 from groupwise.runs.store import Store
+from groupwise.runs.text_index import signs_of, wanted_of, words_of
 
 PROMPTS = ("Sort kiwi", "東京都は?", "say \\boxed{1}", "Ⓐ or ⓑ")
 TEXTS = (

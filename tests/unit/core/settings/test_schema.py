@@ -2,8 +2,8 @@
 
 import json
 
-from groupwise.core.settings.documentation import document
 from groupwise.core.settings.schema import leaves
+from groupwise.core.settings.wording import document
 from tests.unit.core.settings.shapes import Root
 
 

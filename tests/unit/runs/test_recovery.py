@@ -16,12 +16,11 @@ import pytest
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunInUseError, RunNotFoundError
 from groupwise.runs import checkpoints
-from groupwise.runs.checkpoint_bundle import carry, unpack
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.lock import RunLock
 from groupwise.runs.record_segments import write_piece
 from groupwise.runs.records import StepRecord
-from groupwise.runs.recovery import recover_by_name
+from groupwise.runs.recovery import carry, recover_by_name, unpack
 from groupwise.runs.store import Store
 
 
