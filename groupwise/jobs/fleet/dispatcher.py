@@ -175,11 +175,11 @@ class GlobalJobDispatcher:
         return frozenset(self._drives)
 
     def stop(self) -> None:
-        """Let go of everything; what runs, runs on."""
+        """Stop, and give up all leases; jobs on machines run on."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Until `stop`. What it owned is free for others at once."""
+        """Run until `stop`. Then other dispatchers may adopt its attempts at once."""
         rhythm = self._tuning.rhythm
         async with asyncio.TaskGroup() as group:
             self._group = group
@@ -211,7 +211,7 @@ class GlobalJobDispatcher:
     async def _for_ever(
         self, name: str, work: Callable[[], Awaitable[object]], interval: float
     ) -> None:
-        """Again and again; no failure of one turn ends it."""
+        """Repeat the work, pausing `interval` seconds; no failure of one turn ends the loop."""
         while True:
             try:
                 await work()
@@ -224,7 +224,7 @@ class GlobalJobDispatcher:
                 await asyncio.sleep(self._tuning.rhythm.after_crash)
 
     async def renew(self) -> None:
-        """Keep what it owns, and see that it is driven."""
+        """Renew all leases, and drive every attempt that it owns."""
         rhythm = self._tuning.rhythm
         asked = time.monotonic()
         owned = await self._gateway.commit(
@@ -373,7 +373,7 @@ class GlobalJobDispatcher:
         """Run a drive's side work as a task of its own."""
         assert self._group is not None
         task = self._group.create_task(_logged(work))
-        # Where it is cancelled before it began, nobody has awaited the work.
+        # If it is cancelled before it began, the coroutine was never awaited, and would warn.
         task.add_done_callback(lambda _: work.close())
         return task
 
@@ -393,16 +393,14 @@ class GlobalJobDispatcher:
         self._watches.ended(vm_id, watch)
 
     async def _drop_everything(self) -> None:
-        """All that is driven at this moment. What is begun meanwhile, under a lease that could be renewed after all, stays."""
+        """Cancel all present drives. Those that begin meanwhile, under a lease that could be renewed after all, stay."""
         tasks = [task for _, task in self._drives.values()] + list(self._watching)
         for task in tasks:
             task.cancel()
         self._watches.clear()
         await asyncio.gather(*tasks, return_exceptions=True)
         for epoch, (_, task) in list(self._drives.items()):
-            if (
-                task.done()
-            ):  # cancelled before it could begin, and so before it could say that it ends
+            if task.done():  # cancelled before it began, so its own `finally` has not run
                 del self._drives[epoch]
 
     def _runner(self, machine: Machine) -> Runner:

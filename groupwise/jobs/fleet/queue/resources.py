@@ -98,16 +98,9 @@ def problems(resources: Resources) -> list[str]:
     least, share = resources.gpu_memory_mb, resources.share_mb
     if resources.gpus == 0 and (resources.gpu_model or least or share or resources.named):
         found.append("gpus is 0, so nothing can be said of the GPUs: leave one of the two out")
-    return [*found, *_problems_of_gang(resources)]
-
-
-def _problems_of_gang(resources: Resources) -> list[str]:
-    if resources.machines == 1:
-        return []
-    found: list[str] = []
-    if resources.vm or resources.named:
+    if resources.machines > 1 and (resources.vm or resources.named):
         found.append("a job on several machines cannot name one, nor GPUs of it: use labels")
-    if resources.share_mb:
+    if resources.machines > 1 and resources.share_mb:
         found.append("a job on several machines gets whole GPUs: leave the share out")
     return found
 
