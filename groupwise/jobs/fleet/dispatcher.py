@@ -1,4 +1,22 @@
-"""The dispatcher: claims jobs from the queue, and drives their attempts until nothing is left to do."""
+"""The dispatcher: claims jobs from the queue, and drives their attempts until nothing is left to do.
+
+`GlobalJobDispatcher` is one of any number that share a database. Each runs these loops side by side:
+
+    renewing     every 8 s, one statement that renews the lease of everything it owns. It returns the list of what it owns, and any attempt
+                 of that list that is not being driven is driven from then on
+    claiming     at every ring of the doorbell, and every 2 s without: admit new rows, claim what there is room for
+    adopting     every 2 s: attempts whose owner has not renewed its lease; at the start the same function finds what was left over
+    wishes       every 2 s: cancellations and lost machines wake the drives that they concern; a machine that the poller saw rebooted, or
+                 answering again, is asked at once, over a new connection, since the kept one may be dead without a sign
+    clearing     every ten minutes: files that are no longer needed on machines, and in the store of files here
+    reconciling  every minute: attempts that machines run and no dispatcher drives. A lower epoch is killed, an unknown job is recorded and
+                 left alone; a machine that was declared lost and answers is emptied, and then used again
+
+A dispatcher that cannot renew stops all its drives before its lease runs out, counted by its own clock from before the request: after that
+another dispatcher may own the attempts. Stopping or killing a dispatcher ends no job: machines go on without it.
+
+An error in one loop is logged, and the loop starts again after a pause; the other loops go on.
+"""
 
 from __future__ import annotations
 
