@@ -1,4 +1,22 @@
-"""The dispatcher: claims jobs from the queue, and drives their attempts until nothing is left to do."""
+"""The dispatcher: claims jobs from the queue, and drives their attempts until nothing is left to do.
+
+`GlobalJobDispatcher` is one of any number that share a database. Each runs these loops side by side:
+
+    renewing     every 8 s, one statement that renews the lease of everything it owns. It returns the list of what it owns, and any attempt
+                 of that list that is not being driven is driven from then on
+    claiming     at every ring of the doorbell, and every 2 s without: admit new rows, claim what there is room for
+    adopting     every 2 s: attempts whose owner has not renewed its lease; at the start the same function finds what was left over
+    wishes       every 2 s: cancellations and lost machines wake the drives that they concern; a machine that the poller saw rebooted, or
+                 answering again, is asked at once, over a new connection, since the kept one may be dead without a sign
+    clearing     every ten minutes: files that are no longer needed on machines, and in the store of files here
+    reconciling  every minute: attempts that machines run and no dispatcher drives. A lower epoch is killed, an unknown job is recorded and
+                 left alone; a machine that was declared lost and answers is emptied, and then used again
+
+A dispatcher that cannot renew stops all its drives before its lease runs out, counted by its own clock from before the request: after that
+another dispatcher may own the attempts. Stopping or killing a dispatcher ends no job: machines go on without it.
+
+An error in one loop is logged, and the loop starts again after a pause; the other loops go on.
+"""
 
 from __future__ import annotations
 
@@ -175,11 +193,11 @@ class GlobalJobDispatcher:
         return frozenset(self._drives)
 
     def stop(self) -> None:
-        """Let go of everything; what runs, runs on."""
+        """Stop, and give up all leases; jobs on machines run on."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Until `stop`. What it owned is free for others at once."""
+        """Run until `stop`. Then other dispatchers may adopt its attempts at once."""
         rhythm = self._tuning.rhythm
         async with asyncio.TaskGroup() as group:
             self._group = group
@@ -211,7 +229,7 @@ class GlobalJobDispatcher:
     async def _for_ever(
         self, name: str, work: Callable[[], Awaitable[object]], interval: float
     ) -> None:
-        """Again and again; no failure of one turn ends it."""
+        """Repeat the work, pausing `interval` seconds; no failure of one turn ends the loop."""
         while True:
             try:
                 await work()
@@ -224,7 +242,7 @@ class GlobalJobDispatcher:
                 await asyncio.sleep(self._tuning.rhythm.after_crash)
 
     async def renew(self) -> None:
-        """Keep what it owns, and see that it is driven."""
+        """Renew all leases, and drive every attempt that it owns."""
         rhythm = self._tuning.rhythm
         asked = time.monotonic()
         owned = await self._gateway.commit(
@@ -373,7 +391,7 @@ class GlobalJobDispatcher:
         """Run a drive's side work as a task of its own."""
         assert self._group is not None
         task = self._group.create_task(_logged(work))
-        # Where it is cancelled before it began, nobody has awaited the work.
+        # If it is cancelled before it began, the coroutine was never awaited, and would warn.
         task.add_done_callback(lambda _: work.close())
         return task
 
@@ -393,16 +411,14 @@ class GlobalJobDispatcher:
         self._watches.ended(vm_id, watch)
 
     async def _drop_everything(self) -> None:
-        """All that is driven at this moment. What is begun meanwhile, under a lease that could be renewed after all, stays."""
+        """Cancel all present drives. Those that begin meanwhile, under a lease that could be renewed after all, stay."""
         tasks = [task for _, task in self._drives.values()] + list(self._watching)
         for task in tasks:
             task.cancel()
         self._watches.clear()
         await asyncio.gather(*tasks, return_exceptions=True)
         for epoch, (_, task) in list(self._drives.items()):
-            if (
-                task.done()
-            ):  # cancelled before it could begin, and so before it could say that it ends
+            if task.done():  # cancelled before it began, so its own `finally` has not run
                 del self._drives[epoch]
 
     def _runner(self, machine: Machine) -> Runner:

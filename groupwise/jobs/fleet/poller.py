@@ -1,4 +1,13 @@
-"""The poller: observes every machine of the fleet again and again, and records what it saw."""
+"""The poller: observes every machine of the fleet again and again, and records what it saw.
+
+A scheduler keeps a due time for each machine and starts a poll then; no machine has two polls at once, so one that hangs delays only
+itself. The list of machines comes from the database every few seconds, so inserting a row is enough to add one. Polls are spread over the
+interval, with jitter. A machine that has missed several polls is asked ever more rarely, up to a bound, until its first answer. Connections
+are kept.
+
+A machine whose key is not trusted is asked for nothing but its key. What an answer, or none, means is in `observation.py`. Several pollers
+on one fleet see the same and write it one after the other, newest last.
+"""
 
 from __future__ import annotations
 

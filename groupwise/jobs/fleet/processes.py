@@ -1,4 +1,11 @@
-"""The processes of the control plane, by the database: which are alive, and which are certainly gone."""
+"""The processes of the control plane, by the database: which are alive, and which are certainly gone.
+
+Each process has a row for each of its roles, and renews it every few seconds. A process that ends in order removes its rows. One that was
+killed leaves them, and silence alone does not tell it from one that hangs. So a row also identifies the process: the system on which it ran
+knows whether it is still alive. A process that starts a role removes the rows of those that are certainly gone; of a process on another
+system it is only known to be silent. In an embedded fleet a lock on a file of its folder is more reliable: it ends with its process,
+however that ends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Validation of texts: what a database can store, JSON can carry and a program can receive as an argument."""
+"""Validation of texts: what a database can store, JSON can carry and a program can receive as an argument.
+
+Two things cannot be passed on: NUL, which ends a string for PostgreSQL and for every program, and lone surrogates, which Python makes of
+bytes that are not UTF-8 (an argument or a file name in another encoding). A submitter of such a text learns where it is. Rows written by
+hand may hold them all the same, and infinite numbers, which JSON cannot express either: `json_safe` replaces them by what can be shown.
+"""
 
 from __future__ import annotations
 

@@ -133,7 +133,11 @@ def keep_what_is_there() -> None:
 def _take(
     locks: contextlib.ExitStack, database: Database, folder: Path, roles: Sequence[str]
 ) -> None:
-    """Lock the roles and check the schema: no other process has these roles from here on, and the tables stay those of this version."""
+    """Lock the roles and check the schema: no other process has these roles from here on, and the tables stay those of this version.
+
+    The schema is checked twice. Roles that begin at once must not take each other for a process that works with the old tables; and a
+    process that changed them in between has not seen our locks.
+    """
     migrate(database, lambda: processes.who_plays(folder))
     for role in roles:
         locks.enter_context(processes.alone(folder, role))

@@ -1,4 +1,12 @@
-"""Batching: what many controllers want of the database at the same moment becomes one transaction."""
+"""Batching: what many controllers want of the database at the same moment becomes one transaction.
+
+A transaction costs more than the little that a controller reads or writes in it: its begin, its flush to disk, the statements that all of
+them repeat. So while one transaction is under way, further requests gather, and go together in the next. A controller that is alone waits
+for no one; a thousand that begin at once share a few dozen transactions.
+
+No request suffers for another: if one of the writes raises, or has to wait for another process's lock, none is kept, and each is repeated
+in a transaction of its own, side by side.
+"""
 
 from __future__ import annotations
 

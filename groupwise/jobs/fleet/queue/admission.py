@@ -475,7 +475,11 @@ def _answer(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
     beyond = _beyond(row, found)
     if columns is None or beyond is None:
         return found
-    found += [*_column_problems(columns), *problems(beyond), *_follows(row, columns, beyond, fleet)]
+    found += [
+        *path_problems("output_dir", columns.output_dir),
+        *problems(beyond),
+        *_follows(row, columns, beyond, fleet),
+    ]
     found += [] if found else fleet.allowed.problems(beyond.secrets)
     if found:
         return found
@@ -498,10 +502,6 @@ def _beyond(row: _Row, found: list[str]) -> Beyond | None:
     except InvalidRequest as error:
         found += [f"request.{problem}" for problem in error.problems]
         return None
-
-
-def _column_problems(columns: Columns) -> list[str]:
-    return path_problems("output_dir", columns.output_dir)
 
 
 def _follows(row: _Row, columns: Columns, beyond: Beyond, fleet: _Fleet) -> list[str]:

@@ -1,4 +1,12 @@
-"""Retries: what follows for a job when its attempt has failed. Pure functions."""
+"""Retries: what follows for a job when its attempt has failed. Pure functions.
+
+A runner leaves an exit record and the last bytes of the log; the control plane knows which machine was lost or rebooted. From these comes a
+failure class (`groupwise.jobs.hosts.failures`). When the attempt ends, in the same transaction, `after_end` says where the job goes:
+completed, cancelled, failed for good, or back into the queue, and not before when.
+
+A failure is charged if the job may be at fault: two such retries are given. Losing a machine, a GPU or a race for one is not the job's
+fault and costs it nothing, but is counted as well, because a job that brings down every machine it meets must come to an end.
+"""
 
 from __future__ import annotations
 

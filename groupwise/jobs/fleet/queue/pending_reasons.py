@@ -100,15 +100,13 @@ def explain(session: Session, job: Job) -> list[str]:
     found = outlook(session, job)
     if isinstance(found, Blocked):
         return [*reasons, *found.reasons]
-    return reasons or [_place_in_queue(session, job)]
-
-
-def _place_in_queue(session: Session, job: Job) -> str:
+    if reasons:
+        return reasons
     before = or_(Job.rank < job.rank, and_(Job.rank == job.rank, Job.job_id < job.job_id))
     may_begin = (QUEUED, Job.not_before <= seconds(session))
     ahead = select(Job.job_id).where(*may_begin, before).limit(_MOST_COUNTED).subquery()
     count = session.scalar(select(func.count()).select_from(ahead)) or 0
     if not count:
-        return "there is room for it, and it is the next in the queue"
+        return ["there is room for it, and it is the next in the queue"]
     more = " or more" if count == _MOST_COUNTED else ""
-    return f"there is room for it; {count}{more} jobs stand before it in the queue"
+    return [f"there is room for it; {count}{more} jobs stand before it in the queue"]

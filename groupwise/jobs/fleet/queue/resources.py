@@ -1,4 +1,9 @@
-"""`Resources`: what a job needs of machines, read from command-line words, stored as JSON, compared by a hash."""
+"""`Resources`: what a job needs of machines, read from command-line words, stored as JSON, compared by a hash.
+
+A submitter gives them in words (`parse`: `--gpus 2`, `--gpus vm-3:0,1`, `--ram 64GB`) or as JSON; admission settles what was left open and
+stores the result with the job; placement reads it. Jobs of one project that need the same have one `shape`, so that room is looked for once
+for all of them.
+"""
 
 from __future__ import annotations
 
@@ -98,16 +103,9 @@ def problems(resources: Resources) -> list[str]:
     least, share = resources.gpu_memory_mb, resources.share_mb
     if resources.gpus == 0 and (resources.gpu_model or least or share or resources.named):
         found.append("gpus is 0, so nothing can be said of the GPUs: leave one of the two out")
-    return [*found, *_problems_of_gang(resources)]
-
-
-def _problems_of_gang(resources: Resources) -> list[str]:
-    if resources.machines == 1:
-        return []
-    found: list[str] = []
-    if resources.vm or resources.named:
+    if resources.machines > 1 and (resources.vm or resources.named):
         found.append("a job on several machines cannot name one, nor GPUs of it: use labels")
-    if resources.share_mb:
+    if resources.machines > 1 and resources.share_mb:
         found.append("a job on several machines gets whole GPUs: leave the share out")
     return found
 

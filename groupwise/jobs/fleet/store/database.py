@@ -193,12 +193,13 @@ class Database:
             bound = min(LONGEST_PAUSE, 2 * bound)
 
     def _raise_for_people(self, error: sql.DBAPIError, *, passing: bool) -> NoReturn:
-        """Constraints and mistakes in statements come through; what is wrong with the database itself is said in words."""
+        """Raise constraint violations and faulty statements as they are, and failures of the database itself as DatabaseFailure."""
         of_database = type(error) in (sql.OperationalError, sql.DatabaseError)
         if not of_database and not _nothing_lost_by_repeating(error):
             raise error
+        said = str(error.orig).strip().partition("\n")[0].rstrip(".")
         raise DatabaseFailure(
-            f"{self.name} does not do its work: {_first_line(error)}. {_remedy(error, self._url)}",
+            f"{self.name} does not do its work: {said}. {_remedy(error, self._url)}",
             passing=passing,
         ) from error
 
@@ -382,7 +383,7 @@ def _call(hook: Callable[[], None]) -> None:
         hook()
     except (
         Exception
-    ):  # the rows are committed whatever a doorbell says, and its caller must hear that they are
+    ):  # the rows are committed, and the caller must learn that, whatever a doorbell raises
         log.exception("what was to follow a commit failed")
 
 
@@ -407,10 +408,6 @@ _POSTGRESQL_REMEDIES = {
     "53100": "Free space on its disk.",
     "53300": "Raise its max_connections, or run fewer processes of the fleet.",
 }
-
-
-def _first_line(error: sql.DBAPIError) -> str:
-    return str(error.orig).strip().partition("\n")[0].rstrip(".")
 
 
 def _remedy(error: sql.DBAPIError, url: URL) -> str:

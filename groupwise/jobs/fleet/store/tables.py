@@ -1,4 +1,14 @@
-"""The tables of a fleet. `database.py` connects to them; `migrations/` makes them; triggers and views are generated from `states.py`."""
+"""The tables of a fleet. `database.py` connects to them; `migrations/` makes them; triggers and views are generated from `states.py`.
+
+People write rows by hand: an INSERT of job_id, model, dataset and reward_function is a full submission, an INSERT of vm_id, ip_address,
+user and ssh_key_path a machine to be polled. So every other column has a default in the database itself. `status` is written by the control
+plane.
+
+There are two kinds of time. What people read is a timestamp (`created_at`, `start_time`, `end_time`). What the control plane counts with is
+seconds of the database's clock since 1970 (`lease_until`, `not_before`), because no other clock may decide who owns an attempt.
+
+No column stores how many GPUs are free: the view `vm_overview` counts the rows of `reservations`.
+"""
 
 from __future__ import annotations
 
