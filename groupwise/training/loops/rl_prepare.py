@@ -184,7 +184,7 @@ def _facts(
     ]
     return {
         "data": digest(
-            *[told for p in drawn if p for told in (fingerprint(p.examples), p.prompts)]
+            *[part for p in drawn if p for part in (fingerprint(p.examples), p.prompts)]
         ),
         "held_out": digest(held_out, asked.prompts if asked else ()),
         ROWS_READ: rows_read,
