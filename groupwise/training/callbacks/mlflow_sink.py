@@ -5,7 +5,7 @@ which says up to which line it is there; the tag is set once the line is. A proc
 part of it: of that line only the metrics are sent that are not there yet.
 
 Only MLflow's client is used, not its notion of the active run, which asks git and belongs to the code of tasks. What the client reads
-from its environment holds (MLFLOW_TRACKING_USERNAME, MLFLOW_RUN_ID …), but usage is not told to its makers unless the environment asks
+from its environment holds (MLFLOW_TRACKING_USERNAME, MLFLOW_RUN_ID …), but usage is not reported to its makers unless the environment asks
 for that, and a server that does not answer is not waited for as long as the client would.
 """
 

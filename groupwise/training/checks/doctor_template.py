@@ -149,14 +149,14 @@ def own_turn(tokenizer: Any, opening: list[Message]) -> Finding:
         )
     place = _common(prompt, whole)
     asked = tokenizer.decode(prompt[place:], skip_special_tokens=False)
-    told = tokenizer.decode(whole[place:], skip_special_tokens=False)
+    answered = tokenizer.decode(whole[place:], skip_special_tokens=False)
     return Finding(
         "template prefix",
         "warning",
-        f"a prompt ends with {_shown(asked)}, where the prompt with its answer reads {_shown(told)}",
+        f"a prompt ends with {_shown(asked)}, where the prompt with its answer reads {_shown(answered)}",
         "RL asks with one text and SFT teaches another; in a conversation each turn becomes a row of its own",
         "a template for training that renders both alike, as model.chat_template",
-        {"prompt": asked, "with_answer": told},
+        {"prompt": asked, "with_answer": answered},
     )
 
 
@@ -165,9 +165,9 @@ def earlier_turns(tokenizer: Any, opening: list[Message]) -> Finding:
     name = "earlier turns"
     rewritten: list[str] = []
     for what, answer in (("answers", ANSWER), ("thoughts", THOUGHT + ANSWER)):
-        told = [*opening, _said(answer)]
-        whole = _ids(tokenizer, told, ask=False)
-        longer = _ids(tokenizer, [*told, {"role": "user", "content": AGAIN}], ask=True)
+        answered = [*opening, _said(answer)]
+        whole = _ids(tokenizer, answered, ask=False)
+        longer = _ids(tokenizer, [*answered, {"role": "user", "content": AGAIN}], ask=True)
         kept = _common(whole, longer)
         lost = tokenizer.decode(whole[kept:], skip_special_tokens=False)
         if lost.strip():
@@ -230,8 +230,8 @@ def stop_tokens(tokenizer: Any, stops: Sequence[int], stop_texts: Sequence[str])
                 f"sampler.stop_token_ids=[{token}]",
                 {**data, "missing": token},
             )
-    told = [*([shown] if shown else []), *(repr(text) for text in stop_texts)]
-    return Finding(name, "ok", f"a completion ends at {', '.join(told)}", data=data)
+    ends = [*([shown] if shown else []), *(repr(text) for text in stop_texts)]
+    return Finding(name, "ok", f"a completion ends at {', '.join(ends)}", data=data)
 
 
 def answer_end(tokenizer: Any) -> int | None:

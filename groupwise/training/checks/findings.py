@@ -55,10 +55,10 @@ class Report:
     def verdict(self) -> str:
         """One line: `1 problem, 2 warnings`, or that there is nothing."""
         counts = {level: len(self.of_level(level)) for level in ("problem", "warning")}
-        told = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
+        parts = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
         skipped = len(self.of_level("skipped"))
-        told += [f"{skipped} could not be looked at"] if skipped else []
-        return ", ".join(told) or "nothing to complain of"
+        parts += [f"{skipped} could not be looked at"] if skipped else []
+        return ", ".join(parts) or "nothing to complain of"
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Unread:
     """True if it calls a function of TRL or open-r1."""
 
     @property
-    def told(self) -> str:
+    def explanation(self) -> str:
         """Why the value could not be read, for a message about its key."""
         at = f"line {self.line}: " if self.line else ""
         return at + self.why.replace("{}", f"{self.written:.60}")

@@ -373,14 +373,14 @@ def choose_step(draft: Draft, device: str, examples: int) -> None:
 
 def choose_teacher_step(draft: Draft, rows: int, longest: int) -> None:
     """The same for a supervised run with so many rows of at most `longest` tokens."""
-    epochs, told = (1, "one pass") if rows >= FEW_ROWS else (3, "three passes, as they are few,")
+    epochs, reason = (1, "one pass") if rows >= FEW_ROWS else (3, "three passes, as they are few,")
     draft.choose(("training", "examples_per_step"), min(16, rows), "the batch size")
-    told = f"{told} over the {rows:,} rows"
+    reason = f"{reason} over the {rows:,} rows"
     if draft.is_given(("training", "max_steps")):
-        draft.choose(("training", "num_train_epochs"), float(epochs), told)
+        draft.choose(("training", "num_train_epochs"), float(epochs), reason)
     else:
         steps = -(-epochs * rows // draft.sft_config.training.examples_per_step)
-        draft.choose(("training", "max_steps"), steps, told)
+        draft.choose(("training", "max_steps"), steps, reason)
     draft.choose(
         ("data", "max_length"),
         max(2, longest),

@@ -1,8 +1,8 @@
 """`groupwise init --from FILE`: the GRPO config of TRL, open-r1 or Unsloth as one of ours.
 
-Each value that is taken over keeps its origin as a comment. What means something else here, what has no equal and what cannot be read is
-told by its name, and how each key of the file ended stands in the report. Where a file leaves out what
-TRL then decides (all weights are trained, the loss is `dapo`), it is written down.
+Each value that is taken over keeps its origin as a comment. Keys that mean something else here, have no equivalent or cannot be read are
+reported by name, and the report lists the fate of every key. Choices that a file leaves to TRL's defaults (all weights are trained, the
+loss is `dapo`) are written out.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def _stands_at_default(name: str, value: Any) -> bool:
 def _unfit(name: str, value: Any) -> str | None:
     """Why a value cannot be taken over; None if it can."""
     if isinstance(value, Unread):
-        return f"is not taken over: {value.told}. {value.remedy}"
+        return f"is not taken over: {value.explanation}. {value.remedy}"
     if value is None or name not in NUMBERS:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):

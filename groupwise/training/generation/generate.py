@@ -160,8 +160,8 @@ async def _carry_out(plan: Plan, answers: Answers, journal: Journal) -> Generate
                     scores = await interruption.allow(scoring)
             except Interrupted as interrupted:
                 ticker.note(f"Interrupted. {_go_on(config)}")
-                told = {"state": "interrupted", **_spent(plan, answers, asking.tally)}
-                return GenerateResult(_summary(plan, told), config.folder, interrupted.exit_code)
+                entries = {"state": "interrupted", **_spent(plan, answers, asking.tally)}
+                return GenerateResult(_summary(plan, entries), config.folder, interrupted.exit_code)
             except EndpointError as error:
                 raise EndpointError(f"{error}\n{_go_on(config)}", error.status) from error
     return _finish(plan, answers, scores, asking.tally)
@@ -376,27 +376,27 @@ def _cost(config: GenerateConfig, billed: Billed) -> float | None:
 
 def _spent(plan: Plan, answers: Answers, tally: Tally) -> dict[str, Any]:
     """The cost of this command, and under `in_all` that of all answers, including those of earlier commands."""
-    told = {
+    entries = {
         **_billed(plan.config, tally.billed),
         "tokens_per_second": round(tally.tokens_per_second, 1),
         "in_all": _billed(plan.config, answers.billed),
     }
     if strange := _of_no_row(plan, answers):
-        told["answers_of_no_row"] = strange
-    return told
+        entries["answers_of_no_row"] = strange
+    return entries
 
 
 def _billed(config: GenerateConfig, billed: Billed) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "requests": billed.requests,
         "prompt_tokens": billed.usage.prompt_tokens,
         "completion_tokens": billed.usage.completion_tokens,
     }
     if (cost := _cost(config, billed)) is not None:
-        told["cost"] = cost
+        entries["cost"] = cost
     if billed.untold:
-        told["answers_without_usage"] = billed.untold
-    return told
+        entries["answers_without_usage"] = billed.untold
+    return entries
 
 
 def _of_no_row(plan: Plan, answers: Answers) -> int:
@@ -404,12 +404,12 @@ def _of_no_row(plan: Plan, answers: Answers) -> int:
     return answers.beside({item.key for item in plan.prompts.items})
 
 
-def _summary(plan: Plan, told: Mapping[str, Any]) -> dict[str, Any]:
+def _summary(plan: Plan, entries: Mapping[str, Any]) -> dict[str, Any]:
     rows = len(plan.prompts.items) + len(plan.prompts.unasked)
     base: dict[str, Any] = {"output": str(plan.config.folder), "model": plan.model, "rows": rows}
     if plan.rewards_left_out:
         base["rewards_left_out"] = list(plan.rewards_left_out)
-    return {**base, **told}
+    return {**base, **entries}
 
 
 def _describe(plan: Plan) -> dict[str, Any]:

@@ -90,8 +90,8 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     build.check_model(settings)
     evaluates = _evaluates(settings, found)
     given = view(settings)
-    steps = settings.training.max_steps
-    rows_read = rows_read or (None if steps is None else steps * settings.training.prompts_per_step)
+    steps = settings.training.max_steps  # None: epochs decide, which need a stream with an end
+    rows_read = rows_read or (steps and steps * settings.training.prompts_per_step)
     examples = found.rl_examples(given, limit=rows_read)
     tokenizer = prefork.load_tokenizer(settings.model)
     build.check_stop_tokens(settings, tokenizer)
@@ -126,6 +126,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     order = order_of(found, "get_rl_dataset", [each.index for each in prompts.examples], settings)
     max_steps = _max_steps(settings, order.length)
     check_profiled_steps(settings.run, max_steps)
+    longest = max(each.longest for each in (prompts, easy_prompts, asked) if each)
     return RlPrepared(
         loaded=loaded,
         task=found,
@@ -136,13 +137,9 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         held_out_prompts=asked,
         rubric=rubric,
         max_steps=max_steps,
-        layout=placement.choose_layout(
-            settings, max(each.longest for each in (prompts, easy_prompts, asked) if each)
-        ),
-        facts={
-            **task_facts(found, rubric),
-            **_facts(settings, (prompts, easy_prompts), asked, rows_read),
-        },
+        layout=placement.choose_layout(settings, longest),
+        facts=task_facts(found, rubric)
+        | _facts(settings, (prompts, easy_prompts), asked, rows_read),
         callbacks=callbacks,
     )
 
@@ -187,7 +184,7 @@ def _facts(
     ]
     return {
         "data": digest(
-            *[told for p in drawn if p for told in (fingerprint(p.examples), p.prompts)]
+            *[part for p in drawn if p for part in (fingerprint(p.examples), p.prompts)]
         ),
         "held_out": digest(held_out, asked.prompts if asked else ()),
         ROWS_READ: rows_read,

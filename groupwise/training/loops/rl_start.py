@@ -353,8 +353,8 @@ def _summarise(
     after: EvalResult | None = None,
 ) -> dict[str, Any]:
     """Summarise the run in a few lines."""
-    told = run.folder.store.get_meta().get(WARM_UP_SUMMARY)
-    summary = {**({"warm_up": told} if told else {}), **summarise(run, prepared, started)}
+    warmed_up = run.folder.store.get_meta().get(WARM_UP_SUMMARY)
+    summary = {**({"warm_up": warmed_up} if warmed_up else {}), **summarise(run, prepared, started)}
     first, last = first_and_last(run, METRIC)
     if first is not None:
         summary |= {"reward_first": first, "reward_last": last}

@@ -82,8 +82,8 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
     config = loaded.config
     check_start(loaded)
     tokenizer = prefork.load_tokenizer(config.model)
-    steps = config.training.max_steps
-    rows_read = rows_read or (None if steps is None else steps * config.training.examples_per_step)
+    steps = config.training.max_steps  # None: epochs decide, which need a stream with an end
+    rows_read = rows_read or (steps and steps * config.training.examples_per_step)
     lessons = _read(config, found, tokenizer, "get_sft_dataset", rows_read)
     assert lessons is not None, "an empty dataset is an error"
     held_out = None
@@ -91,20 +91,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
         limit = config.eval.max_examples
         held_out = _read(config, found, tokenizer, "get_sft_eval_dataset", limit)
     if held_out is None and config.eval.completions is None:
-        evaluation = config.eval
-        needing = {
-            "eval.eval_steps": evaluation.eval_steps,
-            "eval.early_stopping_patience": evaluation.early_stopping_patience,
-            "eval.load_best_model_at_end": evaluation.load_best_model_at_end or None,
-            "training.stop_when": config.training.stop_when or None,
-        }
-        keys = [key for key, value in needing.items() if value is not None]
-        if keys:
-            without = "returns None from" if found.has("get_sft_eval_dataset") else "has no"
-            raise TaskError(
-                f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} set, but {found.described} {without} "
-                "get_sft_eval_dataset, so there is nothing to evaluate on. Leave the key out, or add the hook."
-            )
+        _refuse_evaluation_keys(config, found)
     facts = {
         **task_facts(found),
         "data": _fingerprint(lessons),
@@ -139,6 +126,23 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
     )
     check_profiled_steps(config.run, prepared.max_steps)
     return prepared
+
+
+def _refuse_evaluation_keys(config: SftConfig, task: Task) -> None:
+    """Raise TaskError for keys that need held-out rows, which the task does not have."""
+    needing = {
+        "eval.eval_steps": config.eval.eval_steps,
+        "eval.early_stopping_patience": config.eval.early_stopping_patience,
+        "eval.load_best_model_at_end": config.eval.load_best_model_at_end or None,
+        "training.stop_when": config.training.stop_when or None,
+    }
+    keys = [key for key, value in needing.items() if value is not None]
+    if keys:
+        without = "returns None from" if task.has("get_sft_eval_dataset") else "has no"
+        raise TaskError(
+            f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} set, but {task.described} {without} "
+            "get_sft_eval_dataset, so there is nothing to evaluate on. Leave the key out, or add the hook."
+        )
 
 
 def _read(
