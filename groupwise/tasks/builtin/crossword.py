@@ -14,7 +14,6 @@ does any clue.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -148,7 +147,24 @@ def _own(config: Any) -> TaskConfig:
 
 def _split(own: TaskConfig, wanted: str) -> Rows:
     """The rows of one split. Rows with the same answer stay together, and a clue that an earlier split has is left out."""
-    rows, left_out = _rows(own)
+    for ours in own.columns:
+        if ours not in COLUMNS:
+            raise TaskError(f"task.columns: {ours!r} is none of {', '.join(COLUMNS)}.")
+    found = read_source(
+        own.source or str(INCLUDED),
+        own.source_config,
+        own.source_split,
+        own.columns,
+        revision=own.source_revision,
+    )
+    rows, left_out = usable(
+        found,
+        _row,
+        lambda row: (_folded(row["clue"]), letters(row["answer"])),
+        source=_name(own),
+        strict=own.strict,
+        remedy="Name those of clue and answer with task.columns.clue=NAME and task.columns.answer=NAME.",
+    )
     by_answer: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_answer.setdefault(letters(row["answer"]), []).append(row)
@@ -203,28 +219,6 @@ def _folded(text: str) -> str:
 
 
 # --- rows ----------------------------------------------------------------------------------------
-
-
-def _rows(own: TaskConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """The usable rows of the source, each clue and answer once, and how many others there are, by reason."""
-    for ours in own.columns:
-        if ours not in COLUMNS:
-            raise TaskError(f"task.columns: {ours!r} is none of {', '.join(COLUMNS)}.")
-    found = read_source(
-        own.source or str(INCLUDED),
-        own.source_config,
-        own.source_split,
-        own.columns,
-        revision=own.source_revision,
-    )
-    return usable(
-        found,
-        _row,
-        lambda row: (_folded(row["clue"]), letters(row["answer"])),
-        source=_name(own),
-        strict=own.strict,
-        remedy="Name those of clue and answer with task.columns.clue=NAME and task.columns.answer=NAME.",
-    )
 
 
 def _row(given: Mapping[str, Any]) -> dict[str, Any]:

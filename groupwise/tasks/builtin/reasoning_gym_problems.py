@@ -52,8 +52,15 @@ def dataset_of(spec: Spec, seed: int = 0, size: int = 1) -> Any:
     """The package's dataset object. Raises ValueError for a name, level or parameter that there is not."""
     factory = _package()
     name, level = str(spec["name"]), spec["level"]
-    if name not in factory.DATASETS or name == "composite":
-        raise ValueError(_no_dataset(name, factory.DATASETS))
+    if name == "composite":
+        raise ValueError(
+            "`composite` is a mixture of other datasets; list these under task.datasets, each with its weight."
+        )
+    if name not in factory.DATASETS:
+        near = nearest(name, factory.DATASETS)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        known = ", ".join(sorted(set(factory.DATASETS) - {"composite"}))
+        raise ValueError(f"there is no dataset `{name}` in reasoning-gym.{hint} It has: {known}.")
     kind = factory.DATASETS[name][1]
     _refuse_unknown(name, spec["parameters"], [field.name for field in dataclasses.fields(kind)])
     given = {**spec["parameters"], "seed": seed, "size": size}
@@ -159,9 +166,12 @@ def _fresh(spec: Spec, source: int, first: int, count: int, seen: set[str]) -> l
 
 def _block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
     """The entries of a block, and in the place of each that could not be made, or whose own answer is wrong, the reason."""
+    import numpy
+
     dataset = dataset_of(spec, start, BLOCK)
     for index in range(BLOCK):
-        _seed_global_generators(start + index)
+        random.seed(start + index)
+        numpy.random.seed(start + index)
         try:
             entry = dataset[index]
             if entry["answer"] is not None and not _takes_its_own(spec, entry, dataset):
@@ -175,13 +185,6 @@ def _takes_its_own(spec: Spec, entry: Mapping[str, Any], dataset: Any) -> bool:
     """True if the entry's answer is right, and one that a grader may see, which an unsolved integral is not."""
     shown = is_harmless(str(entry["answer"]), str(spec["name"]))
     return shown and dataset.score_answer(entry["answer"], entry) >= RIGHT
-
-
-def _seed_global_generators(seed: int) -> None:
-    import numpy
-
-    random.seed(seed)
-    numpy.random.seed(seed)
 
 
 def _row(spec: Spec, source: int, entry: dict[str, Any]) -> dict[str, Any]:
@@ -253,15 +256,6 @@ def _refuse_unknown(name: str, given: Mapping[str, Any], known: Sequence[str]) -
             raise ValueError(
                 f"the dataset `{name}` has no parameter `{parameter}`{hint} It takes: {', '.join(free)}."
             )
-
-
-def _no_dataset(name: str, there: Mapping[str, Any]) -> str:
-    if name == "composite":
-        return "`composite` is a mixture of other datasets; list these under task.datasets, each with its weight."
-    near = nearest(name, there)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    known = ", ".join(sorted(set(there) - {"composite"}))
-    return f"there is no dataset `{name}` in reasoning-gym.{hint} It has: {known}."
 
 
 def _exhausted(spec: Spec, wanted: int, there: int, failure: Exception | None) -> str:

@@ -141,13 +141,17 @@ def compute_metrics(
     written = [_written(completion, preset) for completion in completions]
     pairs = list(zip(written, asked, strict=True))
     correct = [answer == sorted(words) for answer, words in pairs]
+    weighted = [
+        [weight * value for value in function(completions=completions, words=asked)]
+        for function, weight in PARTS[preset]
+    ]
     return {
         "metrics": {
             "accuracy": fmean(correct),
             "permutation_accuracy": fmean(
                 sorted(answer) == sorted(words) for answer, words in pairs
             ),
-            "reward": fmean(_total(completions, asked, preset)),
+            "reward": fmean([sum(values) for values in zip(*weighted, strict=True)]),
         },
         "correct": correct,
     }
@@ -282,16 +286,6 @@ def _first_place(word: str, text: str) -> int:
     letter = r"[^\W\d_]"
     found = re.search(rf"(?<!{letter}){re.escape(word)}(?!{letter})", text)
     return found.start() if found else -1
-
-
-def _total(
-    completions: Sequence[CompletionText], asked: list[list[str]], preset: Preset
-) -> list[float]:
-    weighted = [
-        [weight * value for value in function(completions=completions, words=asked)]
-        for function, weight in PARTS[preset]
-    ]
-    return [sum(values) for values in zip(*weighted, strict=True)]
 
 
 def _share(holds: Iterable[bool]) -> float:

@@ -118,7 +118,11 @@ def with_teacher(rows: Sequence[Row], way: PromptWay, where: str, *, strict: boo
     def made(row: Row, changes: list[str]) -> Row:
         row = named_messages(row)
         if row.get("messages") is not None:
-            return {**row, "messages": _taught(row["messages"], way, changes)}
+            value = row["messages"]
+            messages = messages_of(value)
+            if not any(message["role"] == "assistant" for message in messages):
+                raise Unusable("no message is the assistant's")
+            return {**row, "messages": _with_system(messages, way.system_prompt, changes)}
         if lessons and all(row.get(name) is None for name in lessons):
             raise Unusable(f"there is no {' and no '.join(lessons)}")
         if "completion" not in lessons or all(row.get(n) is None for n in ("prompt", "completion")):
@@ -156,7 +160,10 @@ def _made(
         try:
             made = NumberedRow(make(row, changes), index)
             if way.drop_duplicates:
-                _refuse_repetition(key_of(made, identity), seen)
+                key = key_of(made, identity)
+                if key in seen:
+                    raise Unusable("the same as an earlier row (data.drop_duplicates)")
+                seen.add(key)
         except Unusable as reason:
             unusable.setdefault(str(reason), []).append(index)
         else:
@@ -172,12 +179,6 @@ def key_of(row: Row, columns: Sequence[str]) -> str:
     """Equal for rows that hold the same in these columns; in all, where they hold nothing in these."""
     told = {name: row[name] for name in columns if row.get(name) is not None}
     return json.dumps(told or row, sort_keys=True, default=str)
-
-
-def _refuse_repetition(key: str, seen: set[str]) -> None:
-    if key in seen:
-        raise Unusable("the same as an earlier row (data.drop_duplicates)")
-    seen.add(key)
 
 
 def _unusable(
@@ -225,13 +226,6 @@ def _prompt(value: Any, row: Row, way: PromptWay, changes: list[str]) -> Prompt:
     last = max(place for place, message in enumerate(asked) if message["role"] == "user")
     asked[last] = {**asked[last], "content": _with_lines(asked[last]["content"], row, way.lines)}
     return _with_system(asked, way.system_prompt, changes)
-
-
-def _taught(value: Any, way: PromptWay, changes: list[str]) -> list[Message]:
-    messages = messages_of(value)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise Unusable("no message is the assistant's")
-    return _with_system(messages, way.system_prompt, changes)
 
 
 def _stripped(messages: Sequence[Message], way: PromptWay, changes: list[str]) -> list[Message]:

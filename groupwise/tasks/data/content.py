@@ -90,7 +90,9 @@ class _Walk:
         if value is None or (
             issubclass(kind, bool | int | float | str) and not issubclass(kind, Enum)
         ):
-            return _plain(value)
+            if isinstance(value, int) and value.bit_length() > LONGEST_INTEGER:
+                return {"integer": hex(value)}
+            return value
         name = id(value)
         if name in self.known:
             return self.known[name]
@@ -100,7 +102,9 @@ class _Walk:
         if len(self.above) == DEEPEST:
             self.dependent += 1
             return _untold(f"something nested more than {DEEPEST} levels deep")
-        self._refuse_tangle(name)
+        self.roundabout += name in self.met
+        if self.roundabout > MOST_ROUNDABOUT:
+            raise _TangledError
         self.met[name] = value
         self.above[name] = len(self.above)
         before = self.dependent
@@ -115,11 +119,6 @@ class _Walk:
         if self.dependent == before:
             self.known[name] = told
         return told
-
-    def _refuse_tangle(self, name: int) -> None:
-        self.roundabout += name in self.met
-        if self.roundabout > MOST_ROUNDABOUT:
-            raise _TangledError
 
     def _content(self, value: Any, kind: Any) -> Any:
         if issubclass(kind, Enum):
@@ -155,12 +154,6 @@ def _first(pair: list[Any]) -> Any:
     return pair[0]
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, int) and value.bit_length() > LONGEST_INTEGER:
-        return {"integer": hex(value)}
-    return value
-
-
 def _untold(what: str) -> dict[str, str]:
     return {UNTOLD: what}
 
@@ -183,7 +176,9 @@ def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
         return _present(value, (each.name for each in fields(kind)))
     if (attributes := getattr(kind, "__attrs_attrs__", None)) is not None:
         return _present(value, (each.name for each in attributes))
-    if _is_picture(kind):
+    # An image of Pillow can only exist once Pillow is imported.
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is not None and issubclass(kind, pillow.Image):
         return {
             "mode": value.mode,
             "size": value.size,
@@ -199,12 +194,6 @@ def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
 def _present(value: Any, names: Iterable[str]) -> dict[str, Any]:
     """The attributes that are set."""
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
-
-
-def _is_picture(kind: Any) -> bool:
-    """True for an image of Pillow; there can be none unless Pillow is imported."""
-    pillow = sys.modules.get("PIL.Image")
-    return pillow is not None and issubclass(kind, pillow.Image)
 
 
 def _text(value: Any) -> dict[str, Any]:

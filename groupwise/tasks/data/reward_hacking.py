@@ -87,7 +87,9 @@ class Signals:
         known = bool(self._least)
         self._note_parts(fresh)
         if self._least and not known:
-            self._say_if_nobody_tells(fresh)
+            parts = dict.fromkeys(p.name for g in fresh for r in g.scored for p in r.parts)
+            if text := nobody_tells(self.config, parts):
+                logger.info("%s", text)
         if self._started and not started:
             self._warn_of_unknown_part()
         warnings = self._changes(step + 1)
@@ -118,11 +120,6 @@ class Signals:
     def _started(self) -> bool:
         reward = self._gauges.get("reward")
         return reward is not None and reward.ready
-
-    def _say_if_nobody_tells(self, groups: Sequence[Group]) -> None:
-        parts = dict.fromkeys(p.name for g in groups for r in g.scored for p in r.parts)
-        if text := nobody_tells(self.config, parts):
-            logger.info("%s", text)
 
     def _warn_of_unknown_part(self) -> None:
         """Once, in case that the name is wrong."""

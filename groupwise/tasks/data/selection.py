@@ -209,7 +209,7 @@ class Selection:
         best, best_chance = None, -1.0
         for _ in range(self._sizes.order.length):
             turn, self._cursor = self._cursor, self._cursor + 1
-            index = self._example_of(turn)
+            index = self._sizes.order.example(turn)
             chance = self.curriculum.chance(index) if self.curriculum else 1.0
             if Stream("curriculum", self._seed, turn).uniform() < chance:
                 return index
@@ -218,9 +218,6 @@ class Selection:
                 best, best_chance = index, chance
         assert best is not None, "there are examples"
         return best
-
-    def _example_of(self, turn: int) -> int:
-        return self._sizes.order.example(turn)
 
     # Learning what came of it
 

@@ -150,23 +150,20 @@ class RewardsConfig(Strict):
                 ("reward_funcs", "router"),
             )
         elif self.reward_weights is not None:
-            yield from self._weighed_twice()
+            weights = self.reward_weights or ()
+            if self.router is not None:
+                yield Conflict(
+                    "reward_weights has one list of weights, but router several of rewards. Write `weight:` in its entries instead.",
+                    ("reward_weights", "router"),
+                )
+            elif own := _weighed(self.reward_funcs):
+                yield Conflict(
+                    f"reward_weights and the entry {own[0]} of reward_funcs both give a weight. Leave one out.",
+                    ("reward_weights", "reward_funcs"),
+                )
+            elif self.reward_funcs is not None and len(weights) != len(self.reward_funcs):
+                yield Conflict(
+                    f"reward_weights has {len(weights)}, but reward_funcs {len(self.reward_funcs)}. Give one weight for each.",
+                    ("reward_weights", "reward_funcs"),
+                )
         yield from idle_in_process(self, "scores in one process")
-
-    def _weighed_twice(self) -> Iterator[Conflict]:
-        weights = self.reward_weights or ()
-        if self.router is not None:
-            yield Conflict(
-                "reward_weights has one list of weights, but router several of rewards. Write `weight:` in its entries instead.",
-                ("reward_weights", "router"),
-            )
-        elif own := _weighed(self.reward_funcs):
-            yield Conflict(
-                f"reward_weights and the entry {own[0]} of reward_funcs both give a weight. Leave one out.",
-                ("reward_weights", "reward_funcs"),
-            )
-        elif self.reward_funcs is not None and len(weights) != len(self.reward_funcs):
-            yield Conflict(
-                f"reward_weights has {len(weights)}, but reward_funcs {len(self.reward_funcs)}. Give one weight for each.",
-                ("reward_weights", "reward_funcs"),
-            )

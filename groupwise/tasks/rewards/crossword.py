@@ -52,7 +52,17 @@ class CrosswordAccuracy:
         _check_ramp(self.min_words, self.full_words)
         Tags(self.reasoning_tag, self.answer_tag)
         if not self.scaled:
-            _refuse_idle(self, ("min_words", "full_words", "reasoning_tag"))
+            # These parameters do nothing unless `scaled`.
+            names = ("min_words", "full_words", "reasoning_tag")
+            idle = [
+                f.name
+                for f in fields(self)
+                if f.name in names and getattr(self, f.name) != f.default
+            ]
+            if idle:
+                raise ValueError(
+                    f"{' and '.join(idle)} can have no effect unless scaled is true. Set it, or leave them out."
+                )
 
     def __call__(
         self,
@@ -256,15 +266,4 @@ def _check_ramp(min_words: int, full_words: int) -> None:
     if not 0 <= min_words < full_words:
         raise ValueError(
             f"the ramp goes from {min_words} to {full_words} words; expected 0 ≤ min_words < full_words."
-        )
-
-
-def _refuse_idle(given: CrosswordAccuracy, names: Sequence[str]) -> None:
-    """Raise ValueError for parameters that were set though they do nothing unless `scaled`."""
-    idle = [
-        f.name for f in fields(given) if f.name in names and getattr(given, f.name) != f.default
-    ]
-    if idle:
-        raise ValueError(
-            f"{' and '.join(idle)} can have no effect unless scaled is true. Set it, or leave them out."
         )

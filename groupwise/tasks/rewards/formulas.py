@@ -74,7 +74,14 @@ def _bits(part: ast.expr, functions: Collection[str]) -> Bits:
             bits = _bits(operand, functions)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             inverted = not isinstance(right, ast.Constant)  # a sign before it, or in it
-            bits = _power(_bits(left, functions), _bits(right, functions), inverted=inverted)
+            base = _bits(left, functions)
+            exponent = _bits(right, functions)
+            times = _largest(exponent)
+            bits = (
+                Bits(base.more * times, base.more * times)
+                if inverted
+                else Bits(base.numerator * times, base.denominator * times)
+            )
         case ast.BinOp(left=left, op=op, right=right):
             bits = _joined(_bits(left, functions), op, _bits(right, functions))
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in functions:
@@ -102,14 +109,6 @@ def _joined(left: Bits, op: ast.operator, right: Bits) -> Bits:
             return Bits(left.numerator + right.denominator, left.denominator + right.numerator)
         case _:
             raise _TooLarge
-
-
-def _power(base: Bits, exponent: Bits, *, inverted: bool) -> Bits:
-    """`inverted`: the exponent may be negative."""
-    times = _largest(exponent)
-    if inverted:
-        return Bits(base.more * times, base.more * times)
-    return Bits(base.numerator * times, base.denominator * times)
 
 
 def _of_call(name: str, argument: Bits) -> Bits:

@@ -255,7 +255,15 @@ class _Session:
 
     async def ask(self, asked: Question) -> _Verdict:
         """The verdict, from the cache or the judge; never raises for what the service does."""
-        key = self._key(asked)
+        # The cache key: everything known here that an answer depends on.
+        judge = self._judge
+        key = {
+            "endpoint": self._client.endpoint.base_url,
+            "model": judge.model,
+            "temperature": judge.temperature,
+            "max_tokens": judge.max_tokens,
+            "messages": asked.messages,
+        }
         if (said := self._cache.get(key)) is not None and not _problem(asked, said):
             self.counts["cached"] += 1
             return _Verdict(asked.read(said), said=said)
@@ -289,31 +297,17 @@ class _Session:
         self, asked: Question, messages: list[Message]
     ) -> tuple[str, str | None, dict[str, float]]:
         """The judge's answer, the reason why it is not a whole verdict (None if it is), and the scores in it."""
-        said, whole = await self._said(messages)
-        if not whole:
-            return said, f"the answer was cut off (max_tokens is {self._judge.max_tokens})", {}
-        return said, _problem(asked, said), _partial(asked, said)
-
-    async def _said(self, messages: list[Message]) -> tuple[str, bool]:
-        """An answer, and whether that is all of it: what stands in a part might have been taken back in the rest."""
+        # A cut-off answer gives no verdict: the missing rest might have taken back what stands in this part.
         self.counts["requests"] += 1
         answer = await self._client.chat(
             messages, temperature=self._judge.temperature, max_tokens=self._judge.max_tokens
         )
         self.counts["prompt_tokens"] += answer.usage.prompt_tokens or 0
         self.counts["completion_tokens"] += answer.usage.completion_tokens or 0
-        return printable(answer.texts[0]), answer.finish_reasons[0] != "length"
-
-    def _key(self, asked: Question) -> dict[str, Any]:
-        """Everything known here that an answer depends on: the key of the cache."""
-        judge = self._judge
-        return {
-            "endpoint": self._client.endpoint.base_url,
-            "model": judge.model,
-            "temperature": judge.temperature,
-            "max_tokens": judge.max_tokens,
-            "messages": asked.messages,
-        }
+        said, whole = printable(answer.texts[0]), answer.finish_reasons[0] != "length"
+        if not whole:
+            return said, f"the answer was cut off (max_tokens is {self._judge.max_tokens})", {}
+        return said, _problem(asked, said), _partial(asked, said)
 
 
 def _problem(asked: Question, said: str) -> str | None:

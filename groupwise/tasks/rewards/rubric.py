@@ -53,7 +53,15 @@ class Rubric:
         self.where = where
         pairs = _pairs(functions, where)
         self.functions = tuple(function for function, _ in pairs)
-        self.names = _unique([name_of(function) for function in self.functions])
+        # `name`, `name_2`, `name_3` … in the order of the list, never a name that another function has by itself.
+        names = [name_of(function) for function in self.functions]
+        unique: list[str] = []
+        for name in names:
+            number, candidate = 2, name
+            while candidate in unique or (candidate != name and candidate in names):
+                candidate, number = f"{name}_{number}", number + 1
+            unique.append(candidate)
+        self.names = tuple(unique)
         given = tuple(weight for _, weight in pairs) if weights is None else tuple(weights)
         self.weights = checked_weights(given, self.names, where)
 
@@ -125,7 +133,19 @@ class Rubric:
         for name, function in zip(self.names, self.functions, strict=True):
             check = getattr(function, "check_row", None)
             if check is not None:
-                _check_each(check, rows, f"{self.where}: `{name}`")
+                where = f"{self.where}: `{name}`"
+                refused: list[str] = []
+                for index, row in rows.items():
+                    try:
+                        check(row)
+                    except ValueError as reason:
+                        refused.append(f"row {number_of(row, index)}: {reason}")
+                if refused:
+                    shown = [*refused[:3], *(["…"] if len(refused) > 3 else [])]
+                    raise TaskError(
+                        f"{where} cannot score {len(refused)} of {len(rows)} rows.\n  "
+                        + "\n  ".join(shown)
+                    )
 
     def check_machine(self, *, refuse: bool = True) -> list[str]:
         """The rewards' remarks on this machine before a run. Raises TaskError if it lacks what one of them needs and `refuse` is set.
@@ -196,7 +216,16 @@ class Rubric:
         fatal = [reason for part in parts if part.weight and (reason := reasons.get(part.name))]
         if fatal:
             return MemberScore("failed", "; ".join(fatal), None, parts, notes)
-        return _scored(parts, notes)
+        applied = [p.weight * p.value for p in parts if p.weight and p.value is not None]
+        if not applied:
+            return MemberScore("failed", NO_REWARD, None, parts, notes)
+        total = sum(applied)
+        if not abs(total) <= LARGEST:
+            reason = (
+                f"the weighted total of the rewards is {total}; expected a number up to {LARGEST:g}"
+            )
+            return MemberScore("failed", reason, None, parts, notes)
+        return MemberScore("scored", None, total, parts, notes)
 
 
 def _notes(answers: Sequence[FunctionResult], index: int) -> dict[str, Any]:
@@ -206,33 +235,6 @@ def _notes(answers: Sequence[FunctionResult], index: int) -> dict[str, Any]:
         for name, values in answer.logged.extras.items():
             notes[name] = notes.get(name) if values[index] is None else values[index]
     return notes
-
-
-def _scored(parts: tuple[RewardPart, ...], notes: dict[str, Any]) -> MemberScore:
-    applied = [p.weight * p.value for p in parts if p.weight and p.value is not None]
-    if not applied:
-        return MemberScore("failed", NO_REWARD, None, parts, notes)
-    total = sum(applied)
-    if not abs(total) <= LARGEST:
-        reason = (
-            f"the weighted total of the rewards is {total}; expected a number up to {LARGEST:g}"
-        )
-        return MemberScore("failed", reason, None, parts, notes)
-    return MemberScore("scored", None, total, parts, notes)
-
-
-def _check_each(check: Callable[[Row], None], rows: Mapping[int, Row], where: str) -> None:
-    refused: list[str] = []
-    for index, row in rows.items():
-        try:
-            check(row)
-        except ValueError as reason:
-            refused.append(f"row {number_of(row, index)}: {reason}")
-    if refused:
-        shown = [*refused[:3], *(["…"] if len(refused) > 3 else [])]
-        raise TaskError(
-            f"{where} cannot score {len(refused)} of {len(rows)} rows.\n  " + "\n  ".join(shown)
-        )
 
 
 def _answered(
@@ -294,14 +296,3 @@ def _module_of(function: RewardCallable) -> str:
     """Module that defines a function, or the class of a callable object; empty if there is none."""
     inner: Any = inspect.unwrap(function)
     return (inner if inspect.isroutine(inner) else type(inner)).__module__ or ""
-
-
-def _unique(names: Sequence[str]) -> tuple[str, ...]:
-    """`name`, `name_2`, `name_3` … in the order of the list, never a name that another function has by itself."""
-    unique: list[str] = []
-    for name in names:
-        number, candidate = 2, name
-        while candidate in unique or (candidate != name and candidate in names):
-            candidate, number = f"{name}_{number}", number + 1
-        unique.append(candidate)
-    return tuple(unique)

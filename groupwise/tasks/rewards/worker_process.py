@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 from groupwise.core.errors import GroupwiseError
@@ -49,7 +49,11 @@ def main(descriptor: int, parent: int) -> None:
 
     gc.disable()  # imports make no garbage, and looking for it would be a tenth of the start
     try:
-        server = _make(json.loads(inbox.get()))
+        setup = json.loads(inbox.get())
+        folders = [*setup["sys_path"], os.getcwd()]  # last, so that no file there hides a module
+        sys.path.extend(folder for folder in dict.fromkeys(folders) if folder not in sys.path)
+        factory = load(setup["factory"], kind="factory").object
+        server = factory(**setup["arguments"])
     except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
         send({"start_failed": _told(error)})
         return
@@ -68,13 +72,6 @@ def _read(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
                 inbox.put(frame)
     finally:
         os.killpg(0, signal.SIGKILL)
-
-
-def _make(setup: Mapping[str, Any]) -> Any:
-    folders = [*setup["sys_path"], os.getcwd()]  # last, so that no file there hides a module
-    sys.path.extend(folder for folder in dict.fromkeys(folders) if folder not in sys.path)
-    factory = load(setup["factory"], kind="factory").object
-    return factory(**setup["arguments"])
 
 
 def _serve(

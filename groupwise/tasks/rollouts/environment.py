@@ -159,17 +159,6 @@ class EnvironmentRollouts:
         session = next(self._sessions)
         call = self._call(ask, member, session)
         reply = await self._host.ask(call, min(self._limits.time_limit, self._limits.max_seconds))
-        attempt = self._attempt(ask, member, session, reply)
-        self._take(attempt, reply)
-        if not attempt.ended and len(attempt.first) >= attempt.longest:
-            attempt.fail(
-                "failed",
-                f"the environment's first prompt has {len(attempt.first)} tokens, and the run was laid out for "
-                f"{attempt.longest}, completions included",
-            )
-        return attempt
-
-    def _attempt(self, ask: Ask, member: int, session: int, reply: Reply) -> _Attempt:
         prompt = ask.example.prompt if reply.prompt is None else reply.prompt
         known = ask.prompt_ids if reply.prompt is None and not self._tools else None
         try:
@@ -189,6 +178,13 @@ class EnvironmentRollouts:
         )
         if problem is not None:
             attempt.fail("failed", problem)
+        self._take(attempt, reply)
+        if not attempt.ended and len(attempt.first) >= attempt.longest:
+            attempt.fail(
+                "failed",
+                f"the environment's first prompt has {len(attempt.first)} tokens, and the run was laid out for "
+                f"{attempt.longest}, completions included",
+            )
         return attempt
 
     def _dialogue(
@@ -201,37 +197,26 @@ class EnvironmentRollouts:
     ) -> None:
         """Plays all turns, from the first completion on."""
         while completion is not None:
-            await self._answered(ask, attempt, completion)
+            params = self._params(ask, attempt)
+            attempt.completions.append(attempt.dialogue.say(completion, params))
+            left = self._limits.max_seconds - attempt.seconds
+            limit = min(self._limits.time_limit, max(left, LEAST_LIMIT))
+            reply = await self._host.ask(self._call_of(ask, attempt), limit)
+            self._take(attempt, reply)
+            if attempt.outcome == "pending":
+                try:
+                    if reply.done or len(attempt.completions) == self._limits.max_turns:
+                        attempt.ended_by = "environment" if reply.done else "turns"
+                        attempt.dialogue.record(reply.observation)
+                    elif not attempt.dialogue.hear(reply.observation, attempt.longest - 1):
+                        attempt.ended_by = "tokens"
+                except Unrenderable as problem:
+                    attempt.fail("failed", str(problem))
             completion = await self._next_completion(sampler, ask, attempt)
         if attempt.lives:
-            await self._finish(ask, attempt)
-
-    async def _answered(self, ask: Ask, attempt: _Attempt, completion: Completion) -> None:
-        """Plays one turn of the environment."""
-        params = self._params(ask, attempt)
-        attempt.completions.append(attempt.dialogue.say(completion, params))
-        left = self._limits.max_seconds - attempt.seconds
-        limit = min(self._limits.time_limit, max(left, LEAST_LIMIT))
-        reply = await self._host.ask(self._call_of(ask, attempt), limit)
-        self._take(attempt, reply)
-        if attempt.outcome == "pending":
-            self._tell(attempt, reply)
-
-    def _tell(self, attempt: _Attempt, reply: Reply) -> None:
-        """Show the answer to the policy, or end the rollout."""
-        try:
-            if reply.done or len(attempt.completions) == self._limits.max_turns:
-                attempt.ended_by = "environment" if reply.done else "turns"
-                attempt.dialogue.record(reply.observation)
-            elif not attempt.dialogue.hear(reply.observation, attempt.longest - 1):
-                attempt.ended_by = "tokens"
-        except Unrenderable as problem:
-            attempt.fail("failed", str(problem))
-
-    async def _finish(self, ask: Ask, attempt: _Attempt) -> None:
-        """Gets the environment's reward for the whole rollout, and ends it."""
-        call = replace(self._call_of(ask, attempt), ending=True)
-        self._take(attempt, await self._host.ask(call, self._limits.time_limit))
+            # The environment's reward for the whole rollout.
+            call = replace(self._call_of(ask, attempt), ending=True)
+            self._take(attempt, await self._host.ask(call, self._limits.time_limit))
 
     def _take(self, attempt: _Attempt, reply: Reply) -> None:
         """Note what a reply says beside its observation."""

@@ -72,7 +72,13 @@ class WorkerHost:
         ended = await pool.ask(_pickled(call), limit, call.repeat_limit)
         match ended:
             case Answered(message):
-                return _read(message)
+                # User code might have written anything into a worker's message.
+                try:
+                    return from_json(Reply, json.dumps(message["answer"]))
+                except (KeyError, ValueError) as error:
+                    return Reply(
+                        outcome="failed", reason=f"the environment worker's answer is none: {error}"
+                    )
             case TimedOut(reason):
                 return Reply(outcome="timed_out", reason=reason)
             case Died(reason):
@@ -113,14 +119,6 @@ def _too_slow(running: str, limit: float) -> RunError:
         "killed and replaced, because the task cannot be imported by another process or rollout.in_process is set. Make "
         "it faster, raise rollout.time_limit, or move it into a task file."
     )
-
-
-def _read(message: Mapping[str, Any]) -> Reply:
-    """The reply in a worker's message, where user code might have written anything."""
-    try:
-        return from_json(Reply, json.dumps(message["answer"]))
-    except (KeyError, ValueError) as error:
-        return Reply(outcome="failed", reason=f"the environment worker's answer is none: {error}")
 
 
 def _pickled(call: SessionCall) -> bytes:

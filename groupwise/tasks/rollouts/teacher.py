@@ -169,7 +169,16 @@ def _lesson(
     here = f"{where}: row {number_of(row, index)}"
     try:
         if way.collator is not None:
-            return _collated(tokenizer, index, row, way, where)
+            assert way.collator is not None
+            here = f"{where}: row {number_of(row, index)}"
+            found: TeacherExample | None = None
+            ids: tuple[int, ...] | None = None
+            if has_form(row, way.text_field):
+                found = teacher_example(index, row, text_field=way.text_field, where=where)
+                ids = _whole(tokenizer, found.content).ids
+            tokens = collate(way.collator, row, ids, here)
+            example = found.example if found else Example(index, "", dict(row))
+            return Lesson(example, (_checked(_of_tokens(tokens), way, here),))
         found = teacher_example(index, row, text_field=way.text_field, where=where)
         return Lesson(
             found.example,
@@ -179,22 +188,6 @@ def _lesson(
         if error.message.startswith(where):
             raise
         raise type(error)(f"{here}: {error.message}") from error
-
-
-def _collated(
-    tokenizer: Any, index: int, row: Mapping[str, Any], way: TeacherWay, where: str
-) -> Lesson:
-    """The row with the masks of the task's own collator."""
-    assert way.collator is not None
-    here = f"{where}: row {number_of(row, index)}"
-    found: TeacherExample | None = None
-    ids: tuple[int, ...] | None = None
-    if has_form(row, way.text_field):
-        found = teacher_example(index, row, text_field=way.text_field, where=where)
-        ids = _whole(tokenizer, found.content).ids
-    tokens = collate(way.collator, row, ids, here)
-    example = found.example if found else Example(index, "", dict(row))
-    return Lesson(example, (_checked(_of_tokens(tokens), way, here),))
 
 
 def _masked(tokenizer: Any, content: Content, way: TeacherWay) -> list[Masked]:
