@@ -325,7 +325,12 @@ def problem_of(own: TaskConfig, *cells: Any) -> Problem:
     except ValueError as reason:
         raise Unusable("the reward cannot read the answer") from reason
     key = question_key(question)
-    return Problem(question, final, _worked(solution, final), key)
+    # The worked solution as a model may think it, without tags and calculator annotations.
+    divided = at_mark(solution)
+    told = solution if divided is None else divided[0]
+    text = re.sub(r"<<[^<>]*>>|</?(?:think|answer)>", "", told).strip()
+    worked = text if text not in ("", final) else f"The answer is {final}."
+    return Problem(question, final, worked, key)
 
 
 def final_answer(solution: str) -> str | None:
@@ -336,14 +341,6 @@ def final_answer(solution: str) -> str | None:
     answer = solution.strip()
     longest = LONGEST_WORDS if in_words(answer) else LONGEST_ANSWER
     return answer if answer and "\n" not in answer and len(answer) <= longest else None
-
-
-def _worked(solution: str, final: str) -> str:
-    """A solution as a model may think it, without tags and without calculator annotations."""
-    divided = at_mark(solution)
-    told = solution if divided is None else divided[0]
-    text = re.sub(r"<<[^<>]*>>|</?(?:think|answer)>", "", told).strip()
-    return text if text not in ("", final) else f"The answer is {final}."
 
 
 # --- generated problems --------------------------------------------------------------------------

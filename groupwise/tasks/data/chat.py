@@ -170,7 +170,20 @@ def _made(
             kept.append(made)
             changed.update(set(changes))
     if unusable and (strict or not kept):
-        raise TaskError(_unusable(unusable, len(rows), where, strict=strict and bool(kept)))
+        total = len(rows)
+        refuse = strict and bool(kept)
+        count = sum(map(len, unusable.values()))
+        what = "cannot be used, and data.strict is true" if refuse else "can be used"
+        begin = f"{count} of {total} rows {what}" if refuse else f"none of {total} rows {what}"
+        lines = [
+            f"  {len(places)} × {reason} ({_places(places)})" for reason, places in unusable.items()
+        ]
+        remedy = (
+            "Mend them, or set data.strict to false to leave them out."
+            if refuse
+            else "Check data.prompt_column and data.columns: they name the columns that are read."
+        )
+        raise TaskError("\n".join([f"{where}: {begin}:", *lines, remedy]))
     left_out = {reason: len(places) for reason, places in unusable.items()}
     return Rows(kept, Account(left_out, dict(changed)))
 
@@ -179,23 +192,6 @@ def key_of(row: Row, columns: Sequence[str]) -> str:
     """Equal for rows that hold the same in these columns; in all, where they hold nothing in these."""
     told = {name: row[name] for name in columns if row.get(name) is not None}
     return json.dumps(told or row, sort_keys=True, default=str)
-
-
-def _unusable(
-    unusable: Mapping[str, Sequence[int]], total: int, where: str, *, strict: bool
-) -> str:
-    count = sum(map(len, unusable.values()))
-    what = "cannot be used, and data.strict is true" if strict else "can be used"
-    begin = f"{count} of {total} rows {what}" if strict else f"none of {total} rows {what}"
-    lines = [
-        f"  {len(places)} × {reason} ({_places(places)})" for reason, places in unusable.items()
-    ]
-    remedy = (
-        "Mend them, or set data.strict to false to leave them out."
-        if strict
-        else "Check data.prompt_column and data.columns: they name the columns that are read."
-    )
-    return "\n".join([f"{where}: {begin}:", *lines, remedy])
 
 
 def _places(places: Sequence[int]) -> str:

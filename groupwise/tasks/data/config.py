@@ -12,8 +12,7 @@ from groupwise.core.plugins import nearest
 from groupwise.core.settings.schema import Conflict, Strict, refuse, setting
 from groupwise.core.settings.wording import as_given, describe
 from groupwise.tasks.data.chat import Prefill, PromptFormat
-from groupwise.tasks.data.curriculum import CurriculumConfig
-from groupwise.tasks.data.easy_pool import EasyPoolConfig
+from groupwise.tasks.data.curriculum import CurriculumConfig, EasyPoolConfig
 from groupwise.tasks.data.mixture import Join
 from groupwise.tasks.data.replay import ReplayConfig
 

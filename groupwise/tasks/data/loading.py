@@ -155,8 +155,12 @@ def _rows(
         _our_names(data, entry, teacher=teacher),
         revision=entry.revision,
     )
-    if not teacher and not (step and step.may_make_prompts):
-        _need_prompts(rows, where)
+    needs_prompts = not teacher and not (step and step.may_make_prompts)
+    if needs_prompts and "prompt" not in (columns := _columns(rows)):
+        raise TaskError(
+            f"{where} has no column 'prompt'. It has: {', '.join(columns)}. Say in data.prompt_column which of them holds the prompt, or "
+            "in `columns` of the set."
+        )
     made = _through(step, rows, where, data)
     there = _columns(made)
     for name in data.prompt_lines:
@@ -171,14 +175,6 @@ def _our_names(data: DatasetConfig, entry: MixtureEntry, *, teacher: bool) -> di
 
 def _columns(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
-
-
-def _need_prompts(rows: Sequence[Row], where: str) -> None:
-    if "prompt" not in (there := _columns(rows)):
-        raise TaskError(
-            f"{where} has no column 'prompt'. It has: {', '.join(there)}. Say in data.prompt_column which of them holds the prompt, or "
-            "in `columns` of the set."
-        )
 
 
 def _way(data: DatasetConfig) -> PromptWay:

@@ -83,9 +83,13 @@ class Signals:
         for name, value in found.items():
             gauge = self._gauges.setdefault(name, Gauge())
             gauge.observe(value, self.config.start_steps, self.config.memory)
-        self._note_rewards(fresh)
+        rewards = [r.reward for group in fresh for r in group.scored if r.reward is not None]
+        if rewards:
+            bounds = [*rewards, *(self._rewards or ())]
+            self._rewards = min(bounds), max(bounds)
         known = bool(self._least)
-        self._note_parts(fresh)
+        for part, lowest in least(fresh).items():
+            self._least[part] = min(self._least.get(part, lowest), lowest)
         if self._least and not known:
             parts = dict.fromkeys(p.name for g in fresh for r in g.scored for p in r.parts)
             if text := nobody_tells(self.config, parts):
@@ -132,16 +136,6 @@ class Signals:
                 self.config.start_steps,
                 ", ".join(parts) or "none",
             )
-
-    def _note_rewards(self, groups: Sequence[Group]) -> None:
-        rewards = [r.reward for group in groups for r in group.scored if r.reward is not None]
-        if rewards:
-            known = [*rewards, *(self._rewards or ())]
-            self._rewards = min(known), max(known)
-
-    def _note_parts(self, groups: Sequence[Group]) -> None:
-        for name, value in least(groups).items():
-            self._least[name] = min(self._least.get(name, value), value)
 
     def _changes(self, steps: int) -> tuple[WarningRecord, ...]:
         lowest, highest = self._rewards or (0.0, 0.0)

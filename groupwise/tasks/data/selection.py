@@ -149,9 +149,19 @@ class Selection:
             ):
                 found[f"data/{origin}_share"] = fmean(g.origin == origin for g in groups)
         if found:
-            found |= _rewards_by_origin(groups)
+            rewards: dict[str, list[float]] = {}
+            for group in groups:
+                own = [rollout.reward for rollout in group.scored if rollout.reward is not None]
+                rewards.setdefault(group.origin, []).extend(own)
+            found |= {f"reward/{origin}": fmean(own) for origin, own in rewards.items() if own}
         if self.replay is not None:
-            found |= _replay_metrics(self.replay)
+            means = [entry.mean for entry in self.replay.entries if entry.count]
+            found |= {
+                "replay/size": float(len(self.replay)),
+                "replay/evicted": float(self.replay.evicted),
+                "replay/refused": float(self.replay.refused),
+                **({"replay/mean_reward": fmean(means)} if means else {}),
+            }
         if self.curriculum is not None:
             found |= self.curriculum.metrics()
             found["curriculum/passed_over"] = float(self._passed_over)
@@ -254,21 +264,3 @@ class Selection:
 def _again(entry: Entry) -> Choice:
     pool, index, draw = entry.payload
     return Choice("replay", pool, index, draw)
-
-
-def _rewards_by_origin(groups: Sequence[Group]) -> dict[str, float]:
-    rewards: dict[str, list[float]] = {}
-    for group in groups:
-        found = [rollout.reward for rollout in group.scored if rollout.reward is not None]
-        rewards.setdefault(group.origin, []).extend(found)
-    return {f"reward/{origin}": fmean(found) for origin, found in rewards.items() if found}
-
-
-def _replay_metrics(replay: ReplayBuffer) -> dict[str, float]:
-    means = [entry.mean for entry in replay.entries if entry.count]
-    return {
-        "replay/size": float(len(replay)),
-        "replay/evicted": float(replay.evicted),
-        "replay/refused": float(replay.refused),
-        **({"replay/mean_reward": fmean(means)} if means else {}),
-    }

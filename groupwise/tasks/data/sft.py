@@ -181,11 +181,8 @@ def _messages(value: Any, where: str, name: str) -> list[Message]:
 def _text(value: Any, where: str, name: str) -> str:
     if isinstance(value, str) and value:
         return value
-    raise TaskError(f"{where}: `{name}` is {_kind(value)}. Expected text.")
-
-
-def _kind(value: object) -> str:
-    return "empty" if value in ("", [], ()) else type(value).__name__
+    kind = "empty" if value in ("", [], ()) else type(value).__name__
+    raise TaskError(f"{where}: `{name}` is {kind}. Expected text.")
 
 
 def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
@@ -206,7 +203,15 @@ def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
     seen = row.get("attention_mask")
     if seen is None:
         return tokens
-    return _without_padding(tokens, _integers(seen, where, "attention_mask"), where)
+    attention = _integers(seen, where, "attention_mask")
+    if len(attention) != len(tokens.ids):
+        raise TaskError(
+            f"{where}: there are {len(tokens.ids)} input_ids, but {len(attention)} entries in attention_mask."
+        )
+    kept = [place for place, mark in enumerate(attention) if mark]
+    return Tokens(
+        tuple(tokens.ids[place] for place in kept), tuple(tokens.mask[place] for place in kept)
+    )
 
 
 def _checked(tokens: Tokens, where: str) -> Tokens:
@@ -215,17 +220,6 @@ def _checked(tokens: Tokens, where: str) -> Tokens:
             f"{where}: there are {len(tokens.ids)} input_ids, but {len(tokens.mask)} labels or mask entries."
         )
     return Tokens(tokens.ids, tuple(int(bool(mark)) for mark in tokens.mask))
-
-
-def _without_padding(tokens: Tokens, seen: tuple[int, ...], where: str) -> Tokens:
-    if len(seen) != len(tokens.ids):
-        raise TaskError(
-            f"{where}: there are {len(tokens.ids)} input_ids, but {len(seen)} entries in attention_mask."
-        )
-    kept = [place for place, mark in enumerate(seen) if mark]
-    return Tokens(
-        tuple(tokens.ids[place] for place in kept), tuple(tokens.mask[place] for place in kept)
-    )
 
 
 def _integers(value: Any, where: str, name: str) -> tuple[int, ...]:

@@ -85,7 +85,9 @@ def _bits(part: ast.expr, functions: Collection[str]) -> Bits:
         case ast.BinOp(left=left, op=op, right=right):
             bits = _joined(_bits(left, functions), op, _bits(right, functions))
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in functions:
-            bits = _of_call(name, _bits(argument, functions))
+            inner = _bits(argument, functions)
+            growth = _largest(inner) * math.log2(math.e) if name in GROWING else inner.more
+            bits = Bits(growth + 1, growth + 1)
         case _:
             raise _TooLarge
     if bits.more > MOST_BITS:
@@ -109,11 +111,6 @@ def _joined(left: Bits, op: ast.operator, right: Bits) -> Bits:
             return Bits(left.numerator + right.denominator, left.denominator + right.numerator)
         case _:
             raise _TooLarge
-
-
-def _of_call(name: str, argument: Bits) -> Bits:
-    growth = _largest(argument) * math.log2(math.e) if name in GROWING else argument.more
-    return Bits(growth + 1, growth + 1)
 
 
 def _largest(bits: Bits) -> float:

@@ -98,7 +98,12 @@ def _first_forms(
     boxes: bool,
 ) -> tuple[str, ...]:
     for name in _sought(answer_column):
-        if forms := _forms(name, row.get(name), tag, boxes):
+        # The accepted forms in the order of the column, each once.
+        value: Any = row.get(name)
+        plain = value.tolist() if hasattr(value, "tolist") else value
+        listed = cast("Sequence[Any]", plain if isinstance(plain, list | tuple) else [plain])
+        found = [form for each in listed for form in _forms_of(name, each, tag, boxes)]
+        if forms := tuple(dict.fromkeys(form for form in found if form)):
             return forms
     raise ValueError(_no_gold(columns, answer_column))
 
@@ -107,14 +112,6 @@ def _entries(name: str, values: Any, count: int) -> Sequence[Any]:
     if isinstance(values, str) or len(values) != count:
         raise ValueError(f"the column `{name}` has no list with one entry for each completion")
     return values
-
-
-def _forms(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
-    """The accepted forms in the order of the column, each once; none where it holds nothing."""
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    listed = cast("Sequence[Any]", plain if isinstance(plain, list | tuple) else [plain])
-    forms = [form for each in listed for form in _forms_of(name, each, tag, boxes)]
-    return tuple(dict.fromkeys(form for form in forms if form))
 
 
 def _forms_of(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:

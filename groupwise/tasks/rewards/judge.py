@@ -13,20 +13,24 @@ have if the endpoint does not answer or time runs out. Answers are kept on disk,
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from groupwise.core.errors import EndpointError, UsageError
+from groupwise.core.atomic_files import write_json
+from groupwise.core.cache import cache_folder
+from groupwise.core.errors import EndpointError, StoreError, UsageError
 from groupwise.core.plugins import printable
 from groupwise.core.reward_call.call import Failed
 from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.core.types import Message, Prompt
-from groupwise.tasks.rewards.judge_cache import JudgeCache
 from groupwise.tasks.rewards.judge_prompts import (
     TEMPLATE,
     Malformed,
@@ -41,6 +45,8 @@ from groupwise.tasks.rewards.registry import reward
 
 if TYPE_CHECKING:
     from groupwise.api.openai_client.client import Client, Endpoint
+
+logger = logging.getLogger(__name__)
 
 _MAX_CHARACTERS_OF_ANSWER = 300
 """Characters of an unreadable answer that a reason shows."""
@@ -269,7 +275,18 @@ class _Session:
             return _Verdict(asked.read(said), said=said)
         try:
             async with asyncio.timeout_at(self._deadline):
-                verdict = await self._answered(asked)
+                # Ask once more after a bad answer; of a group, keep the scores that there are.
+                text, problem, scores = await self._heard(asked, asked.messages)
+                if problem:
+                    again = asked.again(text, problem)
+                    text, problem, later = await self._heard(asked, again)
+                    scores = later or scores
+                failure = (
+                    Failed(f"got no verdict: {problem}, in {text[:_MAX_CHARACTERS_OF_ANSWER]!r}")
+                    if problem
+                    else None
+                )
+                verdict = _Verdict(scores, failure, text)
         except TimeoutError:
             limit = self._judge.time_limit
             return _Verdict({}, Failed(f"got no verdict within time_limit, {limit:g} s"))
@@ -278,20 +295,6 @@ class _Session:
         if verdict.said is not None and verdict.failure is None:
             self._cache.put(key, verdict.said)
         return verdict
-
-    async def _answered(self, asked: Question) -> _Verdict:
-        """The verdict after at most two questions; of a group the scores that there are."""
-        said, problem, scores = await self._heard(asked, asked.messages)
-        if problem:
-            again = asked.again(said, problem)
-            said, problem, later = await self._heard(asked, again)
-            scores = later or scores
-        failure = (
-            Failed(f"got no verdict: {problem}, in {said[:_MAX_CHARACTERS_OF_ANSWER]!r}")
-            if problem
-            else None
-        )
-        return _Verdict(scores, failure, said)
 
     async def _heard(
         self, asked: Question, messages: list[Message]
@@ -324,3 +327,52 @@ def _partial(asked: Question, said: str) -> dict[str, float]:
         return asked.read(said)
     except Malformed:
         return {}
+
+
+# --- cache ---------------------------------------------------------------------------------------
+
+
+CACHE_FORMAT = 1
+
+
+class JudgeCache:
+    """Verdicts that were paid for, on disk: one file for each question, whichever run or worker asked it.
+
+    A file appears whole or not at all, so any number of workers may share the folder and be killed. Two that ask the same question at
+    the same time both pay, and write the same file. A file that cannot be read is asked again.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder` may begin with `~`; None is the cache of this machine."""
+        self._folder = (folder or cache_folder("judge")).expanduser()
+        self._writable = True
+
+    def get(self, asked: dict[str, Any]) -> str | None:
+        """The stored answer to this question; None if there is none."""
+        try:
+            stored: object = json.loads(self._file(asked).read_bytes())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(stored, dict):
+            return None
+        entry = cast("dict[str, object]", stored)
+        said = entry.get("said")
+        return said if entry.get("format") == CACHE_FORMAT and isinstance(said, str) else None
+
+    def put(self, asked: dict[str, Any], said: str) -> None:
+        """Keep an answer. A full or closed disk is warned of once: the verdict is there all the same."""
+        file = self._file(asked)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, {"format": CACHE_FORMAT, "asked": asked, "said": said})
+        except (OSError, StoreError) as error:
+            if self._writable:
+                logger.warning(
+                    "Verdicts of the judge cannot be kept in %s: %s", self._folder, error
+                )
+            self._writable = False
+
+    def _file(self, asked: dict[str, Any]) -> Path:
+        text = json.dumps(asked, sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()
+        return self._folder / key[:2] / f"{key}.json"

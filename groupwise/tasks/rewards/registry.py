@@ -181,18 +181,15 @@ def _configured(entry: Any, answer_column: str | None, where: str) -> Weighted:
     made: Any = taking_nested(function, name if ":" not in name else name_of(function))
     if hasattr(function, "answer_column") and not hasattr(function, "check_row"):
         made.check_row = functools.partial(_need_gold, function)
-    return made, _weight(name, section.get("weight", 1.0))
+    weight = section.get("weight", 1.0)
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not math.isfinite(weight):
+        raise TaskError(f"{name}: its weight is {weight!r}; expected a finite number.")
+    return made, float(weight)
 
 
 def _need_gold(reward: Any, row: Mapping[str, Any]) -> None:
     gold_of_row(row, reward.answer_column, getattr(reward, "answer_tag", "answer"))
-
-
-def _weight(name: str, value: Any) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value):
-        raise TaskError(f"{name}: its weight is {value!r}; expected a finite number.")
-    return float(value)
 
 
 def _loaded(name: str) -> object:

@@ -148,7 +148,10 @@ class Router(Rubric):
         for own, score in zip(places.values(), scores, strict=True):
             for place, member in zip(own, score.members, strict=True):
                 members[place] = replace(member, parts=self._parts(member.parts))
-        return GroupScore(tuple(members), _averaged([score.metrics for score in scores]))
+        metrics = [score.metrics for score in scores]
+        names = dict.fromkeys(name for each in metrics for name in each)
+        averaged = {name: fmean(each[name] for each in metrics if name in each) for name in names}
+        return GroupScore(tuple(members), averaged)
 
     def _take(self, rubrics: Mapping[str, Rubric]) -> None:
         self.rubrics = dict(rubrics)
@@ -214,8 +217,3 @@ def _only(request: ScoreRequest, places: Sequence[int]) -> ScoreRequest:
         completion_ids=chosen(request.completion_ids),
         columns={name: chosen(values) for name, values in request.columns.items()},
     )
-
-
-def _averaged(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for each in metrics for name in each)
-    return {name: fmean(each[name] for each in metrics if name in each) for name in names}

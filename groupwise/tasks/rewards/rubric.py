@@ -51,7 +51,14 @@ class Rubric:
     ) -> None:
         """`where` says in messages who gave the functions."""
         self.where = where
-        pairs = _pairs(functions, where)
+        if not functions:
+            raise TaskError(f"{where}: the list of reward functions is empty; give at least one.")
+        pairs: list[tuple[RewardCallable, float]] = []
+        for index, item in enumerate(functions):
+            place = f"{where}, entry {index}"
+            one, own = cast("tuple[Any, Any]", item if _is_pair(item) else (item, 1.0))
+            check_function(one, place)
+            pairs.append((one, own))
         self.functions = tuple(function for function, _ in pairs)
         # `name`, `name_2`, `name_3` … in the order of the list, never a name that another function has by itself.
         names = [name_of(function) for function in self.functions]
@@ -198,7 +205,11 @@ class Rubric:
         results = await asyncio.gather(*calls, return_exceptions=True)
         answers = [_answered(n, r, request) for n, r in zip(self.names, results, strict=True)]
         members = [self._member(answers, index) for index in range(len(request.completions))]
-        return GroupScore(tuple(members), _metrics(answers))
+        recorded: dict[str, list[float]] = {}
+        for answer in answers:
+            for key, values in answer.logged.metrics.items():
+                recorded.setdefault(key, []).extend(values)
+        return GroupScore(tuple(members), {key: fmean(values) for key, values in recorded.items()})
 
     def _member(self, answers: Sequence[FunctionResult], index: int) -> MemberScore:
         parts = tuple(
@@ -210,7 +221,11 @@ class Rubric:
             for name, answer in zip(self.names, answers, strict=True)
             if (reason := answer.failures[index]) is not None
         }
-        notes = _notes(answers, index)
+        # If several functions record a note of the same name, the last value counts.
+        notes: dict[str, Any] = {}
+        for each in answers:
+            for key, values in each.logged.extras.items():
+                notes[key] = notes.get(key) if values[index] is None else values[index]
         if reasons:
             notes["failed_rewards"] = reasons
         fatal = [reason for part in parts if part.weight and (reason := reasons.get(part.name))]
@@ -228,15 +243,6 @@ class Rubric:
         return MemberScore("scored", None, total, parts, notes)
 
 
-def _notes(answers: Sequence[FunctionResult], index: int) -> dict[str, Any]:
-    """Notes that the functions recorded beside one rollout; if several use a name, the last value counts."""
-    notes: dict[str, Any] = {}
-    for answer in answers:
-        for name, values in answer.logged.extras.items():
-            notes[name] = notes.get(name) if values[index] is None else values[index]
-    return notes
-
-
 def _answered(
     name: str, result: FunctionResult | BaseException, request: ScoreRequest
 ) -> FunctionResult:
@@ -246,26 +252,6 @@ def _answered(
     reason = f"reward `{name}` raised {type(result).__name__}"
     count = len(request.completions)
     return FunctionResult((None,) * count, (reason,) * count)
-
-
-def _metrics(answers: Sequence[FunctionResult]) -> dict[str, float]:
-    recorded: dict[str, list[float]] = {}
-    for answer in answers:
-        for name, values in answer.logged.metrics.items():
-            recorded.setdefault(name, []).extend(values)
-    return {name: fmean(values) for name, values in recorded.items()}
-
-
-def _pairs(functions: Sequence[Any], where: str) -> list[tuple[RewardCallable, float]]:
-    if not functions:
-        raise TaskError(f"{where}: the list of reward functions is empty; give at least one.")
-    pairs: list[tuple[RewardCallable, float]] = []
-    for index, item in enumerate(functions):
-        place = f"{where}, entry {index}"
-        function, weight = cast("tuple[Any, Any]", item) if _is_pair(item) else (item, 1.0)
-        check_function(function, place)
-        pairs.append((function, weight))
-    return pairs
 
 
 def _is_pair(item: object) -> bool:

@@ -60,7 +60,15 @@ def main(descriptor: int, parent: int) -> None:
     gc.freeze()
     gc.enable()
     send({"ready": True})
-    _serve(server, inbox, send)
+    with asyncio.Runner() as runner:
+        while True:
+            frame = inbox.get()
+            number = int.from_bytes(frame[:8], "big")
+            try:
+                answer = _answer(server, pickle.loads(frame[8:]), send, runner)
+            except BaseException as problem:  # noqa: BLE001 — told to the parent, whatever it is
+                answer = {"error": _told(problem)}
+            send({"number": number, **answer})
 
 
 def _read(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
@@ -72,20 +80,6 @@ def _read(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
                 inbox.put(frame)
     finally:
         os.killpg(0, signal.SIGKILL)
-
-
-def _serve(
-    server: Any, inbox: queue.SimpleQueue[bytes], send: Callable[[dict[str, Any]], None]
-) -> None:
-    with asyncio.Runner() as runner:
-        while True:
-            frame = inbox.get()
-            number = int.from_bytes(frame[:8], "big")
-            try:
-                answer = _answer(server, pickle.loads(frame[8:]), send, runner)
-            except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
-                answer = {"error": _told(error)}
-            send({"number": number, **answer})
 
 
 def _answer(
