@@ -348,7 +348,11 @@ class _Hooks:
 def load_task(source: object) -> Task:
     """The task that `source` is: a path, module, `module:attribute`, name, or a module, class or object in memory."""
     if isinstance(source, str | Path):
-        return _load_by_name(str(source))
+        plugin = load(str(source), builtins=builtin_tasks(), entry_points=ENTRY_POINTS)
+        if isinstance(plugin.object, ModuleType):
+            stem = Path(plugin.file).stem if plugin.file else plugin.module.__name__
+            return Task(plugin.object, stem, plugin.spec, plugin.file)
+        return Task(plugin.object, plugin.spec.rpartition(":")[2], plugin.spec, plugin.file)
     if isinstance(source, ModuleType):
         name = source.__name__.rpartition(".")[2]
         spec = source.__name__ if _importable(source.__name__) else None
@@ -401,15 +405,6 @@ def builtin_tasks() -> dict[str, str]:
     modules = pkgutil.iter_modules([folder], "groupwise.tasks.builtin.")
     named = {module.name.rpartition(".")[2]: module.name for module in modules}
     return {name: module for name, module in named.items() if name not in NO_TASKS}
-
-
-def _load_by_name(spec: str) -> Task:
-    plugin = load(spec, builtins=builtin_tasks(), entry_points=ENTRY_POINTS)
-    if isinstance(plugin.object, ModuleType):
-        stem = Path(plugin.file).stem if plugin.file else plugin.module.__name__
-        return Task(plugin.object, stem, plugin.spec, plugin.file)
-    name = plugin.spec.rpartition(":")[2]
-    return Task(plugin.object, name, plugin.spec, plugin.file)
 
 
 def _importable(module: str) -> bool:

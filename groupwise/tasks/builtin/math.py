@@ -365,27 +365,18 @@ def generate(own: TaskConfig, count: int) -> list[Problem]:
     return list(_distinct(own.min_level, own.max_level, own.seed, count))
 
 
-def _generated(min_level: int, max_level: int, seed: int) -> Iterator[Problem]:
-    """Problems without end; the same may come again."""
-    stream = Stream("math", seed)
-    while True:
-        level = min_level + stream.below(max_level - min_level + 1)
-        term = _OF_LEVEL[level](stream)
-        steps = list(_steps(term))
-        question = f"What is {_written(term)}?"
-        yield Problem(question, str(_value(term)), "\n".join(steps), _key(term), level)
-
-
 @lru_cache(maxsize=1)  # each hook takes its part of the same ones
 def _distinct(min_level: int, max_level: int, seed: int, count: int) -> tuple[Problem, ...]:
     """The first so many different ones. Raises TaskError where there seem to be fewer."""
-    problems = _generated(min_level, max_level, seed)
+    stream = Stream("math", seed)
     found: dict[str, Problem] = {}
     vain = 0
     while len(found) < count:
-        problem = next(problems)
-        vain = vain + 1 if problem.key in found else 0
-        found.setdefault(problem.key, problem)
+        level = min_level + stream.below(max_level - min_level + 1)
+        term = _OF_LEVEL[level](stream)
+        question, worked, key = f"What is {_written(term)}?", "\n".join(_steps(term)), _key(term)
+        vain = vain + 1 if key in found else 0
+        found.setdefault(key, Problem(question, str(_value(term)), worked, key, level))
         if vain == MAX_DUPLICATES_IN_A_ROW:
             raise TaskError(
                 f"The levels that task.min_level and task.max_level name seem to have no more than {len(found)} different problems, "
@@ -404,14 +395,6 @@ def _sum(stream: Stream, least: int, most: int) -> Operation:
 
 def _product(stream: Stream, most: int) -> Operation:
     return Operation("×", _number(stream, 2, most), _number(stream, 2, most))
-
-
-def _level_1(stream: Stream) -> Operation:
-    return _sum(stream, 1, 50)
-
-
-def _level_2(stream: Stream) -> Operation:
-    return _product(stream, 12) if stream.below(3) == 0 else _sum(stream, 10, 99)
 
 
 def _level_3(stream: Stream) -> Operation:
@@ -444,8 +427,8 @@ def _level_5(stream: Stream) -> Operation:
 
 
 _OF_LEVEL: dict[int, Callable[[Stream], Operation]] = {
-    1: _level_1,
-    2: _level_2,
+    1: lambda stream: _sum(stream, 1, 50),
+    2: lambda stream: _product(stream, 12) if stream.below(3) == 0 else _sum(stream, 10, 99),
     3: _level_3,
     4: _level_4,
     5: _level_5,
@@ -513,7 +496,11 @@ def _steps(term: Term) -> Iterator[str]:
 def _between(sign: str, left: Fraction, right: Fraction) -> Iterator[str]:
     """Intermediate steps between a hard operation and its result."""
     if left.denominator > 1 or right.denominator > 1:
-        yield _over_one_denominator(sign, left, right)
+        if sign == "×":
+            yield f"{left.numerator * right.numerator}/{left.denominator * right.denominator}"
+        else:
+            under = lcm(left.denominator, right.denominator)
+            yield f"{int(left * under)}/{under} {sign} {int(right * under)}/{under}"
     elif sign in "+-" and left >= 10 and right > 10 and right % 10:
         tens, ones = right - right % 10, right % 10
         first = left + tens if sign == "+" else left - tens
@@ -523,10 +510,3 @@ def _between(sign: str, left: Fraction, right: Fraction) -> Iterator[str]:
         tens, ones = left - left % 10, left % 10
         yield f"{tens} × {right} + {ones} × {right}"
         yield f"{tens * right} + {ones * right}"
-
-
-def _over_one_denominator(sign: str, left: Fraction, right: Fraction) -> str:
-    if sign == "×":
-        return f"{left.numerator * right.numerator}/{left.denominator * right.denominator}"
-    under = lcm(left.denominator, right.denominator)
-    return f"{int(left * under)}/{under} {sign} {int(right * under)}/{under}"

@@ -22,7 +22,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from groupwise.core.plugins import nearest
@@ -62,7 +62,14 @@ def dataset_of(spec: Spec, seed: int = 0, size: int = 1) -> Any:
         known = ", ".join(sorted(set(factory.DATASETS) - {"composite"}))
         raise ValueError(f"there is no dataset `{name}` in reasoning-gym.{hint} It has: {known}.")
     kind = factory.DATASETS[name][1]
-    _refuse_unknown(name, spec["parameters"], [field.name for field in dataclasses.fields(kind)])
+    free = [each.name for each in dataclasses.fields(kind) if each.name not in ("seed", "size")]
+    for parameter in spec["parameters"]:
+        if parameter not in free:
+            near = nearest(parameter, free)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "."
+            raise ValueError(
+                f"the dataset `{name}` has no parameter `{parameter}`{hint} It takes: {', '.join(free)}."
+            )
     given = {**spec["parameters"], "seed": seed, "size": size}
     try:
         config = kind(**given) if level is None else _of_level(factory, name, level, given)
@@ -159,32 +166,48 @@ def _fresh(spec: Spec, source: int, first: int, count: int, seen: set[str]) -> l
                 if len(rows) == count:
                     break
         if len(rows) == before:
-            raise ValueError(_exhausted(spec, count, before, failure))
+            if failure is not None:
+                raise ValueError(
+                    f"the dataset `{spec['name']}` made none of {BLOCK} problems in a row; the last one failed: "
+                    f"{type(failure).__name__}: {failure}"
+                )
+            raise ValueError(
+                f"the dataset `{spec['name']}` has too few different problems: after {before} of {count}, {BLOCK} in a row were there "
+                "already. Make the splits smaller, or the problems larger by level or parameters."
+            )
         first += BLOCK
     return rows
 
 
 def _block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
-    """The entries of a block, and in the place of each that could not be made, or whose own answer is wrong, the reason."""
+    """The entries of a block, each with `gold`, a right answer as text or None.
+
+    In the place of an entry that could not be made, or whose own answer is wrong, stands the reason.
+    """
     import numpy
 
-    dataset = dataset_of(spec, start, BLOCK)
+    name, dataset = str(spec["name"]), dataset_of(spec, start, BLOCK)
     for index in range(BLOCK):
         random.seed(start + index)
         numpy.random.seed(start + index)
         try:
             entry = dataset[index]
-            if entry["answer"] is not None and not _takes_its_own(spec, entry, dataset):
-                raise ValueError(f"its grader rejects its own answer, {entry['answer']!r:.80}")
-            yield {**entry, "gold": _gold(str(spec["name"]), entry, dataset.score_answer)}
+            if entry["answer"] is not None:
+                # A right answer that a grader may not see, such as an unsolved integral, is none either.
+                gold = str(entry["answer"])
+                shown = is_harmless(gold, name)
+                if not shown or dataset.score_answer(entry["answer"], entry) < RIGHT:
+                    raise ValueError(f"its grader rejects its own answer, {entry['answer']!r:.80}")
+            else:  # a right one may stand in the metadata
+                written = entry["metadata"].get(WRITTEN_ANSWERS.get(name))
+                gold = (
+                    written if written is None or isinstance(written, str) else json.dumps(written)
+                )
+                if gold is not None and dataset.score_answer(gold, entry) < RIGHT:
+                    gold = None
+            yield {**entry, "gold": gold}
         except Exception as error:  # noqa: BLE001 — generators fail in many ways for some of their seeds
             yield error
-
-
-def _takes_its_own(spec: Spec, entry: Mapping[str, Any], dataset: Any) -> bool:
-    """True if the entry's answer is right, and one that a grader may see, which an unsolved integral is not."""
-    shown = is_harmless(str(entry["answer"]), str(spec["name"]))
-    return shown and dataset.score_answer(entry["answer"], entry) >= RIGHT
 
 
 def _row(spec: Spec, source: int, entry: dict[str, Any]) -> dict[str, Any]:
@@ -195,15 +218,6 @@ def _row(spec: Spec, source: int, entry: dict[str, Any]) -> dict[str, Any]:
         "answer": gold,
         "entry": entry_as_text(entry),
     }
-
-
-def _gold(name: str, entry: Mapping[str, Any], grade: Callable[..., float]) -> str | None:
-    """A right answer as text, from the metadata where it stands there; None where there is none."""
-    if entry["answer"] is not None:
-        return str(entry["answer"])
-    written = entry["metadata"].get(WRITTEN_ANSWERS.get(name))
-    answer = written if written is None or isinstance(written, str) else json.dumps(written)
-    return answer if answer is not None and grade(answer, entry) >= RIGHT else None
 
 
 def _plain(value: Any) -> Any:
@@ -245,29 +259,6 @@ def _of_level(factory: Any, name: str, level: int, given: Mapping[str, Any]) -> 
         raise ValueError(f"its highest level is {highest}, and {level} was asked for")
     curriculum.set_global_level(level)
     return dataclasses.replace(curriculum.generate_configuration(), **given)
-
-
-def _refuse_unknown(name: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    free = [each for each in known if each not in ("seed", "size")]
-    for parameter in given:
-        if parameter not in free:
-            near = nearest(parameter, free)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "."
-            raise ValueError(
-                f"the dataset `{name}` has no parameter `{parameter}`{hint} It takes: {', '.join(free)}."
-            )
-
-
-def _exhausted(spec: Spec, wanted: int, there: int, failure: Exception | None) -> str:
-    if failure is not None:
-        return (
-            f"the dataset `{spec['name']}` made none of {BLOCK} problems in a row; the last one failed: "
-            f"{type(failure).__name__}: {failure}"
-        )
-    return (
-        f"the dataset `{spec['name']}` has too few different problems: after {there} of {wanted}, {BLOCK} in a row were there "
-        "already. Make the splits smaller, or the problems larger by level or parameters."
-    )
 
 
 if __name__ == "__main__":

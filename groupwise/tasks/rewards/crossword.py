@@ -145,12 +145,7 @@ class PureAccuracy:
         answer = tags.last_answer(text) or ""
         right = letters(answer) in exact and not _other_signs(answer)
         word = any(occurs(form, text, "word") for form in forms)
-        thought = self._scaled().value(text, forms)
-        bonuses = self.word_bonus * tag_share(tags, text) * word + self.occurrence * thought
-        return min(1.0, right + bonuses)
-
-    def _scaled(self) -> CrosswordAccuracy:
-        return CrosswordAccuracy(
+        scaled = CrosswordAccuracy(
             mode=self.mode,
             scaled=True,
             min_words=self.min_words,
@@ -158,6 +153,9 @@ class PureAccuracy:
             reasoning_tag=self.reasoning_tag,
             answer_tag=self.answer_tag,
         )
+        thought = scaled.value(text, forms)
+        bonuses = self.word_bonus * tag_share(tags, text) * word + self.occurrence * thought
+        return min(1.0, right + bonuses)
 
 
 def letters(text: str) -> str:

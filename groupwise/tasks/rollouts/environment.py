@@ -28,7 +28,6 @@ from groupwise.core.interruption import gather_all
 from groupwise.core.types import (
     Completion,
     EndedBy,
-    Example,
     Group,
     Outcome,
     Prompt,
@@ -122,7 +121,15 @@ class EnvironmentRollouts:
     async def sample(self, sampler: Sampler, ask: Ask) -> Group:
         """See `RolloutKind.sample`."""
         attempts = await gather_all(self._begun(ask, member) for member in range(ask.members))
-        example = self._common_example(ask, attempts)
+        alive = [attempt for attempt in attempts if not attempt.ended]
+        for attempt in alive:
+            if attempt.first != alive[0].first:
+                attempt.fail(
+                    "failed",
+                    "the environment gave this member another first prompt than the other members of its group; what "
+                    "`reset` returns may depend on the row and `seed`, not on `member`",
+                )
+        example = replace(ask.example, prompt=alive[0].prompt) if alive else ask.example
         drawn = await self._first_completions(sampler, ask, attempts)
         await gather_all(
             self._played(sampler, ask, attempt, completion)
@@ -139,18 +146,6 @@ class EnvironmentRollouts:
         ending = replace(self._call_of(ask, attempt), ending=True)
         await self._host.ask(ending, self._limits.time_limit)
         return attempt.first
-
-    def _common_example(self, ask: Ask, attempts: Sequence[_Attempt]) -> Example:
-        """The example with the prompt that its environments gave it; a member that was given another one fails."""
-        alive = [attempt for attempt in attempts if not attempt.ended]
-        for attempt in alive:
-            if attempt.first != alive[0].first:
-                attempt.fail(
-                    "failed",
-                    "the environment gave this member another first prompt than the other members of its group; what "
-                    "`reset` returns may depend on the row and `seed`, not on `member`",
-                )
-        return replace(ask.example, prompt=alive[0].prompt) if alive else ask.example
 
     # --- one rollout --------------------------------------------------------------------------------
 
@@ -212,7 +207,14 @@ class EnvironmentRollouts:
                         attempt.ended_by = "tokens"
                 except Unrenderable as problem:
                     attempt.fail("failed", str(problem))
-            completion = await self._next_completion(sampler, ask, attempt)
+            if attempt.ended:
+                break
+            request = ask.request(
+                attempt.dialogue.context,
+                [ask.seed(attempt.member, len(attempt.completions))],
+                max_tokens=self._params(ask, attempt).max_tokens,
+            )
+            (completion,) = await sampler.generate(request)
         if attempt.lives:
             # The environment's reward for the whole rollout.
             call = replace(self._call_of(ask, attempt), ending=True)
@@ -274,19 +276,6 @@ class EnvironmentRollouts:
             for attempt, completion in zip(alive, completions, strict=True)
         }
         return [drawn.get(attempt.member) for attempt in attempts]
-
-    async def _next_completion(
-        self, sampler: Sampler, ask: Ask, attempt: _Attempt
-    ) -> Completion | None:
-        if attempt.ended:
-            return None
-        request = ask.request(
-            attempt.dialogue.context,
-            [ask.seed(attempt.member, len(attempt.completions))],
-            max_tokens=self._params(ask, attempt).max_tokens,
-        )
-        (completion,) = await sampler.generate(request)
-        return completion
 
 
 def _rollout(ask: Ask, attempt: _Attempt) -> Rollout:
