@@ -213,7 +213,7 @@ class ToolEnvironment:
             return f"error: there is no tool {call.name!r}; there are: {', '.join(self._tools)}"
         try:
             result = tool(**call.arguments)
-            return _told(await result if inspect.isawaitable(result) else result)
+            return _result_text(await result if inspect.isawaitable(result) else result)
         except ValidationError as error:
             return f"error: {_validation(error)}"
         except Exception as error:  # noqa: BLE001 — a tool may raise anything, and the policy is told
@@ -304,7 +304,7 @@ def _docstring(tool: Tool) -> tuple[str, dict[str, str]]:
     return " ".join(summary.split()), {name: " ".join(about.split()) for name, about in entries}
 
 
-def _told(result: Any) -> str:
+def _result_text(result: Any) -> str:
     if isinstance(result, str):
         return result
     try:

@@ -229,7 +229,7 @@ def _row(given: Mapping[str, Any]) -> dict[str, Any]:
     clue = clue[: behind.start()].rstrip() if behind else clue
     if not clue:
         raise Unusable("the clue is empty")
-    told = _told(given.get("enumeration"))
+    told = _cell_text(given.get("enumeration"))
     enumeration = told or (behind.group(1).strip() if behind else _counted(answer))
     if unscorable := _unscorable({"answer": answer, "enumeration": enumeration}):
         raise Unusable("the enumeration does not fit the answer") from unscorable
@@ -260,10 +260,10 @@ def _text(given: Mapping[str, Any], column: str) -> str:
     return value.strip()
 
 
-def _told(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     """A column's enumeration as it is shown: text, a number or a list of numbers; empty where it says nothing."""
     if isinstance(value, list | tuple):
-        return ",".join(_told(each) for each in cast("Sequence[Any]", value))
+        return ",".join(_cell_text(each) for each in cast("Sequence[Any]", value))
     if isinstance(value, float):  # what tables make of a column with gaps
         return str(int(value)) if value.is_integer() else ""
     return "" if value is None else str(value).strip().strip("()[]").strip()

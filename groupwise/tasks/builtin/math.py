@@ -231,11 +231,11 @@ def _splits(own: TaskConfig) -> Splits:
         held_out = own.eval_size + own.validation_size
         problems = generate(own, held_out + (own.train_size or GENERATED))
         return _divided(problems, own, Counter())
-    found, left_out = _read(own, own.source, own.source_split)
+    found, left_out = _problems_of_split(own, own.source, own.source_split)
     shuffled = Stream("math", own.seed).sample(found, len(found))
     if own.eval_split is None:
         return _divided(shuffled, own, left_out)
-    tested, left_out_there = _read(own, own.source, own.eval_split)
+    tested, left_out_there = _problems_of_split(own, own.source, own.eval_split)
     test = tested[: own.eval_size]
     asked = {problem.key for problem in test}
     rest = [problem for problem in shuffled if problem.key not in asked]
@@ -268,7 +268,9 @@ def _taught(rows: Rows) -> Rows:
 # --- problems of a source ------------------------------------------------------------------------
 
 
-def _read(own: TaskConfig, source: str, split: str) -> tuple[list[Problem], Counter[str]]:
+def _problems_of_split(
+    own: TaskConfig, source: str, split: str
+) -> tuple[list[Problem], Counter[str]]:
     return problems_of(
         read_source(source, own.source_config, split, own.columns or None), own, source
     )

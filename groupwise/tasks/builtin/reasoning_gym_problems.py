@@ -82,7 +82,7 @@ def dataset_of(spec: Spec, seed: int = 0, size: int = 1) -> Any:
 
 def entry_as_text(entry: Mapping[str, Any]) -> str:
     """An entry as a Python literal. Raises ValueError for one that holds anything but plain values."""
-    text = repr(_plain(entry))
+    text = repr(_without_numpy(entry))
     try:
         ast.literal_eval(text)
     except (SyntaxError, ValueError) as refused:
@@ -220,12 +220,15 @@ def _row(spec: Spec, source: int, entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _without_numpy(value: Any) -> Any:
     """The value without the types of numpy, which print as calls."""
     if isinstance(value, dict):
-        return {_plain(key): _plain(each) for key, each in cast("dict[Any, Any]", value).items()}
+        return {
+            _without_numpy(key): _without_numpy(each)
+            for key, each in cast("dict[Any, Any]", value).items()
+        }
     if isinstance(value, list | tuple):
-        entries = [_plain(each) for each in cast("Sequence[Any]", value)]
+        entries = [_without_numpy(each) for each in cast("Sequence[Any]", value)]
         return entries if isinstance(value, list) else tuple(entries)
     if hasattr(value, "tolist"):
         return value.tolist()

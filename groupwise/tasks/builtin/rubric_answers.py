@@ -247,8 +247,8 @@ def _names(own: TaskConfig, there: Mapping[str, Any]) -> dict[str, str]:
 
 def row_of(own: TaskConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """The row made of the given cells: `question`, `rubric`, `reference` and perhaps `score`. Raises Unusable."""
-    question = _said(given["question"], "question", "user")
-    reference = _said(given["reference"], "reference", "assistant")
+    question = _text_of(given["question"], "question", "user")
+    reference = _text_of(given["reference"], "reference", "assistant")
     if given["rubric"] is None:
         raise Unusable("the rubric is missing")
     try:
@@ -270,7 +270,7 @@ def row_of(own: TaskConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _said(value: Any, name: str, role: str) -> str:
+def _text_of(value: Any, name: str, role: str) -> str:
     """Text, or what the last message of a role says."""
     if value is None:
         raise Unusable(f"the {name} is missing")

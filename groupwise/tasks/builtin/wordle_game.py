@@ -180,7 +180,7 @@ class Game:
         """Mark a guess."""
         verdict = judged(completion, self.guesses, self.marks, self.real, self.unmarked)
         self.verdicts.append(verdict)
-        return Step(self._said(verdict), done=self.over)
+        return Step(self._reply(verdict), done=self.over)
 
     @property
     def won(self) -> bool:
@@ -192,7 +192,7 @@ class Game:
         """True if nothing more can be guessed."""
         return self.won or len(self.verdicts) == self.limit
 
-    def _said(self, verdict: Verdict) -> str:
+    def _reply(self, verdict: Verdict) -> str:
         """The environment's reply to the turn that was just judged."""
         remaining = left(self.limit - len(self.verdicts))
         if verdict.guess is None:

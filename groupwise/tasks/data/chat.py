@@ -218,7 +218,7 @@ def _prompt(value: Any, row: Row, way: PromptWay, changes: list[str]) -> Prompt:
         prompt = [{"role": "user", "content": prompt}]
     elif isinstance(value, str):
         changes.append("messages were read from text")
-    asked = _asked(_stripped(prompt, way, changes), way, changes)
+    asked = _up_to_the_question(_stripped(prompt, way, changes), way, changes)
     last = max(place for place, message in enumerate(asked) if message["role"] == "user")
     asked[last] = {**asked[last], "content": _with_lines(asked[last]["content"], row, way.lines)}
     return _with_system(asked, way.system_prompt, changes)
@@ -247,7 +247,9 @@ def without_blocks(text: str, tags: Sequence[str]) -> str:
     return text if left == text else left.strip()
 
 
-def _asked(messages: list[Message], way: PromptWay, changes: list[str]) -> list[Message]:
+def _up_to_the_question(
+    messages: list[Message], way: PromptWay, changes: list[str]
+) -> list[Message]:
     """Up to what is answered, or to the words of the assistant that the answer begins with."""
     if not any(message["role"] == "user" for message in messages):
         raise Unusable("no message is the user's")

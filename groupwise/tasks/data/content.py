@@ -46,7 +46,7 @@ def canonical(value: Any) -> Any:
         return _Walk().tell(value)
     except _TangledError:
         return _untold(
-            f"objects of {_named(type(value))} with parts that refer to each other in more than {MOST_ROUNDABOUT} ways"
+            f"objects of {_qualified_name(type(value))} with parts that refer to each other in more than {MOST_ROUNDABOUT} ways"
         )
 
 
@@ -113,7 +113,7 @@ class _Walk:
         except _TangledError:
             raise
         except Exception:  # noqa: BLE001 — the code of any class may run here
-            told = _untold(f"objects of {_named(kind)}")
+            told = _untold(f"objects of {_qualified_name(kind)}")
         finally:
             del self.above[name]
         if self.dependent == before:
@@ -134,13 +134,13 @@ class _Walk:
         if _is_array(kind):
             return self.tell(value.tolist())
         if issubclass(kind, type | FunctionType | BuiltinFunctionType):
-            return _untold(_named(value))
+            return _untold(_qualified_name(value))
         return self._object(kind, _parts(value, kind))
 
     def _object(self, kind: Any, parts: dict[str, Any] | None) -> Any:
         if parts is None:
-            return _untold(f"objects of {_named(kind)}")
-        return {"object": [_named(kind), self._pairs(parts)]}
+            return _untold(f"objects of {_qualified_name(kind)}")
+        return {"object": [_qualified_name(kind), self._pairs(parts)]}
 
     def _pairs(self, mapping: Mapping[Any, Any]) -> Any:
         """Text before other keys, each in an order that does not depend on hashes."""
@@ -247,7 +247,7 @@ def _library(kind: Any) -> str:
     return str(kind.__module__).partition(".")[0]
 
 
-def _named(value: Any) -> str:
+def _qualified_name(value: Any) -> str:
     """The full name of a class or function; of one in a task file without the hash of the path, which may be moved."""
     module = str(value.__module__)
     if module.startswith("groupwise_user_"):

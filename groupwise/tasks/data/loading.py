@@ -40,7 +40,7 @@ def scorable(row: Row) -> None:
 
 def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
     """The rows that are trained on; `teacher`: as lessons of a teacher, otherwise as prompts that can be scored. Raises TaskError."""
-    parts, account = _read(data, partial(_split_for_training, data), teacher, unscorable)
+    parts, account = _parts_of_split(data, partial(_split_for_training, data), teacher, unscorable)
     if parts and data.test_split_size is not None:
         parts, _ = _split(parts, data)
     return joined(parts, data.mixture_columns), account
@@ -49,9 +49,9 @@ def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable =
 def held_out(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
     """The rows that are held out: of splits of their own, or taken off those for training, which tell what was left out."""
     if data.test_split_size is None:
-        parts, account = _read(data, lambda entry: entry.test_split, teacher, unscorable)
+        parts, account = _parts_of_split(data, lambda entry: entry.test_split, teacher, unscorable)
         return joined(parts, data.mixture_columns), account
-    parts, _ = _read(data, partial(_split_for_training, data), teacher, unscorable)
+    parts, _ = _parts_of_split(data, partial(_split_for_training, data), teacher, unscorable)
     parts = _split(parts, data)[1] if parts else []
     return joined(parts, data.mixture_columns), Account()
 
@@ -103,7 +103,7 @@ def _split(parts: Sequence[Part], data: DatasetConfig) -> tuple[list[Part], list
     return split(parts, data.test_split_size, data.seed, partial(key_of, columns=KNOWN_BY))
 
 
-def _read(
+def _parts_of_split(
     data: DatasetConfig,
     split_of: Callable[[MixtureEntry], str | None],
     teacher: bool,

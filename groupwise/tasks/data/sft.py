@@ -109,7 +109,7 @@ def teacher_example(
             f"{here}: `{ARGUMENTS}` has no effect on a row that is no conversation, to which no chat template is applied. Leave it out."
         )
     others = {name: value for name, value in row.items() if name not in used}
-    return TeacherExample(Example(index, _asked(content), others), content)
+    return TeacherExample(Example(index, _prompt_of(content), others), content)
 
 
 def has_form(row: Mapping[str, Any], text_field: str) -> bool:
@@ -250,7 +250,7 @@ def _no_form(row: Mapping[str, Any], text_field: str, where: str) -> str:
     )
 
 
-def _asked(content: Content) -> Prompt:
+def _prompt_of(content: Content) -> Prompt:
     """The text before the first trained word; empty if all of it is trained, or only tokens are known."""
     match content:
         case Completion(prompt=prompt):

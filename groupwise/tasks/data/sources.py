@@ -100,7 +100,12 @@ def renamed(rows: Sequence[Row], columns: Mapping[str, str], where: str) -> list
     for ours, theirs in columns.items():
         if not any(_has(row, theirs) for row in rows):
             raise TaskError(no_column(where, theirs, list(there), f" as {ours!r}"))
-    return [_with_our_names(row, columns) for row in rows]
+    found: list[Row] = []
+    for row in rows:
+        named = {ours: _at(row, theirs) for ours, theirs in columns.items() if _has(row, theirs)}
+        others = {name: value for name, value in row.items() if name not in columns}
+        found.append(like(row, {**named, **others}))
+    return found
 
 
 def no_column(where: str, name: str, there: Sequence[str], use: str = "") -> str:
@@ -109,12 +114,6 @@ def no_column(where: str, name: str, there: Sequence[str], use: str = "") -> str
     hint = f" Did you mean {' or '.join(repr(each) for each in near)}?" if near else ""
     shown = ", ".join(there) or "none"
     return f"{where} has no column {name!r}, which the config names{use}.{hint} It has: {shown}."
-
-
-def _with_our_names(row: Row, columns: Mapping[str, str]) -> Row:
-    named = {ours: _at(row, theirs) for ours, theirs in columns.items() if _has(row, theirs)}
-    others = {name: value for name, value in row.items() if name not in columns}
-    return like(row, {**named, **others})
 
 
 def _has(row: Row, path: str) -> bool:

@@ -77,7 +77,7 @@ class _Solution:
         self._module = types.ModuleType(MODULE)
         self._ledger = Ledger(stays=lambda value: True, stand_in=self._function_of_the_tests)
         self._errors = Errors(self._ledger)
-        self._operations = {**OPERATIONS, "load": self._load, "name": self._named}
+        self._operations = {**OPERATIONS, "load": self._load, "name": self._look_up}
 
     def serve(self) -> None:
         """Answer one question after the other."""
@@ -126,7 +126,7 @@ class _Solution:
         there = dict.fromkeys((*vars(self._module), *dir(vars(self._module).get(WRAPPER))))
         return [name for name in there if not name.startswith("__")]
 
-    def _named(self, name: str) -> tuple[str, Any]:
+    def _look_up(self, name: str) -> tuple[str, Any]:
         """The kind and value of a name; an exception's class becomes its own name and that of its nearest built-in base class."""
         value: Any = vars(self._module).get(name, self)
         if value is self:

@@ -443,7 +443,7 @@ def run_tests(plan: Plan, far: Far) -> Iterator[str | None]:
                 found[name] = importlib.import_module(name)
         names |= found
     except (Exception, Lost) as error:  # noqa: BLE001 — a solution may raise anything
-        problem = f"the solution cannot be loaded: {_told(error)}"
+        problem = f"the solution cannot be loaded: {_error_text(error)}"
     for step in plan.steps:
         failed = problem or _failure(step, names)
         if step.is_test:
@@ -462,11 +462,11 @@ def _failure(step: Step, names: dict[str, Any]) -> str | None:
             f"a test gives the solution what cannot go over to it ({error}): {step.text}"
         ) from error
     except BaseException as error:  # noqa: BLE001 — whatever comes, this test has not passed
-        return f"{step.text}: {_told(error)}"
+        return f"{step.text}: {_error_text(error)}"
     return None
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     text, name = (
         str(error)[:_MAX_CHARACTERS_OF_TEST],
         type(error).__name__[:_MAX_CHARACTERS_OF_TEST],

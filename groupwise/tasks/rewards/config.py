@@ -40,7 +40,7 @@ def idle_in_process(section: InWorkers, does: str) -> Iterator[Conflict]:
         )
 
 
-def _named(entries: Sequence[Any] | None) -> Any:
+def _checked_entries(entries: Sequence[Any] | None) -> Any:
     """Each entry says which reward it is. What it stands for is looked up where a run is prepared."""
     if entries is not None:
         refuse([_problem(entry) for entry in entries] or ["the list is empty; name a reward."])
@@ -66,7 +66,7 @@ def _weighed(entries: Iterable[str | dict[str, Any]] | None) -> list[str]:
     return [str(section["name"]) for section in sections if "weight" in section]
 
 
-RewardEntries = Annotated[tuple[str | dict[str, Any], ...], AfterValidator(_named)]
+RewardEntries = Annotated[tuple[str | dict[str, Any], ...], AfterValidator(_checked_entries)]
 
 
 class RewardsConfig(Strict):

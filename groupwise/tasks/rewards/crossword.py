@@ -81,7 +81,7 @@ class CrosswordAccuracy:
         _check_letters(gold_of_row(row, self.answer_column, self.answer_tag))
 
     def value(self, text: str, forms: Sequence[str]) -> float:
-        """What a completion earns, given the accepted forms of its gold answer."""
+        """The reward of a completion, given the accepted forms of its gold answer."""
         said = text if self.scaled else after_reasoning(text, self.reasoning_tag)
         found = any(occurs(form, said, self.mode) for form in forms)
         if not (found and self.scaled):
@@ -90,7 +90,7 @@ class CrosswordAccuracy:
         return tag_share(tags, text) * length_ramp(text, self.min_words, self.full_words)
 
     def _answer(self, text: str) -> str:
-        """What stands in the answer tags, or else anywhere behind the reasoning."""
+        """The content of the answer tags; without any, all text behind the reasoning."""
         tagged = last_tagged(text, self.answer_tag)
         return one_spelling(after_reasoning(text) if tagged is None else tagged)
 
@@ -160,12 +160,12 @@ class PureAccuracy:
 
 def letters(text: str) -> str:
     """The letters A–Z of a text: `Crème & Co.` is CREMEANDCO."""
-    return re.sub("[^A-Z]", "", _plain(text))
+    return re.sub("[^A-Z]", "", _plain_capitals(text))
 
 
 def one_spelling(answer: str) -> str:
     """The letters of an answer, and what keeps it from being made of these alone: digits, and letters of other alphabets."""
-    return "".join(sign for sign in _plain(answer) if sign.isalnum())
+    return "".join(sign for sign in _plain_capitals(answer) if sign.isalnum())
 
 
 def occurs(gold: str, text: str, mode: Mode) -> bool:
@@ -191,7 +191,7 @@ def length_ramp(text: str, min_words: int, full_words: int) -> float:
     return min(max(progress, 0.0), 1.0)
 
 
-def _plain(text: str) -> str:
+def _plain_capitals(text: str) -> str:
     """Capitals without accents, and AND, as a word of its own, for &."""
     apart = unicodedata.normalize("NFKD", text.replace("&", " AND "))
     bare = "".join(sign for sign in apart if not unicodedata.combining(sign))
@@ -200,12 +200,12 @@ def _plain(text: str) -> str:
 
 def _other_signs(text: str) -> bool:
     """True if there are digits, or letters of another alphabet."""
-    return any(sign.isalnum() and not "A" <= sign <= "Z" for sign in _plain(text))
+    return any(sign.isalnum() and not "A" <= sign <= "Z" for sign in _plain_capitals(text))
 
 
 def _words(text: str) -> list[str]:
     """Runs of letters of any alphabet; an apostrophe within belongs to the word."""
-    return re.findall(r"[^\W\d_]+", re.sub("['’‘]", "", _plain(text)))
+    return re.findall(r"[^\W\d_]+", re.sub("['’‘]", "", _plain_capitals(text)))
 
 
 def _golds(

@@ -117,7 +117,7 @@ def _entries(name: str, values: Any, count: int) -> Sequence[Any]:
 def _forms_of(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
     """One entry's answer; a marked number with commas between its thousands also without them."""
     if not isinstance(value, str):
-        return (_plain(name, value),)
+        return (_as_text(name, value),)
     marked = marked_answer(value, tag, boxes)
     if marked is None:
         return (value.strip(),)
@@ -125,7 +125,7 @@ def _forms_of(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
     return (marked, marked.replace(",", "")) if grouped else (marked,)
 
 
-def _plain(name: str, value: Any) -> str:
+def _as_text(name: str, value: Any) -> str:
     """A value that is no text, as text; empty if there is none. Raises ValueError for other types than numbers."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""

@@ -113,7 +113,7 @@ class Judge:
         log_extra: Callable[[str, Sequence[Any]], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """A number for each completion; `Failed` where the judge gave no verdict, None for one that has nobody to be compared with."""
+        """A number for each completion; `Failed` if the judge gave no verdict, None if there is no other completion to compare with."""
         texts = [printable(completion_text(each)) for each in completions]
         values: list[float | None] = [None] * len(texts)
         said: list[str | None] = [None] * len(texts)
@@ -165,7 +165,7 @@ class Judge:
     async def pairs(
         self, session: _Session, prompt: str, rubric: str, texts: list[str]
     ) -> list[_Opinion]:
-        """For each text the share of the others that it beats, a tie being half of one."""
+        """The share of the others that each text beats; a tie counts as half."""
         orders = list(permutations(dict.fromkeys(texts), 2))
         questions = [self._question(prompt, rubric, pair) for pair in orders]
         verdicts = await asyncio.gather(*(session.ask(each) for each in questions))

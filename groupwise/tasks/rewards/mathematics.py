@@ -112,7 +112,7 @@ class MathAnswer:
         return self.exact if answer in forms and self._stands(answer, text) else self.trimmed
 
     def _stands(self, answer: str, text: str) -> bool:
-        """Whether the last answer tag holds the answer with no white space around it."""
+        """True if the last answer tag holds the answer with no white space around it."""
         opened, closed = marks(self.answer_tag)
         openings = [*re.finditer(re.escape(opened), text, re.IGNORECASE)]
         pair = re.compile(re.escape(opened + answer + closed), re.IGNORECASE)

@@ -235,7 +235,7 @@ def trees_match(gold: Node, answer: Node) -> bool:
     """True if an answer means the same as the gold one. A name on the left, `x =`, may be missing on one side."""
     try:
         expected, given = _meant(gold), _meant(answer)
-        named = _named(expected), _named(given)
+        named = _named_value(expected), _named_value(given)
         if named[0] and not named[1] and given.kind != "relation":
             expected = _meant(named[0][1])
         elif named[1] and not named[0] and expected.kind != "relation":
@@ -325,7 +325,7 @@ def _approximate(node: Node) -> Node:
     return exact
 
 
-def _named(node: Node) -> tuple[str, Node] | None:
+def _named_value(node: Node) -> tuple[str, Node] | None:
     """`x = 3` and `f(x) = 2x`: what is named and what it is."""
     if node.kind != "relation" or node.name not in ("=", "∈"):
         return None
@@ -372,7 +372,7 @@ Verdict: TypeAlias = bool | None
 
 
 def _by_name(gold: Node, answer: Node) -> Verdict:
-    named, given = _named(gold), _named(answer)
+    named, given = _named_value(gold), _named_value(answer)
     if not named or not given:
         return None
     if named[0] != given[0]:
@@ -653,7 +653,7 @@ def _assignments(node: Node) -> list[tuple[str, Node]] | None:
         return [("", node)]
     found: list[tuple[str, Node]] = []
     for part in node.parts:
-        named = _named(part)
+        named = _named_value(part)
         if named is None and part.kind == "relation":
             return None
         found.append(named or ("", part))

@@ -809,7 +809,7 @@ class PythonTests:
             raise ValueError("has tests that are nested too deep to be read") from None
 
     def check_machine(self) -> str:
-        """Which protections hold here. Raises ValueError where one is missing that is required, or where there is no sandbox at all."""
+        """Name the protections that hold on this machine. Raises ValueError if a required one is missing, or if no sandbox can run."""
         try:
             held = _held_here()
         except SandboxError as problem:

@@ -107,7 +107,7 @@ class Router(Rubric):
     def check_rows(self, rows: Mapping[int, Row]) -> None:
         """See `Rubric.check_rows`: each label's rewards have to be able to score its rows, and every row has to have some."""
         labels = {index: self.label_of(row) for index, row in rows.items()}
-        strangers = {index: _said(row) for index, row in rows.items() if labels[index] is None}
+        strangers = {index: _label_in(row) for index, row in rows.items() if labels[index] is None}
         if strangers:
             place = next(iter(strangers))
             first = number_of(rows[place], place)
@@ -172,7 +172,7 @@ class Router(Rubric):
         return tuple(there.get(name) or RewardPart(name, None, weight) for name, weight in named)
 
     def _stranger(self, row: Row) -> MemberScore:
-        return MemberScore("failed", self._unknown(_said(row)), None, self._parts(()))
+        return MemberScore("failed", self._unknown(_label_in(row)), None, self._parts(()))
 
     def _unknown(self, said: str | None) -> str:
         known = f"The router has rewards for {', '.join(self.rubrics)}."
@@ -186,7 +186,7 @@ class Router(Rubric):
         return f"no rewards for the label `{printable(said)}`.{hint} {known}"
 
 
-def _said(row: Row) -> str | None:
+def _label_in(row: Row) -> str | None:
     """The row's task label, known or not; None if it has none."""
     given = (_filled(row, column) for column in LABEL_COLUMNS)
     return next((label for label in given if label is not None), None)

@@ -27,7 +27,7 @@ import sysconfig
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -180,21 +180,16 @@ def _reap() -> bool:
 
 def _descendants() -> list[int]:
     children: dict[int, list[int]] = {}
-    for process, parent in _family_tree():
-        children.setdefault(parent, []).append(process)
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # gone meanwhile
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
     found: list[int] = []
     new = [os.getpid()]
     while new:
         new = [child for each in new for child in children.get(each, [])]
         found += new
     return found
-
-
-def _family_tree() -> Iterator[tuple[int, int]]:
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # gone meanwhile
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            yield int(folder.name), int(fields[1])
 
 
 # The first process

@@ -39,7 +39,7 @@ def main(descriptor: int, parent: int) -> None:
     tie_to_parent(parent, os.environ[MARK])
     connection = socket.socket(fileno=descriptor)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    threading.Thread(target=_read_frames, args=(connection, inbox), daemon=True).start()
     own = os.getpid()
 
     def send(message: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ def main(descriptor: int, parent: int) -> None:
         factory = load(setup["factory"], kind="factory").object
         server = factory(**setup["arguments"])
     except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
-        send({"start_failed": _told(error)})
+        send({"start_failed": _error_text(error)})
         return
     gc.freeze()
     gc.enable()
@@ -67,11 +67,11 @@ def main(descriptor: int, parent: int) -> None:
             try:
                 answer = _answer(server, pickle.loads(frame[8:]), send, runner)
             except BaseException as problem:  # noqa: BLE001 — told to the parent, whatever it is
-                answer = {"error": _told(problem)}
+                answer = {"error": _error_text(problem)}
             send({"number": number, **answer})
 
 
-def _read(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
+def _read_frames(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
     buffer = FrameBuffer()
     try:
         while piece := connection.recv(1 << 16):
@@ -110,7 +110,7 @@ def _score(
     try:
         return _as_json(_finished(scorer.score(request, started), runner))
     except BaseException as error:  # noqa: BLE001 — whatever user code did, only its group fails
-        reason = f"scoring raised {_told(error)}"
+        reason = f"scoring raised {_error_text(error)}"
         return _as_json(unscored(len(request.completions), "failed", reason))
 
 
@@ -128,5 +128,5 @@ def _finished(result: Any, runner: asyncio.Runner) -> Any:
     return runner.run(wait())
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return printable(str(error)) if isinstance(error, GroupwiseError) else explain(error).strip()
