@@ -74,7 +74,11 @@ class ConfiguredTask(Task):
         """Raises TaskError where the config names no data, or mixes what cannot be mixed."""
         data = _dataset(config)
         if not data.names_data:
-            raise TaskError(_no_data())
+            raise TaskError(
+                "No task was given, and the config names no data. Give a task with --task-module: a Python file, package.module, "
+                f"module:attribute, or a built-in one ({', '.join(sorted(builtin_tasks()))}). Or say in the config where the rows are "
+                "(data.dataset_name or data.dataset_mixture), and for rl and eval how they are scored (rewards.reward_funcs)."
+            )
         if config.get("task"):
             raise TaskError(
                 "The config has a section `task`, but no task to read it: --task-module was not given. Leave the section out, or move it "
@@ -82,7 +86,18 @@ class ConfiguredTask(Task):
             )
         self._tasks = _sets(config, data)
         if not _is_supervised(config):
-            _refuse_rewards_of_nothing(config, data)
+            # Rewards of the config are for sources; a mixture of tasks alone has none.
+            idle = [
+                key
+                for key in ("reward_funcs", "reward_weights")
+                if config["rewards"][key] is not None
+            ]
+            if idle and not any(entry.source for entry in data.mixture):
+                raise TaskError(
+                    f"rewards.{idle[0]} would have no effect: it is for the sources of data.dataset_mixture, and every set of this one "
+                    "is a task with rewards of its own. Leave it out, or give rewards.router the label of a task, whose rewards are then "
+                    "replaced."
+                )
         hooks = _Hooks(data, self._tasks)
         super().__init__(hooks, _name(data), SPEC, None)
         self._pipeline = data.preprocessing_pipeline
@@ -129,16 +144,6 @@ class ConfiguredTask(Task):
                 return f"The config gives no {hook}, which `{verb}` needs. Give a task with --task-module."
 
 
-def _refuse_rewards_of_nothing(config: View, data: DatasetConfig) -> None:
-    """Rewards of the config are for sources; a mixture of tasks alone has none."""
-    idle = [key for key in ("reward_funcs", "reward_weights") if config["rewards"][key] is not None]
-    if idle and not any(entry.source for entry in data.mixture):
-        raise TaskError(
-            f"rewards.{idle[0]} would have no effect: it is for the sources of data.dataset_mixture, and every set of this one is a task "
-            "with rewards of its own. Leave it out, or give rewards.router the label of a task, whose rewards are then replaced."
-        )
-
-
 def _dataset(config: View) -> DatasetConfig:
     section = config["data"].to_dict()
     keys = {key: section[key] for key in DatasetConfig.model_fields}
@@ -151,14 +156,6 @@ def _name(data: DatasetConfig) -> str:
         return "mixture"
     last = data.dataset_name.rstrip("/").rpartition("/")[2].partition(".")[0]
     return re.sub(r"[^A-Za-z0-9_-]+", "-", last).strip("-") or "data"
-
-
-def _no_data() -> str:
-    return (
-        "No task was given, and the config names no data. Give a task with --task-module: a Python file, package.module, "
-        f"module:attribute, or a built-in one ({', '.join(sorted(builtin_tasks()))}). Or say in the config where the rows are "
-        "(data.dataset_name or data.dataset_mixture), and for rl and eval how they are scored (rewards.reward_funcs)."
-    )
 
 
 # --- tasks in a mixture --------------------------------------------------------------------------
@@ -227,17 +224,13 @@ def _task_set(config: View, entry: MixtureEntry, source: str, where: str) -> _Ta
         raise TaskError(
             f"{where}: {task.described} has {alone}, which a mixture has no place for. Use the task alone."
         )
-    own = _config_of_task(config, task, entry, where)
-    return _TaskSet(entry, where, entry.label or task.name, task, own)
-
-
-def _config_of_task(config: View, task: Task, entry: MixtureEntry, where: str) -> View:
     section: Any = entry.config or {}
     schema = task.config_schema()
     if schema is not None:
         tree = tree_of({"config": section}, where)
         section = validate(schema, tree, at=("config",)).model_dump(mode="json", by_alias=True)
-    return View({**config.to_dict(), "task": section})
+    own = View({**config.to_dict(), "task": section})
+    return _TaskSet(entry, where, entry.label or task.name, task, own)
 
 
 # --- hooks ---------------------------------------------------------------------------------------

@@ -311,7 +311,7 @@ class Task:
             what=f"{where} failed",
         )
         if self.gives_rewards:
-            _refuse_reserved_columns(examples, where)
+            _refuse_columns(RESERVED, examples, where, "reward functions get")
         return examples
 
     def _rows_of(self, hook: str, limit: int | None, **arguments: Any) -> Any:
@@ -348,7 +348,11 @@ class _Hooks:
 def load_task(source: object) -> Task:
     """The task that `source` is: a path, module, `module:attribute`, name, or a module, class or object in memory."""
     if isinstance(source, str | Path):
-        return _load_by_name(str(source))
+        plugin = load(str(source), builtins=builtin_tasks(), entry_points=ENTRY_POINTS)
+        if isinstance(plugin.object, ModuleType):
+            stem = Path(plugin.file).stem if plugin.file else plugin.module.__name__
+            return Task(plugin.object, stem, plugin.spec, plugin.file)
+        return Task(plugin.object, plugin.spec.rpartition(":")[2], plugin.spec, plugin.file)
     if isinstance(source, ModuleType):
         name = source.__name__.rpartition(".")[2]
         spec = source.__name__ if _importable(source.__name__) else None
@@ -363,17 +367,17 @@ def load_task(source: object) -> Task:
 
 def require(task: Task, verb: Verb) -> None:
     """Raise TaskError unless the task has all that `rl` or `eval` needs, and nothing that would be left unused."""
-    absent = [hook for hook in NEEDED[verb] if not task.has(hook) and not _replaced(task, hook)]
+    # An environment may give the rewards itself.
+    absent = [
+        hook
+        for hook in NEEDED[verb]
+        if not task.has(hook) and not (hook == "get_reward_funcs" and task.has("get_environment"))
+    ]
     if absent:
         raise TaskError("\n".join(task.missing(hook, verb) for hook in absent))
     for hook in (*NEEDED[verb], *USED_IF_THERE[verb]):
         if task.has(hook):
             task.check_signature(hook)
-
-
-def _replaced(task: Task, hook: str) -> bool:
-    """An environment may give the rewards itself."""
-    return hook == "get_reward_funcs" and task.has("get_environment")
 
 
 def check_reward_columns(
@@ -401,15 +405,6 @@ def builtin_tasks() -> dict[str, str]:
     modules = pkgutil.iter_modules([folder], "groupwise.tasks.builtin.")
     named = {module.name.rpartition(".")[2]: module.name for module in modules}
     return {name: module for name, module in named.items() if name not in NO_TASKS}
-
-
-def _load_by_name(spec: str) -> Task:
-    plugin = load(spec, builtins=builtin_tasks(), entry_points=ENTRY_POINTS)
-    if isinstance(plugin.object, ModuleType):
-        stem = Path(plugin.file).stem if plugin.file else plugin.module.__name__
-        return Task(plugin.object, stem, plugin.spec, plugin.file)
-    name = plugin.spec.rpartition(":")[2]
-    return Task(plugin.object, name, plugin.spec, plugin.file)
 
 
 def _importable(module: str) -> bool:
@@ -458,10 +453,6 @@ def _alike(name: str, hook: str) -> bool:
     """`get_dataset` for `get_rl_dataset`, `rewards` for `get_reward_funcs`, `compute_metric` for `compute_metrics`."""
     core = hook.removeprefix("get_").removeprefix("rl_").removeprefix("eval_").partition("_")[0]
     return difflib.SequenceMatcher(None, name, hook).ratio() >= 0.7 or core in name
-
-
-def _refuse_reserved_columns(examples: Sequence[Example], where: str) -> None:
-    _refuse_columns(RESERVED, examples, where, "reward functions get")
 
 
 def _refuse_columns(

@@ -92,7 +92,11 @@ def check_reset(factory: EnvironmentFactory, columns: Collection[str], where: st
     reset = getattr(factory, "reset", None)  # of a class, or of tools that are one
     if reset is None:
         return
-    needed = [p.name for p in _arguments(reset)[1:] if p.default is p.empty and _is_named(p)]
+    needed = [
+        p.name
+        for p in _arguments(reset)[1:]
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     missing = [name for name in needed if name not in columns and name not in GIVEN]
     if missing:
         raise TaskError(
@@ -208,10 +212,6 @@ def _is_message(value: object) -> bool:
 
 def _arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
-
-
-def _is_named(parameter: inspect.Parameter) -> bool:
-    return parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
 
 
 def _shown(value: object) -> str:

@@ -135,7 +135,13 @@ class Tools:
             )
         made = [schema_of(function) for function in functions]
         self.names = tuple(schema["function"]["name"] for schema in made)
-        _check_names(self.names, self.calls)
+        twice = [name for name in self.names if self.names.count(name) > 1]
+        if twice:
+            raise TaskError(f"Tools: two tools are called `{twice[0]}`; give them different names.")
+        if isinstance(self.calls, TextCalls) and self.calls.tool not in self.names:
+            raise TaskError(
+                f"TextCalls is about the tool `{self.calls.tool}`, but there are: {', '.join(self.names)}."
+            )
         self.schemas: list[Schema] = made if self.calls.renders_schemas else []
         """Schemas for the chat template."""
 
@@ -207,7 +213,7 @@ class ToolEnvironment:
             return f"error: there is no tool {call.name!r}; there are: {', '.join(self._tools)}"
         try:
             result = tool(**call.arguments)
-            return _told(await result if inspect.isawaitable(result) else result)
+            return _result_text(await result if inspect.isawaitable(result) else result)
         except ValidationError as error:
             return f"error: {_validation(error)}"
         except Exception as error:  # noqa: BLE001 — a tool may raise anything, and the policy is told
@@ -232,9 +238,17 @@ def schema_of(tool: Tool) -> Schema:
     hints = get_type_hints(tool)
     properties: dict[str, Any] = {}
     for parameter in parameters:
-        schema = _plain_schema(
-            hints[parameter.name], f"Tool `{name}`: the parameter `{parameter.name}`"
-        )
+        hint = hints[parameter.name]
+        where = f"Tool `{name}`: the parameter `{parameter.name}`"
+        try:
+            found = TypeAdapter(hint).json_schema()
+        except (
+            Exception
+        ) as error:  # pydantic raises several kinds for types that JSON does not know
+            raise TaskError(
+                f"{where} has the type {hint}, which has no JSON schema: {error}"
+            ) from error
+        schema = {key: value for key, value in found.items() if key != "title"}
         about = described.get(parameter.name)
         properties[parameter.name] = {**schema, "description": about} if about else schema
     required = [p.name for p in parameters if p.default is p.empty]
@@ -279,26 +293,6 @@ def _methods(kind: type) -> list[Tool]:
     ]
 
 
-def _check_names(names: Sequence[str], calls: CallForm) -> None:
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise TaskError(f"Tools: two tools are called `{twice[0]}`; give them different names.")
-    if isinstance(calls, TextCalls) and calls.tool not in names:
-        raise TaskError(
-            f"TextCalls is about the tool `{calls.tool}`, but there are: {', '.join(names)}."
-        )
-
-
-def _plain_schema(hint: Any, where: str) -> Schema:
-    try:
-        schema = TypeAdapter(hint).json_schema()
-    except Exception as error:  # pydantic raises several kinds for types that JSON does not know
-        raise TaskError(
-            f"{where} has the type {hint}, which has no JSON schema: {error}"
-        ) from error
-    return {key: value for key, value in schema.items() if key != "title"}
-
-
 def _docstring(tool: Tool) -> tuple[str, dict[str, str]]:
     """The text of a docstring before its sections, and the description of each parameter in its `Args:`."""
     text = inspect.getdoc(tool) or ""
@@ -310,7 +304,7 @@ def _docstring(tool: Tool) -> tuple[str, dict[str, str]]:
     return " ".join(summary.split()), {name: " ".join(about.split()) for name, about in entries}
 
 
-def _told(result: Any) -> str:
+def _result_text(result: Any) -> str:
     if isinstance(result, str):
         return result
     try:

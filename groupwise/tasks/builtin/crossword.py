@@ -14,7 +14,6 @@ does any clue.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -148,7 +147,24 @@ def _own(config: Any) -> TaskConfig:
 
 def _split(own: TaskConfig, wanted: str) -> Rows:
     """The rows of one split. Rows with the same answer stay together, and a clue that an earlier split has is left out."""
-    rows, left_out = _rows(own)
+    for ours in own.columns:
+        if ours not in COLUMNS:
+            raise TaskError(f"task.columns: {ours!r} is none of {', '.join(COLUMNS)}.")
+    found = read_source(
+        own.source or str(INCLUDED),
+        own.source_config,
+        own.source_split,
+        own.columns,
+        revision=own.source_revision,
+    )
+    rows, left_out = usable(
+        found,
+        _row,
+        lambda row: (_folded(row["clue"]), letters(row["answer"])),
+        source=_name(own),
+        strict=own.strict,
+        remedy="Name those of clue and answer with task.columns.clue=NAME and task.columns.answer=NAME.",
+    )
     by_answer: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_answer.setdefault(letters(row["answer"]), []).append(row)
@@ -205,28 +221,6 @@ def _folded(text: str) -> str:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _rows(own: TaskConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """The usable rows of the source, each clue and answer once, and how many others there are, by reason."""
-    for ours in own.columns:
-        if ours not in COLUMNS:
-            raise TaskError(f"task.columns: {ours!r} is none of {', '.join(COLUMNS)}.")
-    found = read_source(
-        own.source or str(INCLUDED),
-        own.source_config,
-        own.source_split,
-        own.columns,
-        revision=own.source_revision,
-    )
-    return usable(
-        found,
-        _row,
-        lambda row: (_folded(row["clue"]), letters(row["answer"])),
-        source=_name(own),
-        strict=own.strict,
-        remedy="Name those of clue and answer with task.columns.clue=NAME and task.columns.answer=NAME.",
-    )
-
-
 def _row(given: Mapping[str, Any]) -> dict[str, Any]:
     clue, answer = _text(given, "clue"), _text(given, "answer")
     if unscorable := _unscorable({"answer": answer}):
@@ -235,7 +229,7 @@ def _row(given: Mapping[str, Any]) -> dict[str, Any]:
     clue = clue[: behind.start()].rstrip() if behind else clue
     if not clue:
         raise Unusable("the clue is empty")
-    told = _told(given.get("enumeration"))
+    told = _cell_text(given.get("enumeration"))
     enumeration = told or (behind.group(1).strip() if behind else _counted(answer))
     if unscorable := _unscorable({"answer": answer, "enumeration": enumeration}):
         raise Unusable("the enumeration does not fit the answer") from unscorable
@@ -266,10 +260,10 @@ def _text(given: Mapping[str, Any], column: str) -> str:
     return value.strip()
 
 
-def _told(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     """A column's enumeration as it is shown: text, a number or a list of numbers; empty where it says nothing."""
     if isinstance(value, list | tuple):
-        return ",".join(_told(each) for each in cast("Sequence[Any]", value))
+        return ",".join(_cell_text(each) for each in cast("Sequence[Any]", value))
     if isinstance(value, float):  # what tables make of a column with gaps
         return str(int(value)) if value.is_integer() else ""
     return "" if value is None else str(value).strip().strip("()[]").strip()

@@ -231,11 +231,11 @@ def _splits(own: TaskConfig) -> Splits:
         held_out = own.eval_size + own.validation_size
         problems = generate(own, held_out + (own.train_size or GENERATED))
         return _divided(problems, own, Counter())
-    found, left_out = _read(own, own.source, own.source_split)
+    found, left_out = _problems_of_split(own, own.source, own.source_split)
     shuffled = Stream("math", own.seed).sample(found, len(found))
     if own.eval_split is None:
         return _divided(shuffled, own, left_out)
-    tested, left_out_there = _read(own, own.source, own.eval_split)
+    tested, left_out_there = _problems_of_split(own, own.source, own.eval_split)
     test = tested[: own.eval_size]
     asked = {problem.key for problem in test}
     rest = [problem for problem in shuffled if problem.key not in asked]
@@ -268,7 +268,9 @@ def _taught(rows: Rows) -> Rows:
 # --- problems of a source ------------------------------------------------------------------------
 
 
-def _read(own: TaskConfig, source: str, split: str) -> tuple[list[Problem], Counter[str]]:
+def _problems_of_split(
+    own: TaskConfig, source: str, split: str
+) -> tuple[list[Problem], Counter[str]]:
     return problems_of(
         read_source(source, own.source_config, split, own.columns or None), own, source
     )
@@ -325,7 +327,12 @@ def problem_of(own: TaskConfig, *cells: Any) -> Problem:
     except ValueError as reason:
         raise Unusable("the reward cannot read the answer") from reason
     key = question_key(question)
-    return Problem(question, final, _worked(solution, final), key)
+    # The worked solution as a model may think it, without tags and calculator annotations.
+    divided = at_mark(solution)
+    told = solution if divided is None else divided[0]
+    text = re.sub(r"<<[^<>]*>>|</?(?:think|answer)>", "", told).strip()
+    worked = text if text not in ("", final) else f"The answer is {final}."
+    return Problem(question, final, worked, key)
 
 
 def final_answer(solution: str) -> str | None:
@@ -336,14 +343,6 @@ def final_answer(solution: str) -> str | None:
     answer = solution.strip()
     longest = LONGEST_WORDS if in_words(answer) else LONGEST_ANSWER
     return answer if answer and "\n" not in answer and len(answer) <= longest else None
-
-
-def _worked(solution: str, final: str) -> str:
-    """A solution as a model may think it, without tags and without calculator annotations."""
-    divided = at_mark(solution)
-    told = solution if divided is None else divided[0]
-    text = re.sub(r"<<[^<>]*>>|</?(?:think|answer)>", "", told).strip()
-    return text if text not in ("", final) else f"The answer is {final}."
 
 
 # --- generated problems --------------------------------------------------------------------------
@@ -368,27 +367,18 @@ def generate(own: TaskConfig, count: int) -> list[Problem]:
     return list(_distinct(own.min_level, own.max_level, own.seed, count))
 
 
-def _generated(min_level: int, max_level: int, seed: int) -> Iterator[Problem]:
-    """Problems without end; the same may come again."""
-    stream = Stream("math", seed)
-    while True:
-        level = min_level + stream.below(max_level - min_level + 1)
-        term = _OF_LEVEL[level](stream)
-        steps = list(_steps(term))
-        question = f"What is {_written(term)}?"
-        yield Problem(question, str(_value(term)), "\n".join(steps), _key(term), level)
-
-
 @lru_cache(maxsize=1)  # each hook takes its part of the same ones
 def _distinct(min_level: int, max_level: int, seed: int, count: int) -> tuple[Problem, ...]:
     """The first so many different ones. Raises TaskError where there seem to be fewer."""
-    problems = _generated(min_level, max_level, seed)
+    stream = Stream("math", seed)
     found: dict[str, Problem] = {}
     vain = 0
     while len(found) < count:
-        problem = next(problems)
-        vain = vain + 1 if problem.key in found else 0
-        found.setdefault(problem.key, problem)
+        level = min_level + stream.below(max_level - min_level + 1)
+        term = _OF_LEVEL[level](stream)
+        question, worked, key = f"What is {_written(term)}?", "\n".join(_steps(term)), _key(term)
+        vain = vain + 1 if key in found else 0
+        found.setdefault(key, Problem(question, str(_value(term)), worked, key, level))
         if vain == MAX_DUPLICATES_IN_A_ROW:
             raise TaskError(
                 f"The levels that task.min_level and task.max_level name seem to have no more than {len(found)} different problems, "
@@ -407,14 +397,6 @@ def _sum(stream: Stream, least: int, most: int) -> Operation:
 
 def _product(stream: Stream, most: int) -> Operation:
     return Operation("×", _number(stream, 2, most), _number(stream, 2, most))
-
-
-def _level_1(stream: Stream) -> Operation:
-    return _sum(stream, 1, 50)
-
-
-def _level_2(stream: Stream) -> Operation:
-    return _product(stream, 12) if stream.below(3) == 0 else _sum(stream, 10, 99)
 
 
 def _level_3(stream: Stream) -> Operation:
@@ -447,8 +429,8 @@ def _level_5(stream: Stream) -> Operation:
 
 
 _OF_LEVEL: dict[int, Callable[[Stream], Operation]] = {
-    1: _level_1,
-    2: _level_2,
+    1: lambda stream: _sum(stream, 1, 50),
+    2: lambda stream: _product(stream, 12) if stream.below(3) == 0 else _sum(stream, 10, 99),
     3: _level_3,
     4: _level_4,
     5: _level_5,
@@ -516,7 +498,11 @@ def _steps(term: Term) -> Iterator[str]:
 def _between(sign: str, left: Fraction, right: Fraction) -> Iterator[str]:
     """Intermediate steps between a hard operation and its result."""
     if left.denominator > 1 or right.denominator > 1:
-        yield _over_one_denominator(sign, left, right)
+        if sign == "×":
+            yield f"{left.numerator * right.numerator}/{left.denominator * right.denominator}"
+        else:
+            under = lcm(left.denominator, right.denominator)
+            yield f"{int(left * under)}/{under} {sign} {int(right * under)}/{under}"
     elif sign in "+-" and left >= 10 and right > 10 and right % 10:
         tens, ones = right - right % 10, right % 10
         first = left + tens if sign == "+" else left - tens
@@ -526,10 +512,3 @@ def _between(sign: str, left: Fraction, right: Fraction) -> Iterator[str]:
         tens, ones = left - left % 10, left % 10
         yield f"{tens} × {right} + {ones} × {right}"
         yield f"{tens * right} + {ones * right}"
-
-
-def _over_one_denominator(sign: str, left: Fraction, right: Fraction) -> str:
-    if sign == "×":
-        return f"{left.numerator * right.numerator}/{left.denominator * right.denominator}"
-    under = lcm(left.denominator, right.denominator)
-    return f"{int(left * under)}/{under} {sign} {int(right * under)}/{under}"

@@ -22,7 +22,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from groupwise.core.plugins import nearest
@@ -52,10 +52,24 @@ def dataset_of(spec: Spec, seed: int = 0, size: int = 1) -> Any:
     """The package's dataset object. Raises ValueError for a name, level or parameter that there is not."""
     factory = _package()
     name, level = str(spec["name"]), spec["level"]
-    if name not in factory.DATASETS or name == "composite":
-        raise ValueError(_no_dataset(name, factory.DATASETS))
+    if name == "composite":
+        raise ValueError(
+            "`composite` is a mixture of other datasets; list these under task.datasets, each with its weight."
+        )
+    if name not in factory.DATASETS:
+        near = nearest(name, factory.DATASETS)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        known = ", ".join(sorted(set(factory.DATASETS) - {"composite"}))
+        raise ValueError(f"there is no dataset `{name}` in reasoning-gym.{hint} It has: {known}.")
     kind = factory.DATASETS[name][1]
-    _refuse_unknown(name, spec["parameters"], [field.name for field in dataclasses.fields(kind)])
+    free = [each.name for each in dataclasses.fields(kind) if each.name not in ("seed", "size")]
+    for parameter in spec["parameters"]:
+        if parameter not in free:
+            near = nearest(parameter, free)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "."
+            raise ValueError(
+                f"the dataset `{name}` has no parameter `{parameter}`{hint} It takes: {', '.join(free)}."
+            )
     given = {**spec["parameters"], "seed": seed, "size": size}
     try:
         config = kind(**given) if level is None else _of_level(factory, name, level, given)
@@ -68,7 +82,7 @@ def dataset_of(spec: Spec, seed: int = 0, size: int = 1) -> Any:
 
 def entry_as_text(entry: Mapping[str, Any]) -> str:
     """An entry as a Python literal. Raises ValueError for one that holds anything but plain values."""
-    text = repr(_plain(entry))
+    text = repr(_without_numpy(entry))
     try:
         ast.literal_eval(text)
     except (SyntaxError, ValueError) as refused:
@@ -152,36 +166,48 @@ def _fresh(spec: Spec, source: int, first: int, count: int, seen: set[str]) -> l
                 if len(rows) == count:
                     break
         if len(rows) == before:
-            raise ValueError(_exhausted(spec, count, before, failure))
+            if failure is not None:
+                raise ValueError(
+                    f"the dataset `{spec['name']}` made none of {BLOCK} problems in a row; the last one failed: "
+                    f"{type(failure).__name__}: {failure}"
+                )
+            raise ValueError(
+                f"the dataset `{spec['name']}` has too few different problems: after {before} of {count}, {BLOCK} in a row were there "
+                "already. Make the splits smaller, or the problems larger by level or parameters."
+            )
         first += BLOCK
     return rows
 
 
 def _block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
-    """The entries of a block, and in the place of each that could not be made, or whose own answer is wrong, the reason."""
-    dataset = dataset_of(spec, start, BLOCK)
-    for index in range(BLOCK):
-        _seed_global_generators(start + index)
-        try:
-            entry = dataset[index]
-            if entry["answer"] is not None and not _takes_its_own(spec, entry, dataset):
-                raise ValueError(f"its grader rejects its own answer, {entry['answer']!r:.80}")
-            yield {**entry, "gold": _gold(str(spec["name"]), entry, dataset.score_answer)}
-        except Exception as error:  # noqa: BLE001 — generators fail in many ways for some of their seeds
-            yield error
+    """The entries of a block, each with `gold`, a right answer as text or None.
 
-
-def _takes_its_own(spec: Spec, entry: Mapping[str, Any], dataset: Any) -> bool:
-    """True if the entry's answer is right, and one that a grader may see, which an unsolved integral is not."""
-    shown = is_harmless(str(entry["answer"]), str(spec["name"]))
-    return shown and dataset.score_answer(entry["answer"], entry) >= RIGHT
-
-
-def _seed_global_generators(seed: int) -> None:
+    In the place of an entry that could not be made, or whose own answer is wrong, stands the reason.
+    """
     import numpy
 
-    random.seed(seed)
-    numpy.random.seed(seed)
+    name, dataset = str(spec["name"]), dataset_of(spec, start, BLOCK)
+    for index in range(BLOCK):
+        random.seed(start + index)
+        numpy.random.seed(start + index)
+        try:
+            entry = dataset[index]
+            if entry["answer"] is not None:
+                # A right answer that a grader may not see, such as an unsolved integral, is none either.
+                gold = str(entry["answer"])
+                shown = is_harmless(gold, name)
+                if not shown or dataset.score_answer(entry["answer"], entry) < RIGHT:
+                    raise ValueError(f"its grader rejects its own answer, {entry['answer']!r:.80}")
+            else:  # a right one may stand in the metadata
+                written = entry["metadata"].get(WRITTEN_ANSWERS.get(name))
+                gold = (
+                    written if written is None or isinstance(written, str) else json.dumps(written)
+                )
+                if gold is not None and dataset.score_answer(gold, entry) < RIGHT:
+                    gold = None
+            yield {**entry, "gold": gold}
+        except Exception as error:  # noqa: BLE001 — generators fail in many ways for some of their seeds
+            yield error
 
 
 def _row(spec: Spec, source: int, entry: dict[str, Any]) -> dict[str, Any]:
@@ -194,21 +220,15 @@ def _row(spec: Spec, source: int, entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gold(name: str, entry: Mapping[str, Any], grade: Callable[..., float]) -> str | None:
-    """A right answer as text, from the metadata where it stands there; None where there is none."""
-    if entry["answer"] is not None:
-        return str(entry["answer"])
-    written = entry["metadata"].get(WRITTEN_ANSWERS.get(name))
-    answer = written if written is None or isinstance(written, str) else json.dumps(written)
-    return answer if answer is not None and grade(answer, entry) >= RIGHT else None
-
-
-def _plain(value: Any) -> Any:
+def _without_numpy(value: Any) -> Any:
     """The value without the types of numpy, which print as calls."""
     if isinstance(value, dict):
-        return {_plain(key): _plain(each) for key, each in cast("dict[Any, Any]", value).items()}
+        return {
+            _without_numpy(key): _without_numpy(each)
+            for key, each in cast("dict[Any, Any]", value).items()
+        }
     if isinstance(value, list | tuple):
-        entries = [_plain(each) for each in cast("Sequence[Any]", value)]
+        entries = [_without_numpy(each) for each in cast("Sequence[Any]", value)]
         return entries if isinstance(value, list) else tuple(entries)
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -242,38 +262,6 @@ def _of_level(factory: Any, name: str, level: int, given: Mapping[str, Any]) -> 
         raise ValueError(f"its highest level is {highest}, and {level} was asked for")
     curriculum.set_global_level(level)
     return dataclasses.replace(curriculum.generate_configuration(), **given)
-
-
-def _refuse_unknown(name: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    free = [each for each in known if each not in ("seed", "size")]
-    for parameter in given:
-        if parameter not in free:
-            near = nearest(parameter, free)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "."
-            raise ValueError(
-                f"the dataset `{name}` has no parameter `{parameter}`{hint} It takes: {', '.join(free)}."
-            )
-
-
-def _no_dataset(name: str, there: Mapping[str, Any]) -> str:
-    if name == "composite":
-        return "`composite` is a mixture of other datasets; list these under task.datasets, each with its weight."
-    near = nearest(name, there)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    known = ", ".join(sorted(set(there) - {"composite"}))
-    return f"there is no dataset `{name}` in reasoning-gym.{hint} It has: {known}."
-
-
-def _exhausted(spec: Spec, wanted: int, there: int, failure: Exception | None) -> str:
-    if failure is not None:
-        return (
-            f"the dataset `{spec['name']}` made none of {BLOCK} problems in a row; the last one failed: "
-            f"{type(failure).__name__}: {failure}"
-        )
-    return (
-        f"the dataset `{spec['name']}` has too few different problems: after {there} of {wanted}, {BLOCK} in a row were there "
-        "already. Make the splits smaller, or the problems larger by level or parameters."
-    )
 
 
 if __name__ == "__main__":

@@ -161,7 +161,11 @@ def rubric_text(value: Any) -> str:
         parsed = _parsed(value)
         return value.strip() if parsed is None else rubric_text(parsed)
     if isinstance(value, Mapping):
-        return _criterion(cast("Mapping[str, Any]", value))
+        record = cast("Mapping[str, Any]", value)
+        for name in CRITERION:
+            if isinstance(record.get(name), str):
+                return str(record[name]).strip()
+        raise ValueError(f"a criterion has none of {', '.join(CRITERION)}, but {', '.join(record)}")
     if isinstance(value, list | tuple):
         return "\n".join(rubric_text(each) for each in cast("Sequence[Any]", value))
     raise ValueError(f"{type(value).__name__} is no rubric")
@@ -178,13 +182,6 @@ def _parsed(text: str) -> list[Any] | None:
     return cast("list[Any]", found) if isinstance(found, list) else None
 
 
-def _criterion(record: Mapping[str, Any]) -> str:
-    for name in CRITERION:
-        if isinstance(record.get(name), str):
-            return str(record[name]).strip()
-    raise ValueError(f"a criterion has none of {', '.join(CRITERION)}, but {', '.join(record)}")
-
-
 # --- rows ----------------------------------------------------------------------------------------
 
 
@@ -194,7 +191,13 @@ def _own(config: Any) -> TaskConfig:
 
 def _splits(own: TaskConfig) -> Splits:
     """Test and validation come first, so that they do not depend on the number of training rows."""
-    rows, left_out = _rows(own)
+    found = read_source(
+        own.source or str(INCLUDED),
+        own.source_config,
+        own.source_split,
+        revision=own.source_revision,
+    )
+    rows, left_out = rows_of(found, own)
     held_out, wanted = own.eval_size + own.validation_size, own.train_size
     if len(rows) < held_out + (wanted or 1):
         asked = "what is left" if wanted is None else f"train_size {wanted}"
@@ -205,16 +208,6 @@ def _splits(own: TaskConfig) -> Splits:
     mixed = Stream("rubric_answers", own.seed).sample(rows, len(rows))
     parts = mixed[: own.eval_size], mixed[own.eval_size : held_out], mixed[held_out:][:wanted]
     return Splits(*(Rows(part, Account(dict(left_out))) for part in parts))
-
-
-def _rows(own: TaskConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
-    found = read_source(
-        own.source or str(INCLUDED),
-        own.source_config,
-        own.source_split,
-        revision=own.source_revision,
-    )
-    return rows_of(found, own)
 
 
 def rows_of(
@@ -254,8 +247,8 @@ def _names(own: TaskConfig, there: Mapping[str, Any]) -> dict[str, str]:
 
 def row_of(own: TaskConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """The row made of the given cells: `question`, `rubric`, `reference` and perhaps `score`. Raises Unusable."""
-    question = _said(given["question"], "question", "user")
-    reference = _said(given["reference"], "reference", "assistant")
+    question = _text_of(given["question"], "question", "user")
+    reference = _text_of(given["reference"], "reference", "assistant")
     if given["rubric"] is None:
         raise Unusable("the rubric is missing")
     try:
@@ -277,7 +270,7 @@ def row_of(own: TaskConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _said(value: Any, name: str, role: str) -> str:
+def _text_of(value: Any, name: str, role: str) -> str:
     """Text, or what the last message of a role says."""
     if value is None:
         raise Unusable(f"the {name} is missing")

@@ -300,28 +300,20 @@ def _with_solutions(
     layout: Layout, solved: Solved, state: State
 ) -> tuple[Board, tuple[Moves, ...]]:
     """The board as it is drawn, with its best solutions, each of them played on it."""
-    names = _names(layout, state)
-    board = board_of(_drawn(layout, state, names), layout.size)
+    # The letters of the cars: A, then in the order in which they are met row by row.
+    firsts = [layout.masks[car][_place(state, car)] for car in range(len(layout.cars))]
+    met = sorted(range(1, len(firsts)), key=lambda car: firsts[car] & -firsts[car])
+    letters = {0: LEAVING} | dict(zip(met, LETTERS[1:], strict=False))
+    names = [letters[car] for car in range(len(firsts))]
+    cells = [WALL if layout.walls >> cell & 1 else EMPTY for cell in range(layout.size**2)]
+    for number, name in enumerate(names):
+        mask = layout.masks[number][_place(state, number)]
+        cells = [name if mask >> cell & 1 else sign for cell, sign in enumerate(cells)]
+    board = board_of("".join(cells), layout.size)
     solutions = tuple(
         tuple(_move(layout, names, *step) for step in path) for path in _paths(solved, state)
     )
     return solvable(board, solutions), solutions
-
-
-def _names(layout: Layout, state: State) -> list[str]:
-    """The letters of the cars: A, then in the order in which they are met row by row."""
-    firsts = [layout.masks[car][_place(state, car)] for car in range(len(layout.cars))]
-    met = sorted(range(1, len(firsts)), key=lambda car: firsts[car] & -firsts[car])
-    letters = {0: LEAVING} | dict(zip(met, LETTERS[1:], strict=False))
-    return [letters[car] for car in range(len(firsts))]
-
-
-def _drawn(layout: Layout, state: State, names: Sequence[str]) -> str:
-    cells = [WALL if layout.walls >> cell & 1 else EMPTY for cell in range(layout.size**2)]
-    for car, name in enumerate(names):
-        mask = layout.masks[car][_place(state, car)]
-        cells = [name if mask >> cell & 1 else sign for cell, sign in enumerate(cells)]
-    return "".join(cells)
 
 
 def draw_layout(stream: Stream, size: int, max_walls: int) -> tuple[Layout, State]:

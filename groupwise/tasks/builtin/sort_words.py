@@ -141,13 +141,17 @@ def compute_metrics(
     written = [_written(completion, preset) for completion in completions]
     pairs = list(zip(written, asked, strict=True))
     correct = [answer == sorted(words) for answer, words in pairs]
+    weighted = [
+        [weight * value for value in function(completions=completions, words=asked)]
+        for function, weight in PARTS[preset]
+    ]
     return {
         "metrics": {
             "accuracy": fmean(correct),
             "permutation_accuracy": fmean(
                 sorted(answer) == sorted(words) for answer, words in pairs
             ),
-            "reward": fmean(_total(completions, asked, preset)),
+            "reward": fmean([sum(values) for values in zip(*weighted, strict=True)]),
         },
         "correct": correct,
     }
@@ -174,13 +178,13 @@ def contained_ignoring_case(
     completions: Sequence[CompletionText], words: Any, **_: Any
 ) -> list[float]:
     """Share of the given words that occur, in whatever case."""
-    texts = [_said(completion).lower() for completion in completions]
+    texts = [_after_thinking(completion).lower() for completion in completions]
     return [_share(word in text for word in w) for text, w in zip(texts, words, strict=True)]
 
 
 def contained(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
     """Share of the given words that occur as they were given."""
-    texts = [_said(completion) for completion in completions]
+    texts = [_after_thinking(completion) for completion in completions]
     return [_share(word in text for word in w) for text, w in zip(texts, words, strict=True)]
 
 
@@ -198,8 +202,13 @@ def belongs(completions: Sequence[CompletionText], words: Any, **_: Any) -> list
 
 def ascending(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
     """Share of the pairs of given words whose first appearances as whole words are in alphabetical order; missing words have none."""
-    texts = [_said(completion) for completion in completions]
-    return [_ascending_share(text, w) for text, w in zip(texts, words, strict=True)]
+    shares: list[float] = []
+    for completion, given in zip(completions, words, strict=True):
+        text = _after_thinking(completion)
+        places = {word: _first_place(word, text) for word in given}
+        pairs = combinations(sorted(places), 2)
+        shares.append(_share(0 <= places[first] < places[second] for first, second in pairs))
+    return shares
 
 
 PARTS: dict[Preset, tuple[tuple[RewardFunction, float], ...]] = {
@@ -254,27 +263,21 @@ def _row(words: list[str], preset: Preset) -> dict[str, Any]:
     }
 
 
-def _said(completion: CompletionText) -> str:
+def _after_thinking(completion: CompletionText) -> str:
     """The completion's text behind its reasoning."""
     return after_reasoning(completion_text(completion))
 
 
 def _written(completion: CompletionText, preset: Preset) -> list[str]:
     """The words of the answer, as the preset reads it."""
-    text = _said(completion)
+    text = _after_thinking(completion)
     if preset == "quickstart":
         text = text.strip().partition("\n")[0].lower()
     return re.findall(r"[a-zA-Z]+", text)
 
 
 def _line_starts(completion: CompletionText) -> set[str]:
-    return set(re.findall(r"^[a-zA-Z]+", _said(completion), re.MULTILINE))
-
-
-def _ascending_share(text: str, words: Iterable[str]) -> float:
-    places = {word: _first_place(word, text) for word in words}
-    pairs = list(combinations(sorted(places), 2))
-    return _share(0 <= places[first] < places[second] for first, second in pairs)
+    return set(re.findall(r"^[a-zA-Z]+", _after_thinking(completion), re.MULTILINE))
 
 
 def _first_place(word: str, text: str) -> int:
@@ -282,16 +285,6 @@ def _first_place(word: str, text: str) -> int:
     letter = r"[^\W\d_]"
     found = re.search(rf"(?<!{letter}){re.escape(word)}(?!{letter})", text)
     return found.start() if found else -1
-
-
-def _total(
-    completions: Sequence[CompletionText], asked: list[list[str]], preset: Preset
-) -> list[float]:
-    weighted = [
-        [weight * value for value in function(completions=completions, words=asked)]
-        for function, weight in PARTS[preset]
-    ]
-    return [sum(values) for values in zip(*weighted, strict=True)]
 
 
 def _share(holds: Iterable[bool]) -> float:

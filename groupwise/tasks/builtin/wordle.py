@@ -247,7 +247,13 @@ class OverLength:
 
 def _overlong_length(own: TaskConfig, config: Any) -> int | None:
     """The limit in tokens. Raises TaskError for one that no completion can exceed."""
-    longest = _longest_completion(config)
+    # The longest completion in training, in tokens; None if the config sets no limit.
+    rollout: Mapping[str, Any] = config.get("rollout") or {}
+    if rollout.get("type") == "two_stage":
+        longest = int(rollout["max_reasoning_length"] + rollout["max_answer_length"])
+    else:
+        sampler: Mapping[str, Any] = config.get("sampler") or {}
+        longest = sampler.get("max_completion_length")
     if own.overlong_length is None or longest is None:
         return own.overlong_length or (longest and int(OVERLONG_SHARE * longest))
     if own.overlong_length >= longest:
@@ -257,15 +263,6 @@ def _overlong_length(own: TaskConfig, config: Any) -> int | None:
             "or raise sampler.max_completion_length. task.weights.over_length=0 pays for any length."
         )
     return own.overlong_length
-
-
-def _longest_completion(config: Any) -> int | None:
-    """Longest completion in training, in tokens; None if the config has no such limit."""
-    rollout: Mapping[str, Any] = config.get("rollout") or {}
-    if rollout.get("type") == "two_stage":
-        return int(rollout["max_reasoning_length"] + rollout["max_answer_length"])
-    sampler: Mapping[str, Any] = config.get("sampler") or {}
-    return sampler.get("max_completion_length")
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -291,10 +288,12 @@ class Turn:
     def row(self) -> dict[str, Any]:
         """The row for training and evaluation."""
         known = Knowledge.of(self.guesses, self.marks)
+        marked = zip(self.guesses, self.marks, strict=True)
+        lines = [*offered(self.choices), *(spelt(guess, marks) for guess, marks in marked)]
         return {
             "prompt": [
                 {"role": "system", "content": rules()},
-                {"role": "user", "content": _asked(self)},
+                {"role": "user", "content": "\n".join([*lines, left(GUESSES - len(self.guesses))])},
             ],
             "guesses": list(self.guesses),
             "feedback": list(self.marks),
@@ -374,12 +373,6 @@ def _from_anywhere(words: Sequence[str], stream: Stream) -> list[str]:
     """The words in their order, from a random one on and around."""
     begin = stream.below(len(words))
     return [*words[begin:], *words[:begin]]
-
-
-def _asked(turn: Turn) -> str:
-    marked = zip(turn.guesses, turn.marks, strict=True)
-    lines = [*offered(turn.choices), *(spelt(guess, marks) for guess, marks in marked)]
-    return "\n".join([*lines, left(GUESSES - len(turn.guesses))])
 
 
 def _taught(row: dict[str, Any]) -> dict[str, Any]:

@@ -180,7 +180,7 @@ class Game:
         """Mark a guess."""
         verdict = judged(completion, self.guesses, self.marks, self.real, self.unmarked)
         self.verdicts.append(verdict)
-        return Step(self._said(verdict), done=self.over)
+        return Step(self._reply(verdict), done=self.over)
 
     @property
     def won(self) -> bool:
@@ -192,7 +192,7 @@ class Game:
         """True if nothing more can be guessed."""
         return self.won or len(self.verdicts) == self.limit
 
-    def _said(self, verdict: Verdict) -> str:
+    def _reply(self, verdict: Verdict) -> str:
         """The environment's reply to the turn that was just judged."""
         remaining = left(self.limit - len(self.verdicts))
         if verdict.guess is None:
@@ -225,17 +225,15 @@ def played(
     """The result of a game whose turns are the assistant's messages; messages after its end do not count."""
     game = Game(real, limit)
     game.reset(secret)
-    for text in _turns(completion):
+    if isinstance(completion, str):
+        turns = [completion]
+    else:
+        own = [each for each in completion if each.get("role", "assistant") == "assistant"]
+        turns = [completion_text([message]) for message in own]
+    for text in turns:
         if not game.over:
             game.step(text)
     return Played(game.won, tuple(game.verdicts), limit)
-
-
-def _turns(completion: CompletionText) -> list[str]:
-    if isinstance(completion, str):
-        return [completion]
-    own = [message for message in completion if message.get("role", "assistant") == "assistant"]
-    return [completion_text([message]) for message in own]
 
 
 # --- rewards -------------------------------------------------------------------------------------

@@ -189,17 +189,19 @@ class Words:
 @cache
 def words_of(secrets: str | None, dictionary: str | None) -> Words:
     """Words of the given files, or those that come with the package. Raises TaskError for files that cannot be used."""
-    chosen = _read(Path(secrets).expanduser() if secrets else _LISTS / "secrets.txt")
+    chosen = _words_in_file(Path(secrets).expanduser() if secrets else _LISTS / "secrets.txt")
     if len(chosen) < FEWEST_SECRETS:
         raise TaskError(
             f"task.secrets: {secrets} has {len(chosen)} words. Training, validation and test have none in common, which takes "
             f"{FEWEST_SECRETS} or more."
         )
-    real = _read(Path(dictionary).expanduser() if dictionary else _LISTS / "dictionary.txt")
+    real = _words_in_file(
+        Path(dictionary).expanduser() if dictionary else _LISTS / "dictionary.txt"
+    )
     return Words(chosen, frozenset(real) | frozenset(chosen))
 
 
-def _read(file: Path) -> tuple[str, ...]:
+def _words_in_file(file: Path) -> tuple[str, ...]:
     """The words of a file, one in each line, in their order and each once; empty lines and those with # are left out."""
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()

@@ -118,7 +118,11 @@ def with_teacher(rows: Sequence[Row], way: PromptWay, where: str, *, strict: boo
     def made(row: Row, changes: list[str]) -> Row:
         row = named_messages(row)
         if row.get("messages") is not None:
-            return {**row, "messages": _taught(row["messages"], way, changes)}
+            value = row["messages"]
+            messages = messages_of(value)
+            if not any(message["role"] == "assistant" for message in messages):
+                raise Unusable("no message is the assistant's")
+            return {**row, "messages": _with_system(messages, way.system_prompt, changes)}
         if lessons and all(row.get(name) is None for name in lessons):
             raise Unusable(f"there is no {' and no '.join(lessons)}")
         if "completion" not in lessons or all(row.get(n) is None for n in ("prompt", "completion")):
@@ -156,14 +160,30 @@ def _made(
         try:
             made = NumberedRow(make(row, changes), index)
             if way.drop_duplicates:
-                _refuse_repetition(key_of(made, identity), seen)
+                key = key_of(made, identity)
+                if key in seen:
+                    raise Unusable("the same as an earlier row (data.drop_duplicates)")
+                seen.add(key)
         except Unusable as reason:
             unusable.setdefault(str(reason), []).append(index)
         else:
             kept.append(made)
             changed.update(set(changes))
     if unusable and (strict or not kept):
-        raise TaskError(_unusable(unusable, len(rows), where, strict=strict and bool(kept)))
+        total = len(rows)
+        refuse = strict and bool(kept)
+        count = sum(map(len, unusable.values()))
+        what = "cannot be used, and data.strict is true" if refuse else "can be used"
+        begin = f"{count} of {total} rows {what}" if refuse else f"none of {total} rows {what}"
+        lines = [
+            f"  {len(places)} × {reason} ({_places(places)})" for reason, places in unusable.items()
+        ]
+        remedy = (
+            "Mend them, or set data.strict to false to leave them out."
+            if refuse
+            else "Check data.prompt_column and data.columns: they name the columns that are read."
+        )
+        raise TaskError("\n".join([f"{where}: {begin}:", *lines, remedy]))
     left_out = {reason: len(places) for reason, places in unusable.items()}
     return Rows(kept, Account(left_out, dict(changed)))
 
@@ -172,29 +192,6 @@ def key_of(row: Row, columns: Sequence[str]) -> str:
     """Equal for rows that hold the same in these columns; in all, where they hold nothing in these."""
     told = {name: row[name] for name in columns if row.get(name) is not None}
     return json.dumps(told or row, sort_keys=True, default=str)
-
-
-def _refuse_repetition(key: str, seen: set[str]) -> None:
-    if key in seen:
-        raise Unusable("the same as an earlier row (data.drop_duplicates)")
-    seen.add(key)
-
-
-def _unusable(
-    unusable: Mapping[str, Sequence[int]], total: int, where: str, *, strict: bool
-) -> str:
-    count = sum(map(len, unusable.values()))
-    what = "cannot be used, and data.strict is true" if strict else "can be used"
-    begin = f"{count} of {total} rows {what}" if strict else f"none of {total} rows {what}"
-    lines = [
-        f"  {len(places)} × {reason} ({_places(places)})" for reason, places in unusable.items()
-    ]
-    remedy = (
-        "Mend them, or set data.strict to false to leave them out."
-        if strict
-        else "Check data.prompt_column and data.columns: they name the columns that are read."
-    )
-    return "\n".join([f"{where}: {begin}:", *lines, remedy])
 
 
 def _places(places: Sequence[int]) -> str:
@@ -221,17 +218,10 @@ def _prompt(value: Any, row: Row, way: PromptWay, changes: list[str]) -> Prompt:
         prompt = [{"role": "user", "content": prompt}]
     elif isinstance(value, str):
         changes.append("messages were read from text")
-    asked = _asked(_stripped(prompt, way, changes), way, changes)
+    asked = _up_to_the_question(_stripped(prompt, way, changes), way, changes)
     last = max(place for place, message in enumerate(asked) if message["role"] == "user")
     asked[last] = {**asked[last], "content": _with_lines(asked[last]["content"], row, way.lines)}
     return _with_system(asked, way.system_prompt, changes)
-
-
-def _taught(value: Any, way: PromptWay, changes: list[str]) -> list[Message]:
-    messages = messages_of(value)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise Unusable("no message is the assistant's")
-    return _with_system(messages, way.system_prompt, changes)
 
 
 def _stripped(messages: Sequence[Message], way: PromptWay, changes: list[str]) -> list[Message]:
@@ -257,7 +247,9 @@ def without_blocks(text: str, tags: Sequence[str]) -> str:
     return text if left == text else left.strip()
 
 
-def _asked(messages: list[Message], way: PromptWay, changes: list[str]) -> list[Message]:
+def _up_to_the_question(
+    messages: list[Message], way: PromptWay, changes: list[str]
+) -> list[Message]:
     """Up to what is answered, or to the words of the assistant that the answer begins with."""
     if not any(message["role"] == "user" for message in messages):
         raise Unusable("no message is the user's")

@@ -12,8 +12,7 @@ from groupwise.core.plugins import nearest
 from groupwise.core.settings.schema import Conflict, Strict, refuse, setting
 from groupwise.core.settings.wording import as_given, describe
 from groupwise.tasks.data.chat import Prefill, PromptFormat
-from groupwise.tasks.data.curriculum import CurriculumConfig
-from groupwise.tasks.data.easy_pool import EasyPoolConfig
+from groupwise.tasks.data.curriculum import CurriculumConfig, EasyPoolConfig
 from groupwise.tasks.data.mixture import Join
 from groupwise.tasks.data.replay import ReplayConfig
 
@@ -241,7 +240,23 @@ class DatasetConfig(Strict):
                 )
             return
         yield from self._of_one_source_only()
-        yield from self._said_twice()
+        splits = [entry.test_split for entry in self.mixture if entry.test_split]
+        if splits and self.test_split_size is not None:
+            yield Conflict(
+                f"the split {splits[0]} is held out, and test_split_size takes a share of what is trained on; leave one out.",
+                ("dataset_test_split", "dataset_mixture", "test_split_size"),
+            )
+        for key, name in (("prompt_column", "prompt"), ("answer_column", "answer")):
+            if getattr(self, key) is not None and name in self.columns:
+                yield Conflict(
+                    f"{key} and columns.{name} both say which column is meant; leave one out.",
+                    (key, "columns"),
+                )
+        if self.strip_roles != ("assistant",) and not self.strip_tags:
+            yield Conflict(
+                "strip_roles has no effect without strip_tags; leave it out.",
+                ("strip_roles", "strip_tags"),
+            )
 
     def _of_one_source_only(self) -> Iterator[Conflict]:
         if self.dataset_mixture is None:
@@ -266,25 +281,6 @@ class DatasetConfig(Strict):
             yield Conflict(
                 "test_split_size has no effect on tasks, which bring their own held-out rows; leave it out.",
                 ("test_split_size", "dataset_mixture"),
-            )
-
-    def _said_twice(self) -> Iterator[Conflict]:
-        splits = [entry.test_split for entry in self.mixture if entry.test_split]
-        if splits and self.test_split_size is not None:
-            yield Conflict(
-                f"the split {splits[0]} is held out, and test_split_size takes a share of what is trained on; leave one out.",
-                ("dataset_test_split", "dataset_mixture", "test_split_size"),
-            )
-        for key, name in (("prompt_column", "prompt"), ("answer_column", "answer")):
-            if getattr(self, key) is not None and name in self.columns:
-                yield Conflict(
-                    f"{key} and columns.{name} both say which column is meant; leave one out.",
-                    (key, "columns"),
-                )
-        if self.strip_roles != ("assistant",) and not self.strip_tags:
-            yield Conflict(
-                "strip_roles has no effect without strip_tags; leave it out.",
-                ("strip_roles", "strip_tags"),
             )
 
 

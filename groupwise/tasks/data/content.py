@@ -46,7 +46,7 @@ def canonical(value: Any) -> Any:
         return _Walk().tell(value)
     except _TangledError:
         return _untold(
-            f"objects of {_named(type(value))} with parts that refer to each other in more than {MOST_ROUNDABOUT} ways"
+            f"objects of {_qualified_name(type(value))} with parts that refer to each other in more than {MOST_ROUNDABOUT} ways"
         )
 
 
@@ -90,7 +90,9 @@ class _Walk:
         if value is None or (
             issubclass(kind, bool | int | float | str) and not issubclass(kind, Enum)
         ):
-            return _plain(value)
+            if isinstance(value, int) and value.bit_length() > LONGEST_INTEGER:
+                return {"integer": hex(value)}
+            return value
         name = id(value)
         if name in self.known:
             return self.known[name]
@@ -100,7 +102,9 @@ class _Walk:
         if len(self.above) == DEEPEST:
             self.dependent += 1
             return _untold(f"something nested more than {DEEPEST} levels deep")
-        self._refuse_tangle(name)
+        self.roundabout += name in self.met
+        if self.roundabout > MOST_ROUNDABOUT:
+            raise _TangledError
         self.met[name] = value
         self.above[name] = len(self.above)
         before = self.dependent
@@ -109,17 +113,12 @@ class _Walk:
         except _TangledError:
             raise
         except Exception:  # noqa: BLE001 — the code of any class may run here
-            told = _untold(f"objects of {_named(kind)}")
+            told = _untold(f"objects of {_qualified_name(kind)}")
         finally:
             del self.above[name]
         if self.dependent == before:
             self.known[name] = told
         return told
-
-    def _refuse_tangle(self, name: int) -> None:
-        self.roundabout += name in self.met
-        if self.roundabout > MOST_ROUNDABOUT:
-            raise _TangledError
 
     def _content(self, value: Any, kind: Any) -> Any:
         if issubclass(kind, Enum):
@@ -135,13 +134,13 @@ class _Walk:
         if _is_array(kind):
             return self.tell(value.tolist())
         if issubclass(kind, type | FunctionType | BuiltinFunctionType):
-            return _untold(_named(value))
+            return _untold(_qualified_name(value))
         return self._object(kind, _parts(value, kind))
 
     def _object(self, kind: Any, parts: dict[str, Any] | None) -> Any:
         if parts is None:
-            return _untold(f"objects of {_named(kind)}")
-        return {"object": [_named(kind), self._pairs(parts)]}
+            return _untold(f"objects of {_qualified_name(kind)}")
+        return {"object": [_qualified_name(kind), self._pairs(parts)]}
 
     def _pairs(self, mapping: Mapping[Any, Any]) -> Any:
         """Text before other keys, each in an order that does not depend on hashes."""
@@ -153,12 +152,6 @@ class _Walk:
 
 def _first(pair: list[Any]) -> Any:
     return pair[0]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, int) and value.bit_length() > LONGEST_INTEGER:
-        return {"integer": hex(value)}
-    return value
 
 
 def _untold(what: str) -> dict[str, str]:
@@ -183,7 +176,9 @@ def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
         return _present(value, (each.name for each in fields(kind)))
     if (attributes := getattr(kind, "__attrs_attrs__", None)) is not None:
         return _present(value, (each.name for each in attributes))
-    if _is_picture(kind):
+    # An image of Pillow can only exist once Pillow is imported.
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is not None and issubclass(kind, pillow.Image):
         return {
             "mode": value.mode,
             "size": value.size,
@@ -199,12 +194,6 @@ def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
 def _present(value: Any, names: Iterable[str]) -> dict[str, Any]:
     """The attributes that are set."""
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
-
-
-def _is_picture(kind: Any) -> bool:
-    """True for an image of Pillow; there can be none unless Pillow is imported."""
-    pillow = sys.modules.get("PIL.Image")
-    return pillow is not None and issubclass(kind, pillow.Image)
 
 
 def _text(value: Any) -> dict[str, Any]:
@@ -258,7 +247,7 @@ def _library(kind: Any) -> str:
     return str(kind.__module__).partition(".")[0]
 
 
-def _named(value: Any) -> str:
+def _qualified_name(value: Any) -> str:
     """The full name of a class or function; of one in a task file without the hash of the path, which may be moved."""
     module = str(value.__module__)
     if module.startswith("groupwise_user_"):

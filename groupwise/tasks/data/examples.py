@@ -46,8 +46,14 @@ def read_rows(
     `holding` says in messages what each row must have.
     """
     expected = _EXPECTED.format(holding)
-    _refuse_endless(rows, where, limit, limited_by)
-    stream = _iterated(rows, where, limit, expected)
+    endless = isinstance(rows, Iterable) and not hasattr(cast("object", rows), "__len__")
+    if endless and limit is None:
+        kind = _kind(cast("object", rows)).__name__
+        raise TaskError(
+            f"{where} returned a {kind}, which has no length, and nothing says how many of its rows to read. "
+            f"Set {limited_by}, or return a list."
+        )
+    stream = _iterated(cast("object", rows), where, limit, expected)
     if (numbers := row_numbers(rows)) is not None:
         stream = map(NumberedRow, stream, numbers)
     found = [_columns(index, row, where, expected) for index, row in enumerate(stream)]
@@ -84,16 +90,6 @@ def _warn_of_untold(column: str, what: str) -> None:
     )
 
 
-def _refuse_endless(rows: object, where: str, limit: int | None, limited_by: str) -> None:
-    stream = isinstance(rows, Iterable) and not hasattr(cast("object", rows), "__len__")
-    if stream and limit is None:
-        kind = _kind(cast("object", rows)).__name__
-        raise TaskError(
-            f"{where} returned a {kind}, which has no length, and nothing says how many of its rows to read. "
-            f"Set {limited_by}, or return a list."
-        )
-
-
 def _iterated(rows: object, where: str, limit: int | None, expected: str) -> Iterator[Any]:
     if isinstance(rows, Mapping):
         names = ", ".join(repr(name) for name in cast("Mapping[Any, Any]", rows))
@@ -113,7 +109,15 @@ def _columns(index: int, row: Any, where: str, expected: str) -> dict[str, Any]:
     given = cast("Mapping[Any, Any]", row)
     columns = {str(name): value for name, value in given.items()}
     for name, value in columns.items():
-        _refuse_broken_text(value, f"{where}: row {number_of(given, index)}, column `{name}`")
+        # No tokenizer takes text with half a character, and no file or database keeps it.
+        there = f"{where}: row {number_of(given, index)}, column `{name}`"
+        for text in _texts(value):
+            if not text.isascii() and (shown := printable(text)) != text:
+                raise TaskError(
+                    f"{there}: the text {shown[:60]!r} holds half of a surrogate pair, which is no character. It comes from "
+                    'cutting text in UTF-16 or from a broken escape; mend it with text.encode("utf-16", '
+                    '"surrogatepass").decode("utf-16", "replace").'
+                )
     return like(given, columns)
 
 
@@ -126,17 +130,6 @@ def _example(index: int, columns: dict[str, Any], where: str) -> Example:
             "prompt, as text or as a list of chat messages."
         )
     return Example(index, checked_prompt(columns.pop("prompt"), here), columns)
-
-
-def _refuse_broken_text(value: Any, where: str) -> None:
-    """Raise TaskError for text with half a character, which no tokenizer takes and no file or database keeps."""
-    for text in _texts(value):
-        if not text.isascii() and (shown := printable(text)) != text:
-            raise TaskError(
-                f"{where}: the text {shown[:60]!r} holds half of a surrogate pair, which is no character. It comes from "
-                'cutting text in UTF-16 or from a broken escape; mend it with text.encode("utf-16", '
-                '"surrogatepass").decode("utf-16", "replace").'
-            )
 
 
 def _texts(value: Any) -> Iterator[str]:

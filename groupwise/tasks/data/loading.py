@@ -40,7 +40,7 @@ def scorable(row: Row) -> None:
 
 def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
     """The rows that are trained on; `teacher`: as lessons of a teacher, otherwise as prompts that can be scored. Raises TaskError."""
-    parts, account = _read(data, partial(_split_for_training, data), teacher, unscorable)
+    parts, account = _parts_of_split(data, partial(_split_for_training, data), teacher, unscorable)
     if parts and data.test_split_size is not None:
         parts, _ = _split(parts, data)
     return joined(parts, data.mixture_columns), account
@@ -49,9 +49,9 @@ def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable =
 def held_out(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
     """The rows that are held out: of splits of their own, or taken off those for training, which tell what was left out."""
     if data.test_split_size is None:
-        parts, account = _read(data, lambda entry: entry.test_split, teacher, unscorable)
+        parts, account = _parts_of_split(data, lambda entry: entry.test_split, teacher, unscorable)
         return joined(parts, data.mixture_columns), account
-    parts, _ = _read(data, partial(_split_for_training, data), teacher, unscorable)
+    parts, _ = _parts_of_split(data, partial(_split_for_training, data), teacher, unscorable)
     parts = _split(parts, data)[1] if parts else []
     return joined(parts, data.mixture_columns), Account()
 
@@ -103,7 +103,7 @@ def _split(parts: Sequence[Part], data: DatasetConfig) -> tuple[list[Part], list
     return split(parts, data.test_split_size, data.seed, partial(key_of, columns=KNOWN_BY))
 
 
-def _read(
+def _parts_of_split(
     data: DatasetConfig,
     split_of: Callable[[MixtureEntry], str | None],
     teacher: bool,
@@ -155,8 +155,12 @@ def _rows(
         _our_names(data, entry, teacher=teacher),
         revision=entry.revision,
     )
-    if not teacher and not (step and step.may_make_prompts):
-        _need_prompts(rows, where)
+    needs_prompts = not teacher and not (step and step.may_make_prompts)
+    if needs_prompts and "prompt" not in (columns := _columns(rows)):
+        raise TaskError(
+            f"{where} has no column 'prompt'. It has: {', '.join(columns)}. Say in data.prompt_column which of them holds the prompt, or "
+            "in `columns` of the set."
+        )
     made = _through(step, rows, where, data)
     there = _columns(made)
     for name in data.prompt_lines:
@@ -171,14 +175,6 @@ def _our_names(data: DatasetConfig, entry: MixtureEntry, *, teacher: bool) -> di
 
 def _columns(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
-
-
-def _need_prompts(rows: Sequence[Row], where: str) -> None:
-    if "prompt" not in (there := _columns(rows)):
-        raise TaskError(
-            f"{where} has no column 'prompt'. It has: {', '.join(there)}. Say in data.prompt_column which of them holds the prompt, or "
-            "in `columns` of the set."
-        )
 
 
 def _way(data: DatasetConfig) -> PromptWay:

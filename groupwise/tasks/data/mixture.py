@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Literal
 
 from groupwise.core.errors import TaskError
 from groupwise.core.types import like
@@ -99,7 +99,21 @@ def joined(parts: Sequence[Part], how: Join) -> list[Part]:
     every = dict.fromkeys(name for names in columns for name in names)
     common = [name for name in every if all(name in names for names in columns)]
     if how == "same" and set(every) - {*common, *(n for part in parts for n in part.renamed)}:
-        raise TaskError(_difference([part.name for part in parts], columns, every, common))
+        lines = [
+            f"  {part.name} lacks {', '.join(repr(each) for each in every if each not in there)}"
+            for part, there in zip(parts, columns, strict=True)
+            if len(there) < len(every)
+        ]
+        raise TaskError(
+            "\n".join(
+                [
+                    f"The sets of data.dataset_mixture differ in their columns; all have {', '.join(map(repr, common)) or 'none'}.",
+                    *lines,
+                    "Give them the same names with `columns` of each set, or say in data.mixture_columns what becomes of the others: "
+                    "common leaves them out, all fills them with null.",
+                ]
+            )
+        )
     if how == "common" or (how == "same" and len(common) < len(every)):
         return [_with(part, common) for part in parts]
     return [_with(part, list(every)) for part in parts] if len(parts) > 1 else list(parts)
@@ -108,24 +122,3 @@ def joined(parts: Sequence[Part], how: Join) -> list[Part]:
 def _with(part: Part, columns: Sequence[str]) -> Part:
     rows = [like(row, {name: row.get(name) for name in columns}) for row in part.rows]
     return replace(part, rows=rows)
-
-
-def _difference(
-    names: Sequence[str],
-    columns: Sequence[dict[str, Any]],
-    every: dict[str, Any],
-    common: Sequence[str],
-) -> str:
-    lines = [
-        f"  {name} lacks {', '.join(repr(each) for each in every if each not in there)}"
-        for name, there in zip(names, columns, strict=True)
-        if len(there) < len(every)
-    ]
-    return "\n".join(
-        [
-            f"The sets of data.dataset_mixture differ in their columns; all have {', '.join(map(repr, common)) or 'none'}.",
-            *lines,
-            "Give them the same names with `columns` of each set, or say in data.mixture_columns what becomes of the others: common "
-            "leaves them out, all fills them with null.",
-        ]
-    )

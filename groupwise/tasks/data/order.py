@@ -123,12 +123,10 @@ class Order:
             return example_of_draw(draw, self._examples, self._seed, shuffle=self._shuffle)
         epoch, turn = divmod(draw, self.length)
         if epoch not in self._epochs:
-            later = {n: places for n, places in self._epochs.items() if abs(n - epoch) == 1}
-            self._epochs = {**later, epoch: self._epoch(epoch)}
+            later = {n: order for n, order in self._epochs.items() if abs(n - epoch) == 1}
+            dealt = (place for share in self._shares for place in share.dealt(epoch, self._seed))
+            places = sorted([*self._always, *dealt])
+            if self._shuffle:
+                places = Stream("order", self._seed, epoch).sample(places, len(places))
+            self._epochs = {**later, epoch: places}
         return self._epochs[epoch][turn]
-
-    def _epoch(self, epoch: int) -> list[int]:
-        dealt = (place for share in self._shares for place in share.dealt(epoch, self._seed))
-        places = sorted([*self._always, *dealt])
-        stream = Stream("order", self._seed, epoch)
-        return stream.sample(places, len(places)) if self._shuffle else places

@@ -62,7 +62,13 @@ class Pipeline:
     def __call__(self, row: Row) -> Row:
         """The row as it comes out. Raises Unusable for one to be left out, TaskError for what the function does wrongly."""
         if self.name in BUILT_IN:
-            return self._built_in(row)
+            # A row without a prompt stays as it is: code that needs one checks for it.
+            if row.get("prompt") is None:
+                return row
+            made = BUILT_IN[self.name](row)
+            if "answer" not in made or made.get(self.answer) is not None:
+                return made
+            return {**made, self.answer: made["answer"]}
         what = f"The {KIND} {self.name} failed on the row {row!r:.200}"
         made = run_user_code(lambda: self.function(dict(row)), what=what)
         if made is None:
@@ -73,15 +79,6 @@ class Pipeline:
                 "it out."
             )
         return dict(cast("Mapping[str, Any]", made))
-
-    def _built_in(self, row: Row) -> Row:
-        """Applies a built-in pipeline. A row without a prompt stays as it is: code that needs one checks for it."""
-        if row.get("prompt") is None:
-            return row
-        made = BUILT_IN[self.name](row)
-        if "answer" not in made or made.get(self.answer) is not None:
-            return made
-        return {**made, self.answer: made["answer"]}
 
 
 def find_pipeline(name: str, *, teacher: bool = False) -> Pipeline:

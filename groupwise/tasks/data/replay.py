@@ -186,7 +186,10 @@ class ReplayBuffer:
 
     def sample(self, count: int, stream: Stream) -> list[Entry]:
         """Draws `count` different entries, or all if there are fewer: each the best that is left, by mean or by bound."""
-        by_mean = sorted(self._entries.values(), key=lambda entry: -_known_mean(entry))
+        # An entry without rewards sorts last (mean −∞): it is not known to be good.
+        by_mean = sorted(
+            self._entries.values(), key=lambda entry: -(entry.mean if entry.count else -math.inf)
+        )
         total = sum(entry.count for entry in by_mean)
         in_order = list(self._entries.values())
         by_bound = sorted(in_order, key=lambda entry: -self._bound(entry, total))
@@ -231,8 +234,3 @@ class ReplayBuffer:
         del self._entries[worst.key]
         self.evicted += 1
         return True
-
-
-def _known_mean(entry: Entry) -> float:
-    """The mean reward; −∞ for an entry without rewards, which is not known to be good."""
-    return entry.mean if entry.count else -math.inf

@@ -83,11 +83,17 @@ class Signals:
         for name, value in found.items():
             gauge = self._gauges.setdefault(name, Gauge())
             gauge.observe(value, self.config.start_steps, self.config.memory)
-        self._note_rewards(fresh)
+        rewards = [r.reward for group in fresh for r in group.scored if r.reward is not None]
+        if rewards:
+            bounds = [*rewards, *(self._rewards or ())]
+            self._rewards = min(bounds), max(bounds)
         known = bool(self._least)
-        self._note_parts(fresh)
+        for part, lowest in least(fresh).items():
+            self._least[part] = min(self._least.get(part, lowest), lowest)
         if self._least and not known:
-            self._say_if_nobody_tells(fresh)
+            parts = dict.fromkeys(p.name for g in fresh for r in g.scored for p in r.parts)
+            if text := nobody_tells(self.config, parts):
+                logger.info("%s", text)
         if self._started and not started:
             self._warn_of_unknown_part()
         warnings = self._changes(step + 1)
@@ -119,11 +125,6 @@ class Signals:
         reward = self._gauges.get("reward")
         return reward is not None and reward.ready
 
-    def _say_if_nobody_tells(self, groups: Sequence[Group]) -> None:
-        parts = dict.fromkeys(p.name for g in groups for r in g.scored for p in r.parts)
-        if text := nobody_tells(self.config, parts):
-            logger.info("%s", text)
-
     def _warn_of_unknown_part(self) -> None:
         """Once, in case that the name is wrong."""
         chosen = self.config.accuracy_part
@@ -135,16 +136,6 @@ class Signals:
                 self.config.start_steps,
                 ", ".join(parts) or "none",
             )
-
-    def _note_rewards(self, groups: Sequence[Group]) -> None:
-        rewards = [r.reward for group in groups for r in group.scored if r.reward is not None]
-        if rewards:
-            known = [*rewards, *(self._rewards or ())]
-            self._rewards = min(known), max(known)
-
-    def _note_parts(self, groups: Sequence[Group]) -> None:
-        for name, value in least(groups).items():
-            self._least[name] = min(self._least.get(name, value), value)
 
     def _changes(self, steps: int) -> tuple[WarningRecord, ...]:
         lowest, highest = self._rewards or (0.0, 0.0)

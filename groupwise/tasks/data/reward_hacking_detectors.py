@@ -286,11 +286,17 @@ def dominance(sight: Sight) -> Finding | None:
         if name == sight.accuracy or name not in gains:
             continue
         for other, gain in gains.items():
+            # The share that the part has lost of its start value: relative to its size, or to its height above the least value seen if
+            # that is more (penalties). In its own units, because all of a light part is little beside what a
+            # heavy one gains.
+            least = sight.least.get(other)
+            start = gain.mean
+            had = max(abs(start), start - least) if least is not None else abs(start)
             strength = min(
                 share.now / sight.config.dominance,
                 sight.moved(gains[name]),
                 -sight.moved(gain),
-                _lost(gain, sight.least.get(other)) / LOST,
+                ((start - gain.now) / had if had else 0.0) / LOST,
             )
             text = f"the part {name} decides nearly alone what is reinforced, and gains at the cost of {other}"
             values = {"share": share.now, **_course(sight, name), **_course(sight, other)}
@@ -321,14 +327,6 @@ def _course(sight: Sight, name: str) -> dict[str, float]:
     """A part's own value at the start and now, for people."""
     value = sight.ready(f"value/{name}")
     return {f"{name} at the start": value.mean, f"{name} now": value.now} if value else {}
-
-
-def _lost(gain: Gauge, least: float | None) -> float:
-    """The share that a part has lost of what it had at the start: of its size, or how far it was above the least that was seen of
-    it, if that is more, as for penalties. In its own units, because all of a light part is little beside what a heavy one gains."""
-    start = gain.mean
-    had = max(abs(start), start - least) if least is not None else abs(start)
-    return (start - gain.now) / had if had else 0.0
 
 
 def _not_risen(sight: Sight, gauge: Gauge) -> float:

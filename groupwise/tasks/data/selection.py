@@ -149,9 +149,19 @@ class Selection:
             ):
                 found[f"data/{origin}_share"] = fmean(g.origin == origin for g in groups)
         if found:
-            found |= _rewards_by_origin(groups)
+            rewards: dict[str, list[float]] = {}
+            for group in groups:
+                own = [rollout.reward for rollout in group.scored if rollout.reward is not None]
+                rewards.setdefault(group.origin, []).extend(own)
+            found |= {f"reward/{origin}": fmean(own) for origin, own in rewards.items() if own}
         if self.replay is not None:
-            found |= _replay_metrics(self.replay)
+            means = [entry.mean for entry in self.replay.entries if entry.count]
+            found |= {
+                "replay/size": float(len(self.replay)),
+                "replay/evicted": float(self.replay.evicted),
+                "replay/refused": float(self.replay.refused),
+                **({"replay/mean_reward": fmean(means)} if means else {}),
+            }
         if self.curriculum is not None:
             found |= self.curriculum.metrics()
             found["curriculum/passed_over"] = float(self._passed_over)
@@ -201,26 +211,24 @@ class Selection:
         return replay.sample(most, Stream("replay", self._seed, block))
 
     def _fresh(self) -> Choice:
-        index = self._unused.pop(0) if self._unused else self._next_in_order()
-        return Choice("fresh", "main", index)
+        """An example that an earlier block left over, else the next in order that the curriculum lets pass.
 
-    def _next_in_order(self) -> int:
-        """The next example that the curriculum lets pass; where that is none of a whole round, the likeliest of them."""
+        If it lets none of a whole round pass, the likeliest of them.
+        """
+        if self._unused:
+            return Choice("fresh", "main", self._unused.pop(0))
         best, best_chance = None, -1.0
         for _ in range(self._sizes.order.length):
             turn, self._cursor = self._cursor, self._cursor + 1
-            index = self._example_of(turn)
+            index = self._sizes.order.example(turn)
             chance = self.curriculum.chance(index) if self.curriculum else 1.0
             if Stream("curriculum", self._seed, turn).uniform() < chance:
-                return index
+                return Choice("fresh", "main", index)
             self._passed_over += 1
             if chance > best_chance:
                 best, best_chance = index, chance
         assert best is not None, "there are examples"
-        return best
-
-    def _example_of(self, turn: int) -> int:
-        return self._sizes.order.example(turn)
+        return Choice("fresh", "main", best)
 
     # Learning what came of it
 
@@ -239,7 +247,9 @@ class Selection:
             return
         prompt = group.example.prompt
         rewards = [rollout.reward for rollout in group.scored if rollout.reward is not None]
-        worthy = group.draw in self._kept or self._is_solved(group)
+        worthy = group.draw in self._kept
+        if not worthy and config.success_threshold is not None:
+            worthy = successes(group, config.success_threshold, config.success_part)[0] > 0
         if prompt in replay and (choice.again is not None or not worthy):
             replay.add_group(prompt, rewards)
         elif worthy:
@@ -247,31 +257,7 @@ class Selection:
             draw_to_train = draw if config.mode == "completions" else None
             replay.add_group(prompt, rewards, [choice.pool, choice.index, draw_to_train])
 
-    def _is_solved(self, group: Group) -> bool:
-        config = self._config.replay
-        if config is None or config.success_threshold is None:
-            return False
-        return successes(group, config.success_threshold, config.success_part)[0] > 0
-
 
 def _again(entry: Entry) -> Choice:
     pool, index, draw = entry.payload
     return Choice("replay", pool, index, draw)
-
-
-def _rewards_by_origin(groups: Sequence[Group]) -> dict[str, float]:
-    rewards: dict[str, list[float]] = {}
-    for group in groups:
-        found = [rollout.reward for rollout in group.scored if rollout.reward is not None]
-        rewards.setdefault(group.origin, []).extend(found)
-    return {f"reward/{origin}": fmean(found) for origin, found in rewards.items() if found}
-
-
-def _replay_metrics(replay: ReplayBuffer) -> dict[str, float]:
-    means = [entry.mean for entry in replay.entries if entry.count]
-    return {
-        "replay/size": float(len(replay)),
-        "replay/evicted": float(replay.evicted),
-        "replay/refused": float(replay.refused),
-        **({"replay/mean_reward": fmean(means)} if means else {}),
-    }

@@ -90,13 +90,26 @@ def teacher_example(
     """The row as what it holds. Raises TaskError that starts with `where` and names the row."""
     here = f"{where}: row {number_of(row, index)}"
     row = named_messages(dict(row))
-    content, used = _content(row, text_field, here)
+    match _form(row, text_field):
+        case "tokens":
+            content, used = tokens_of(row, here), {"input_ids", "labels", "attention_mask", *MASKS}
+        case "messages":
+            chat = _conversation(_messages(row["messages"], here, "messages"), 0, row, here)
+            content, used = chat, {"messages", "conversations", "tools", "chat_template_kwargs"}
+        case "completion":
+            content, used = _completion(row, here), {
+                "prompt", "completion", "tools", "chat_template_kwargs",
+            }  # fmt: skip
+        case "text":
+            content, used = PlainText(_text(row[text_field], here, text_field)), {text_field}
+        case _:
+            raise TaskError(_no_form(row, text_field, here))
     if not isinstance(content, Conversation) and row.get(ARGUMENTS):
         raise TaskError(
             f"{here}: `{ARGUMENTS}` has no effect on a row that is no conversation, to which no chat template is applied. Leave it out."
         )
     others = {name: value for name, value in row.items() if name not in used}
-    return TeacherExample(Example(index, _asked(content), others), content)
+    return TeacherExample(Example(index, _prompt_of(content), others), content)
 
 
 def has_form(row: Mapping[str, Any], text_field: str) -> bool:
@@ -118,24 +131,6 @@ def _form(row: Mapping[str, Any], text_field: str) -> str | None:
         if needed <= given:
             return form
     return None
-
-
-def _content(row: Mapping[str, Any], text_field: str, where: str) -> tuple[Content, set[str]]:
-    """The row's content, and the columns that it came from."""
-    match _form(row, text_field):
-        case "tokens":
-            return tokens_of(row, where), {"input_ids", "labels", "attention_mask", *MASKS}
-        case "messages":
-            chat = _conversation(_messages(row["messages"], where, "messages"), 0, row, where)
-            return chat, {"messages", "conversations", "tools", "chat_template_kwargs"}
-        case "completion":
-            return _completion(row, where), {
-                "prompt", "completion", "tools", "chat_template_kwargs",
-            }  # fmt: skip
-        case "text":
-            return PlainText(_text(row[text_field], where, text_field)), {text_field}
-        case _:
-            raise TaskError(_no_form(row, text_field, where))
 
 
 def _completion(row: Mapping[str, Any], where: str) -> Content:
@@ -186,36 +181,37 @@ def _messages(value: Any, where: str, name: str) -> list[Message]:
 def _text(value: Any, where: str, name: str) -> str:
     if isinstance(value, str) and value:
         return value
-    raise TaskError(f"{where}: `{name}` is {_kind(value)}. Expected text.")
-
-
-def _kind(value: object) -> str:
-    return "empty" if value in ("", [], ()) else type(value).__name__
+    kind = "empty" if value in ("", [], ()) else type(value).__name__
+    raise TaskError(f"{where}: `{name}` is {kind}. Expected text.")
 
 
 def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
     """`input_ids` with `labels`, with a mask or with neither; lists, arrays or tensors."""
     ids = _integers(row["input_ids"], where, "input_ids")
     if row.get("labels") is not None:
-        tokens = _of_labels(ids, _integers(row["labels"], where, "labels"), where)
+        labels = _integers(row["labels"], where, "labels")
+        tokens = _checked(Tokens(ids, tuple(int(label != IGNORED) for label in labels)), where)
+        for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
+            if label not in (token, IGNORED):
+                raise TaskError(
+                    f"{where}: the label of token {place} is {label}, the token {token}. A label is its own token, or {IGNORED} "
+                    "where the token is not trained; labels are not shifted."
+                )
     else:
         mask = next((row[name] for name in MASKS if row.get(name) is not None), [1] * len(ids))
         tokens = _checked(Tokens(ids, _integers(mask, where, "completion_mask")), where)
     seen = row.get("attention_mask")
     if seen is None:
         return tokens
-    return _without_padding(tokens, _integers(seen, where, "attention_mask"), where)
-
-
-def _of_labels(ids: tuple[int, ...], labels: tuple[int, ...], where: str) -> Tokens:
-    tokens = _checked(Tokens(ids, tuple(int(label != IGNORED) for label in labels)), where)
-    for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
-        if label not in (token, IGNORED):
-            raise TaskError(
-                f"{where}: the label of token {place} is {label}, the token {token}. A label is its own token, or {IGNORED} "
-                "where the token is not trained; labels are not shifted."
-            )
-    return tokens
+    attention = _integers(seen, where, "attention_mask")
+    if len(attention) != len(tokens.ids):
+        raise TaskError(
+            f"{where}: there are {len(tokens.ids)} input_ids, but {len(attention)} entries in attention_mask."
+        )
+    kept = [place for place, mark in enumerate(attention) if mark]
+    return Tokens(
+        tuple(tokens.ids[place] for place in kept), tuple(tokens.mask[place] for place in kept)
+    )
 
 
 def _checked(tokens: Tokens, where: str) -> Tokens:
@@ -224,17 +220,6 @@ def _checked(tokens: Tokens, where: str) -> Tokens:
             f"{where}: there are {len(tokens.ids)} input_ids, but {len(tokens.mask)} labels or mask entries."
         )
     return Tokens(tokens.ids, tuple(int(bool(mark)) for mark in tokens.mask))
-
-
-def _without_padding(tokens: Tokens, seen: tuple[int, ...], where: str) -> Tokens:
-    if len(seen) != len(tokens.ids):
-        raise TaskError(
-            f"{where}: there are {len(tokens.ids)} input_ids, but {len(seen)} entries in attention_mask."
-        )
-    kept = [place for place, mark in enumerate(seen) if mark]
-    return Tokens(
-        tuple(tokens.ids[place] for place in kept), tuple(tokens.mask[place] for place in kept)
-    )
 
 
 def _integers(value: Any, where: str, name: str) -> tuple[int, ...]:
@@ -265,7 +250,7 @@ def _no_form(row: Mapping[str, Any], text_field: str, where: str) -> str:
     )
 
 
-def _asked(content: Content) -> Prompt:
+def _prompt_of(content: Content) -> Prompt:
     """The text before the first trained word; empty if all of it is trained, or only tokens are known."""
     match content:
         case Completion(prompt=prompt):

@@ -59,7 +59,13 @@ def read_source(
     own, such as `test.jsonl`. `config` and `revision` (a commit, tag or branch) are the hub's.
     """
     if is_local(source):
-        _refuse_of_hub(source, {"config": config, "revision": revision})
+        given = {"config": config, "revision": revision}
+        for name, value in given.items():
+            if value is not None:
+                raise TaskError(
+                    f"The {name} {value!r} of {source!r} has no effect: that is a file or folder here, and only datasets on the hub have "
+                    "one. Leave it out."
+                )
         rows = _local(source, split, limit, seed)
     else:
         rows = _of_hub(source, config, split, revision, limit, seed)
@@ -94,7 +100,12 @@ def renamed(rows: Sequence[Row], columns: Mapping[str, str], where: str) -> list
     for ours, theirs in columns.items():
         if not any(_has(row, theirs) for row in rows):
             raise TaskError(no_column(where, theirs, list(there), f" as {ours!r}"))
-    return [_with_our_names(row, columns) for row in rows]
+    found: list[Row] = []
+    for row in rows:
+        named = {ours: _at(row, theirs) for ours, theirs in columns.items() if _has(row, theirs)}
+        others = {name: value for name, value in row.items() if name not in columns}
+        found.append(like(row, {**named, **others}))
+    return found
 
 
 def no_column(where: str, name: str, there: Sequence[str], use: str = "") -> str:
@@ -103,12 +114,6 @@ def no_column(where: str, name: str, there: Sequence[str], use: str = "") -> str
     hint = f" Did you mean {' or '.join(repr(each) for each in near)}?" if near else ""
     shown = ", ".join(there) or "none"
     return f"{where} has no column {name!r}, which the config names{use}.{hint} It has: {shown}."
-
-
-def _with_our_names(row: Row, columns: Mapping[str, str]) -> Row:
-    named = {ours: _at(row, theirs) for ours, theirs in columns.items() if _has(row, theirs)}
-    others = {name: value for name, value in row.items() if name not in columns}
-    return like(row, {**named, **others})
 
 
 def _has(row: Row, path: str) -> bool:
@@ -197,7 +202,24 @@ def _files_of(folder: Path, split: str) -> list[Path]:
     """
     saved = folder / split if (folder / SAVED_SPLITS).is_file() else folder
     if (saved / SAVED_STATE).is_file():
-        return _saved_files(saved, split)
+        file = saved / SAVED_STATE
+        state = _row(_parsed(_decoded(file.read_bytes(), str(file)), str(file)), str(file))
+        own = state.get("_split") or TRAIN
+        if own != split and saved.name != split:
+            raise TaskError(
+                f"The folder {saved} holds the split {own!r} of a saved dataset, and {split!r} was asked for. Name the other folder, or "
+                "take a slice: train[:90%] and train[90%:]."
+            )
+        match state.get("_data_files"):
+            case [*files] if all(
+                isinstance(each, dict) and _is_bare_name(cast("Row", each).get("filename"))
+                for each in files
+            ):
+                return [saved / each["filename"] for each in files]
+            case files:
+                raise TaskError(
+                    f"{file} has `_data_files`: {files!r:.80}. Expected a list with the `filename` of each file, which stands beside it."
+                )
     there = [file for place in (folder, folder / "data") for file in sorted(place.glob("*"))]
     readable = [file for file in there if file.suffix in _READERS and file.is_file()]
     found = [file for file in readable if re.split(r"[.-]", file.name)[0] == split]
@@ -208,27 +230,6 @@ def _files_of(folder: Path, split: str) -> list[Path]:
             f"{split}-00000.parquet; those here that can be read are: {names}. Name one of them, or another split."
         )
     return found
-
-
-def _saved_files(folder: Path, split: str) -> list[Path]:
-    file = folder / SAVED_STATE
-    state = _row(_parsed(_decoded(file.read_bytes(), str(file)), str(file)), str(file))
-    own = state.get("_split") or TRAIN
-    if own != split and folder.name != split:
-        raise TaskError(
-            f"The folder {folder} holds the split {own!r} of a saved dataset, and {split!r} was asked for. Name the other folder, or take "
-            "a slice: train[:90%] and train[90%:]."
-        )
-    match state.get("_data_files"):
-        case [*files] if all(
-            isinstance(each, dict) and _is_bare_name(cast("Row", each).get("filename"))
-            for each in files
-        ):
-            return [folder / each["filename"] for each in files]
-        case files:
-            raise TaskError(
-                f"{file} has `_data_files`: {files!r:.80}. Expected a list with the `filename` of each file, which stands beside it."
-            )
 
 
 def _is_bare_name(value: Any) -> bool:
@@ -285,29 +286,25 @@ def _csv(file: Path, between: str = ",") -> Iterator[Row]:
     before = csv.field_size_limit(_LONGEST_CELL)
     try:
         lines = csv.reader(StringIO(text, newline=""), delimiter=between, strict=True)
-        yield from _rows_of_table(file, lines)
+        header = cast("list[str]", next(lines, ()))
+        twice = sorted({name for name in header if header.count(name) > 1})
+        if twice:
+            raise TaskError(
+                f"{file}: the first line names the column {twice[0]!r} twice. Give each its name."
+            )
+        for cells in lines:
+            if cells and len(cells) != len(header):
+                raise TaskError(
+                    f"{file}, line {lines.line_num}: {len(cells)} values for {len(header)} columns ({', '.join(header)}). Text with "
+                    'separators or line breaks stands in quotes, "like, this".'
+                )
+            if cells:
+                yield dict(zip(header, cells, strict=True))
     except csv.Error as error:
         kind = file.suffix[1:].upper()
         raise TaskError(f"{file} is no {kind} that can be read: {error}.") from error
     finally:
         csv.field_size_limit(before)
-
-
-def _rows_of_table(file: Path, lines: Any) -> Iterator[Row]:
-    header = cast("list[str]", next(lines, ()))
-    twice = sorted({name for name in header if header.count(name) > 1})
-    if twice:
-        raise TaskError(
-            f"{file}: the first line names the column {twice[0]!r} twice. Give each its name."
-        )
-    for cells in lines:
-        if cells and len(cells) != len(header):
-            raise TaskError(
-                f"{file}, line {lines.line_num}: {len(cells)} values for {len(header)} columns ({', '.join(header)}). Text with "
-                'separators or line breaks stands in quotes, "like, this".'
-            )
-        if cells:
-            yield dict(zip(header, cells, strict=True))
 
 
 def _tsv(file: Path) -> Iterator[Row]:
@@ -404,15 +401,6 @@ def _kind(value: Any) -> str:
 
 
 # --- the hub -------------------------------------------------------------------------------------
-
-
-def _refuse_of_hub(source: str, given: Mapping[str, str | None]) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise TaskError(
-                f"The {name} {value!r} of {source!r} has no effect: that is a file or folder here, and only datasets on the hub have "
-                "one. Leave it out."
-            )
 
 
 def _of_hub(

@@ -77,7 +77,7 @@ class _Solution:
         self._module = types.ModuleType(MODULE)
         self._ledger = Ledger(stays=lambda value: True, stand_in=self._function_of_the_tests)
         self._errors = Errors(self._ledger)
-        self._operations = {**OPERATIONS, "load": self._load, "name": self._named}
+        self._operations = {**OPERATIONS, "load": self._load, "name": self._look_up}
 
     def serve(self) -> None:
         """Answer one question after the other."""
@@ -88,7 +88,16 @@ class _Solution:
 
     def _answer(self, question: dict[str, Json]) -> None:
         try:
-            result, changes = self._done(question)
+            # The answer, and those of the shown arguments that it changed.
+            arguments = [self._ledger.read(each) for each in question["arguments"]]
+            named = {name: self._ledger.read(each) for name, each in question["named"]}
+            before = self._contents(question["shown"])
+            answer = self._operations[question["do"]](*arguments, **named)
+            after = self._contents(question["shown"])
+            result, changes = (
+                answer,
+                [[number, now] for number, now in after.items() if now != before[number]],
+            )
             by_number = question["do"] == "call" and _has_methods(result)
             told = self._ledger.by_number(result) if by_number else self._ledger.written(result)
             self._line.send({"result": told, "changes": changes})
@@ -96,15 +105,6 @@ class _Solution:
             raise
         except BaseException as error:  # noqa: BLE001 — a solution may raise anything; the tests see it
             self._line.send({"raised": written_error(self._ledger, error), "changes": []})
-
-    def _done(self, question: dict[str, Json]) -> tuple[Any, list[Json]]:
-        """The answer, and those of the shown arguments that it changed."""
-        arguments = [self._ledger.read(each) for each in question["arguments"]]
-        named = {name: self._ledger.read(each) for name, each in question["named"]}
-        before = self._contents(question["shown"])
-        result = self._operations[question["do"]](*arguments, **named)
-        after = self._contents(question["shown"])
-        return result, [[number, now] for number, now in after.items() if now != before[number]]
 
     def _contents(self, numbers: list[int]) -> dict[int, Json]:
         return {each: self._ledger.content(self._ledger.theirs(each)) for each in numbers}
@@ -126,7 +126,7 @@ class _Solution:
         there = dict.fromkeys((*vars(self._module), *dir(vars(self._module).get(WRAPPER))))
         return [name for name in there if not name.startswith("__")]
 
-    def _named(self, name: str) -> tuple[str, Any]:
+    def _look_up(self, name: str) -> tuple[str, Any]:
         """The kind and value of a name; an exception's class becomes its own name and that of its nearest built-in base class."""
         value: Any = vars(self._module).get(name, self)
         if value is self:

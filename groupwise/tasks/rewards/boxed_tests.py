@@ -139,7 +139,22 @@ class Plan:
         library = _library_names(trees, names - entry, alone=not entry)
         names -= library.keys()
         if helped or entry_point is None:
-            _refuse_others_checks(trees, names, entry_point)
+            # What judges must not come from the solution.
+            checkers = {name for tree in trees for name in _checkers(tree, names)} & names
+            checkers |= names & _THIRD_PARTY
+            if entry_point is not None:
+                checkers |= names - {WRAPPER}
+            checkers.discard(entry_point or "")
+            if checkers and names - checkers:
+                instead = (
+                    ""
+                    if entry_point is None
+                    else ", or leave entry_point out if the code has to have both"
+                )
+                raise BrokenTests(
+                    f"they need `{min(checkers)}`, which they do not define, so that the code could: define it in the tests or import it "
+                    f"there{instead}"
+                )
         names &= {*entry, WRAPPER} if entry else names
         return cls(
             tuple(steps), frozenset(names), frozenset(modules), library, frozenset(own), entry_point
@@ -183,7 +198,14 @@ def _pieces(tree: ast.Module, entry_point: str | None, checking: frozenset[str])
             raise BrokenTests(
                 f"there is no assert before `{ast.unparse(statement)[:_MAX_CHARACTERS_OF_TEST]}`"
             )
-    return [*(Step([each], _checks(each, checking)) for each in tree.body), *calls]
+    # A statement counts as a check if it holds an assert that can fail, a raise, or a call that does either.
+    return [
+        *(
+            Step([each], any(_is_check(node, checking) for node in _reached(each)))
+            for each in tree.body
+        ),
+        *calls,
+    ]
 
 
 def _checking_functions(trees: Sequence[ast.Module]) -> frozenset[str]:
@@ -202,11 +224,6 @@ def _checking_functions(trees: Sequence[ast.Module]) -> frozenset[str]:
         found |= new
         new = {caller for name in new for caller in callers[name]} - found
     return frozenset(found)
-
-
-def _checks(statement: ast.AST, checking: frozenset[str]) -> bool:
-    """True if running it checks something, as far as can be seen: an assert that can fail, a raise, or a call that does."""
-    return any(_is_check(node, checking) for node in _reached(statement))
 
 
 def _is_check(node: ast.AST, checking: frozenset[str]) -> bool:
@@ -364,25 +381,6 @@ _WITH_STARS = (*COMMON_MODULES, "typing")
 _COMPARES = re.compile(r"(?:is_?|all_?)close|(?:almost|approx)(?:_?equals?)?", re.IGNORECASE)
 
 
-def _refuse_others_checks(
-    trees: Sequence[ast.Module], names: Set[str], entry_point: str | None
-) -> None:
-    """Raise BrokenTests where what judges would have to come from the solution."""
-    checkers = {name for tree in trees for name in _checkers(tree, names)} & names
-    checkers |= names & _THIRD_PARTY
-    if entry_point is not None:
-        checkers |= names - {WRAPPER}
-    checkers.discard(entry_point or "")
-    if checkers and names - checkers:
-        instead = (
-            "" if entry_point is None else ", or leave entry_point out if the code has to have both"
-        )
-        raise BrokenTests(
-            f"they need `{min(checkers)}`, which they do not define, so that the code could: define it in the tests or import it "
-            f"there{instead}"
-        )
-
-
 def _checkers(tree: ast.Module, names: Set[str]) -> Iterator[str]:
     """The names that calls which judge begin with: `np` of `np.testing.assert_allclose(f(1), 2)`, `same` of `assert same(f(1), 2)`."""
     for node in ast.walk(tree):
@@ -430,30 +428,28 @@ def run_tests(plan: Plan, far: Far) -> Iterator[str | None]:
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
         far.load()
-        names |= _names_from_outside(plan, far)
+        # Names that the tests do not define themselves; see above for the order.
+        sys.modules[MODULE] = far.as_module(
+            own=(plan.own | plan.library.keys()) - {plan.entry_point}
+        )
+        found: dict[str, Any] = {}
+        for name in sorted(plan.names):
+            if name == plan.entry_point or name in far.names:
+                found[name] = far.name(name)
+        for name, module in plan.library.items():
+            found[name] = getattr(importlib.import_module(module), name)
+        for name in sorted(plan.modules - found.keys() - {MODULE}):
+            with suppress(ImportError):  # another system has it
+                found[name] = importlib.import_module(name)
+        names |= found
     except (Exception, Lost) as error:  # noqa: BLE001 — a solution may raise anything
-        problem = f"the solution cannot be loaded: {_told(error)}"
+        problem = f"the solution cannot be loaded: {_error_text(error)}"
     for step in plan.steps:
         failed = problem or _failure(step, names)
         if step.is_test:
             yield failed
         elif failed is not None:  # as in a program, nothing that comes after it is reached
             problem = failed
-
-
-def _names_from_outside(plan: Plan, far: Far) -> dict[str, Any]:
-    """Values for the names that the tests do not define themselves; see above for the order."""
-    sys.modules[MODULE] = far.as_module(own=(plan.own | plan.library.keys()) - {plan.entry_point})
-    found: dict[str, Any] = {}
-    for name in sorted(plan.names):
-        if name == plan.entry_point or name in far.names:
-            found[name] = far.name(name)
-    for name, module in plan.library.items():
-        found[name] = getattr(importlib.import_module(module), name)
-    for name in sorted(plan.modules - found.keys() - {MODULE}):
-        with suppress(ImportError):  # another system has it
-            found[name] = importlib.import_module(name)
-    return found
 
 
 def _failure(step: Step, names: dict[str, Any]) -> str | None:
@@ -466,11 +462,11 @@ def _failure(step: Step, names: dict[str, Any]) -> str | None:
             f"a test gives the solution what cannot go over to it ({error}): {step.text}"
         ) from error
     except BaseException as error:  # noqa: BLE001 — whatever comes, this test has not passed
-        return f"{step.text}: {_told(error)}"
+        return f"{step.text}: {_error_text(error)}"
     return None
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     text, name = (
         str(error)[:_MAX_CHARACTERS_OF_TEST],
         type(error).__name__[:_MAX_CHARACTERS_OF_TEST],

@@ -116,10 +116,10 @@ class MessageSocket:
     def receive(self) -> dict[str, Json]:
         """The next message. Raises Lost where there is none."""
         try:
-            length = int.from_bytes(self._read(_HEADER), "big")
+            length = int.from_bytes(self._read_bytes(_HEADER), "big")
             if length > MAX_MESSAGE:
                 raise Lost(f"a message of {length} bytes")
-            message = json.loads(self._read(length))
+            message = json.loads(self._read_bytes(length))
         except (OSError, ValueError, RecursionError) as error:
             raise Lost(str(error)) from error
         if not isinstance(message, dict):
@@ -131,7 +131,7 @@ class MessageSocket:
         self._reader.close()
         self._socket.close()
 
-    def _read(self, count: int) -> bytes:
+    def _read_bytes(self, count: int) -> bytes:
         piece = self._reader.read(count)
         if len(piece) < count:
             raise Lost("the other side has ended")

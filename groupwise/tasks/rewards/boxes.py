@@ -63,21 +63,18 @@ def _boxes(text: str) -> Iterator[_Box | None]:
     """The boxes in order; None for one that is not closed, which ends the search."""
     place = 0
     while found := _BOX.search(text, place):
-        inside = _inside(text, found)
+        # The end of a box and its content; for `\boxed 5`, the next character or command.
+        if not found.group().endswith("{"):
+            next_one = re.compile(r"\\[a-zA-Z]+|\d+(?:\.\d+)?|\S").match(text, found.end())
+            inside = None if next_one is None else (next_one.end(), next_one.group())
+        else:
+            end = closing(text, found.end())
+            inside = None if end is None else (end + 1, text[found.end() : end])
         if inside is None:
             yield None
             return
         place = inside[0]
         yield _Box(found.start(), *inside)
-
-
-def _inside(text: str, found: re.Match[str]) -> tuple[int, str] | None:
-    r"""The end of a box and its content; for `\boxed 5`, the next character or command."""
-    if not found.group().endswith("{"):
-        next_one = re.compile(r"\\[a-zA-Z]+|\d+(?:\.\d+)?|\S").match(text, found.end())
-        return None if next_one is None else (next_one.end(), next_one.group())
-    end = closing(text, found.end())
-    return None if end is None else (end + 1, text[found.end() : end])
 
 
 def closing(text: str, start: int) -> int | None:

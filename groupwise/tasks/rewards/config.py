@@ -40,7 +40,7 @@ def idle_in_process(section: InWorkers, does: str) -> Iterator[Conflict]:
         )
 
 
-def _named(entries: Sequence[Any] | None) -> Any:
+def _checked_entries(entries: Sequence[Any] | None) -> Any:
     """Each entry says which reward it is. What it stands for is looked up where a run is prepared."""
     if entries is not None:
         refuse([_problem(entry) for entry in entries] or ["the list is empty; name a reward."])
@@ -66,7 +66,7 @@ def _weighed(entries: Iterable[str | dict[str, Any]] | None) -> list[str]:
     return [str(section["name"]) for section in sections if "weight" in section]
 
 
-RewardEntries = Annotated[tuple[str | dict[str, Any], ...], AfterValidator(_named)]
+RewardEntries = Annotated[tuple[str | dict[str, Any], ...], AfterValidator(_checked_entries)]
 
 
 class RewardsConfig(Strict):
@@ -150,23 +150,20 @@ class RewardsConfig(Strict):
                 ("reward_funcs", "router"),
             )
         elif self.reward_weights is not None:
-            yield from self._weighed_twice()
+            weights = self.reward_weights or ()
+            if self.router is not None:
+                yield Conflict(
+                    "reward_weights has one list of weights, but router several of rewards. Write `weight:` in its entries instead.",
+                    ("reward_weights", "router"),
+                )
+            elif own := _weighed(self.reward_funcs):
+                yield Conflict(
+                    f"reward_weights and the entry {own[0]} of reward_funcs both give a weight. Leave one out.",
+                    ("reward_weights", "reward_funcs"),
+                )
+            elif self.reward_funcs is not None and len(weights) != len(self.reward_funcs):
+                yield Conflict(
+                    f"reward_weights has {len(weights)}, but reward_funcs {len(self.reward_funcs)}. Give one weight for each.",
+                    ("reward_weights", "reward_funcs"),
+                )
         yield from idle_in_process(self, "scores in one process")
-
-    def _weighed_twice(self) -> Iterator[Conflict]:
-        weights = self.reward_weights or ()
-        if self.router is not None:
-            yield Conflict(
-                "reward_weights has one list of weights, but router several of rewards. Write `weight:` in its entries instead.",
-                ("reward_weights", "router"),
-            )
-        elif own := _weighed(self.reward_funcs):
-            yield Conflict(
-                f"reward_weights and the entry {own[0]} of reward_funcs both give a weight. Leave one out.",
-                ("reward_weights", "reward_funcs"),
-            )
-        elif self.reward_funcs is not None and len(weights) != len(self.reward_funcs):
-            yield Conflict(
-                f"reward_weights has {len(weights)}, but reward_funcs {len(self.reward_funcs)}. Give one weight for each.",
-                ("reward_weights", "reward_funcs"),
-            )

@@ -52,7 +52,17 @@ class CrosswordAccuracy:
         _check_ramp(self.min_words, self.full_words)
         Tags(self.reasoning_tag, self.answer_tag)
         if not self.scaled:
-            _refuse_idle(self, ("min_words", "full_words", "reasoning_tag"))
+            # These parameters do nothing unless `scaled`.
+            names = ("min_words", "full_words", "reasoning_tag")
+            idle = [
+                f.name
+                for f in fields(self)
+                if f.name in names and getattr(self, f.name) != f.default
+            ]
+            if idle:
+                raise ValueError(
+                    f"{' and '.join(idle)} can have no effect unless scaled is true. Set it, or leave them out."
+                )
 
     def __call__(
         self,
@@ -71,7 +81,7 @@ class CrosswordAccuracy:
         _check_letters(gold_of_row(row, self.answer_column, self.answer_tag))
 
     def value(self, text: str, forms: Sequence[str]) -> float:
-        """What a completion earns, given the accepted forms of its gold answer."""
+        """The reward of a completion, given the accepted forms of its gold answer."""
         said = text if self.scaled else after_reasoning(text, self.reasoning_tag)
         found = any(occurs(form, said, self.mode) for form in forms)
         if not (found and self.scaled):
@@ -80,7 +90,7 @@ class CrosswordAccuracy:
         return tag_share(tags, text) * length_ramp(text, self.min_words, self.full_words)
 
     def _answer(self, text: str) -> str:
-        """What stands in the answer tags, or else anywhere behind the reasoning."""
+        """The content of the answer tags; without any, all text behind the reasoning."""
         tagged = last_tagged(text, self.answer_tag)
         return one_spelling(after_reasoning(text) if tagged is None else tagged)
 
@@ -135,12 +145,7 @@ class PureAccuracy:
         answer = tags.last_answer(text) or ""
         right = letters(answer) in exact and not _other_signs(answer)
         word = any(occurs(form, text, "word") for form in forms)
-        thought = self._scaled().value(text, forms)
-        bonuses = self.word_bonus * tag_share(tags, text) * word + self.occurrence * thought
-        return min(1.0, right + bonuses)
-
-    def _scaled(self) -> CrosswordAccuracy:
-        return CrosswordAccuracy(
+        scaled = CrosswordAccuracy(
             mode=self.mode,
             scaled=True,
             min_words=self.min_words,
@@ -148,16 +153,19 @@ class PureAccuracy:
             reasoning_tag=self.reasoning_tag,
             answer_tag=self.answer_tag,
         )
+        thought = scaled.value(text, forms)
+        bonuses = self.word_bonus * tag_share(tags, text) * word + self.occurrence * thought
+        return min(1.0, right + bonuses)
 
 
 def letters(text: str) -> str:
     """The letters A–Z of a text: `Crème & Co.` is CREMEANDCO."""
-    return re.sub("[^A-Z]", "", _plain(text))
+    return re.sub("[^A-Z]", "", _plain_capitals(text))
 
 
 def one_spelling(answer: str) -> str:
     """The letters of an answer, and what keeps it from being made of these alone: digits, and letters of other alphabets."""
-    return "".join(sign for sign in _plain(answer) if sign.isalnum())
+    return "".join(sign for sign in _plain_capitals(answer) if sign.isalnum())
 
 
 def occurs(gold: str, text: str, mode: Mode) -> bool:
@@ -183,7 +191,7 @@ def length_ramp(text: str, min_words: int, full_words: int) -> float:
     return min(max(progress, 0.0), 1.0)
 
 
-def _plain(text: str) -> str:
+def _plain_capitals(text: str) -> str:
     """Capitals without accents, and AND, as a word of its own, for &."""
     apart = unicodedata.normalize("NFKD", text.replace("&", " AND "))
     bare = "".join(sign for sign in apart if not unicodedata.combining(sign))
@@ -192,12 +200,12 @@ def _plain(text: str) -> str:
 
 def _other_signs(text: str) -> bool:
     """True if there are digits, or letters of another alphabet."""
-    return any(sign.isalnum() and not "A" <= sign <= "Z" for sign in _plain(text))
+    return any(sign.isalnum() and not "A" <= sign <= "Z" for sign in _plain_capitals(text))
 
 
 def _words(text: str) -> list[str]:
     """Runs of letters of any alphabet; an apostrophe within belongs to the word."""
-    return re.findall(r"[^\W\d_]+", re.sub("['’‘]", "", _plain(text)))
+    return re.findall(r"[^\W\d_]+", re.sub("['’‘]", "", _plain_capitals(text)))
 
 
 def _golds(
@@ -256,15 +264,4 @@ def _check_ramp(min_words: int, full_words: int) -> None:
     if not 0 <= min_words < full_words:
         raise ValueError(
             f"the ramp goes from {min_words} to {full_words} words; expected 0 ≤ min_words < full_words."
-        )
-
-
-def _refuse_idle(given: CrosswordAccuracy, names: Sequence[str]) -> None:
-    """Raise ValueError for parameters that were set though they do nothing unless `scaled`."""
-    idle = [
-        f.name for f in fields(given) if f.name in names and getattr(given, f.name) != f.default
-    ]
-    if idle:
-        raise ValueError(
-            f"{' and '.join(idle)} can have no effect unless scaled is true. Set it, or leave them out."
         )

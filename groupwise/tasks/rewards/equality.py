@@ -157,11 +157,6 @@ def _power(base: Value, exponent: Value, point: Point) -> Value:
     return point.context.power(low, high)
 
 
-def _raised(node: Node, point: Point) -> Value:
-    base, exponent = (_value(part, point) for part in node.parts)
-    return _bounded(_power(base, exponent, point))
-
-
 def _call(node: Node, point: Point) -> Value:
     if node.name == "determinant":
         return _determinant(node.parts[0], point)
@@ -299,7 +294,9 @@ _HOW: dict[str, Callable[[Node, Point], Value]] = {
     "+": _sum,
     "*": _product,
     "/": _quotient,
-    "^": _raised,
+    "^": lambda node, point: _bounded(
+        _power(_value(node.parts[0], point), _value(node.parts[1], point), point)
+    ),
     "call": lambda node, point: _bounded(_call(node, point)),
     "applied": _applied,
 }
@@ -363,14 +360,12 @@ def numeric_value(node: Node) -> Fraction | None:
 
 
 def _equal(one: Node, other: Node, rounded: bool, base: str) -> bool:
+    """True if the values agree at every point; numbers without letters have one. Undecided counts as different."""
     points = range(POINTS) if names_in(one) | names_in(other) else range(1)
-    for number in points:
-        try:
-            if not _equal_at(one, other, rounded, number, base):
-                return False
-        except Undecided:
-            return False
-    return True
+    try:
+        return all(_equal_at(one, other, rounded, number, base) for number in points)
+    except Undecided:
+        return False
 
 
 def _equal_at(one: Node, other: Node, rounded: bool, number: int, base: str) -> bool:

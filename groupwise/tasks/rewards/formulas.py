@@ -74,11 +74,20 @@ def _bits(part: ast.expr, functions: Collection[str]) -> Bits:
             bits = _bits(operand, functions)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             inverted = not isinstance(right, ast.Constant)  # a sign before it, or in it
-            bits = _power(_bits(left, functions), _bits(right, functions), inverted=inverted)
+            base = _bits(left, functions)
+            exponent = _bits(right, functions)
+            times = _largest(exponent)
+            bits = (
+                Bits(base.more * times, base.more * times)
+                if inverted
+                else Bits(base.numerator * times, base.denominator * times)
+            )
         case ast.BinOp(left=left, op=op, right=right):
             bits = _joined(_bits(left, functions), op, _bits(right, functions))
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in functions:
-            bits = _of_call(name, _bits(argument, functions))
+            inner = _bits(argument, functions)
+            growth = _largest(inner) * math.log2(math.e) if name in GROWING else inner.more
+            bits = Bits(growth + 1, growth + 1)
         case _:
             raise _TooLarge
     if bits.more > MOST_BITS:
@@ -102,19 +111,6 @@ def _joined(left: Bits, op: ast.operator, right: Bits) -> Bits:
             return Bits(left.numerator + right.denominator, left.denominator + right.numerator)
         case _:
             raise _TooLarge
-
-
-def _power(base: Bits, exponent: Bits, *, inverted: bool) -> Bits:
-    """`inverted`: the exponent may be negative."""
-    times = _largest(exponent)
-    if inverted:
-        return Bits(base.more * times, base.more * times)
-    return Bits(base.numerator * times, base.denominator * times)
-
-
-def _of_call(name: str, argument: Bits) -> Bits:
-    growth = _largest(argument) * math.log2(math.e) if name in GROWING else argument.more
-    return Bits(growth + 1, growth + 1)
 
 
 def _largest(bits: Bits) -> float:

@@ -98,7 +98,12 @@ def _first_forms(
     boxes: bool,
 ) -> tuple[str, ...]:
     for name in _sought(answer_column):
-        if forms := _forms(name, row.get(name), tag, boxes):
+        # The accepted forms in the order of the column, each once.
+        value: Any = row.get(name)
+        plain = value.tolist() if hasattr(value, "tolist") else value
+        listed = cast("Sequence[Any]", plain if isinstance(plain, list | tuple) else [plain])
+        found = [form for each in listed for form in _forms_of(name, each, tag, boxes)]
+        if forms := tuple(dict.fromkeys(form for form in found if form)):
             return forms
     raise ValueError(_no_gold(columns, answer_column))
 
@@ -109,18 +114,10 @@ def _entries(name: str, values: Any, count: int) -> Sequence[Any]:
     return values
 
 
-def _forms(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
-    """The accepted forms in the order of the column, each once; none where it holds nothing."""
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    listed = cast("Sequence[Any]", plain if isinstance(plain, list | tuple) else [plain])
-    forms = [form for each in listed for form in _forms_of(name, each, tag, boxes)]
-    return tuple(dict.fromkeys(form for form in forms if form))
-
-
 def _forms_of(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
     """One entry's answer; a marked number with commas between its thousands also without them."""
     if not isinstance(value, str):
-        return (_plain(name, value),)
+        return (_as_text(name, value),)
     marked = marked_answer(value, tag, boxes)
     if marked is None:
         return (value.strip(),)
@@ -128,7 +125,7 @@ def _forms_of(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
     return (marked, marked.replace(",", "")) if grouped else (marked,)
 
 
-def _plain(name: str, value: Any) -> str:
+def _as_text(name: str, value: Any) -> str:
     """A value that is no text, as text; empty if there is none. Raises ValueError for other types than numbers."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""

@@ -85,7 +85,13 @@ class LimitedThread:
         while self._given_up is None:
             thread, job = self._thread, Work(call)
             done = asyncio.wrap_future(thread.submit(job))
-            await _ended(job, done, limit)
+            begun = asyncio.wrap_future(job.begun)
+            await asyncio.wait({done, begun}, return_when=asyncio.FIRST_COMPLETED)
+            while not done.done():
+                left = None if limit is None else job.since + limit - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                await asyncio.wait({done}, timeout=left)
             if done.done() and not done.cancelled():
                 return done.result()
             done.cancel()  # a late answer of the thread is ignored
@@ -110,17 +116,6 @@ class LimitedThread:
         self._thread.close()
         if not self._runner.busy:
             await asyncio.to_thread(self._thread.join, _END_LIMIT)
-
-
-async def _ended(job: Work, done: asyncio.Future[Any], limit: float | None) -> None:
-    """Wait until a call is done or cancelled, or has exceeded its limit."""
-    begun = asyncio.wrap_future(job.begun)
-    await asyncio.wait({done, begun}, return_when=asyncio.FIRST_COMPLETED)
-    while not done.done():
-        left = None if limit is None else job.since + limit - time.monotonic()
-        if left is not None and left <= 0:
-            return
-        await asyncio.wait({done}, timeout=left)
 
 
 class InProcessScorer:

@@ -13,20 +13,24 @@ have if the endpoint does not answer or time runs out. Answers are kept on disk,
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from groupwise.core.errors import EndpointError, UsageError
+from groupwise.core.atomic_files import write_json
+from groupwise.core.cache import cache_folder
+from groupwise.core.errors import EndpointError, StoreError, UsageError
 from groupwise.core.plugins import printable
 from groupwise.core.reward_call.call import Failed
 from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.core.types import Message, Prompt
-from groupwise.tasks.rewards.judge_cache import JudgeCache
 from groupwise.tasks.rewards.judge_prompts import (
     TEMPLATE,
     Malformed,
@@ -41,6 +45,8 @@ from groupwise.tasks.rewards.registry import reward
 
 if TYPE_CHECKING:
     from groupwise.api.openai_client.client import Client, Endpoint
+
+logger = logging.getLogger(__name__)
 
 _MAX_CHARACTERS_OF_ANSWER = 300
 """Characters of an unreadable answer that a reason shows."""
@@ -107,7 +113,7 @@ class Judge:
         log_extra: Callable[[str, Sequence[Any]], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """A number for each completion; `Failed` where the judge gave no verdict, None for one that has nobody to be compared with."""
+        """A number for each completion; `Failed` if the judge gave no verdict, None if there is no other completion to compare with."""
         texts = [printable(completion_text(each)) for each in completions]
         values: list[float | None] = [None] * len(texts)
         said: list[str | None] = [None] * len(texts)
@@ -159,7 +165,7 @@ class Judge:
     async def pairs(
         self, session: _Session, prompt: str, rubric: str, texts: list[str]
     ) -> list[_Opinion]:
-        """For each text the share of the others that it beats, a tie being half of one."""
+        """The share of the others that each text beats; a tie counts as half."""
         orders = list(permutations(dict.fromkeys(texts), 2))
         questions = [self._question(prompt, rubric, pair) for pair in orders]
         verdicts = await asyncio.gather(*(session.ask(each) for each in questions))
@@ -255,13 +261,32 @@ class _Session:
 
     async def ask(self, asked: Question) -> _Verdict:
         """The verdict, from the cache or the judge; never raises for what the service does."""
-        key = self._key(asked)
+        # The cache key: everything known here that an answer depends on.
+        judge = self._judge
+        key = {
+            "endpoint": self._client.endpoint.base_url,
+            "model": judge.model,
+            "temperature": judge.temperature,
+            "max_tokens": judge.max_tokens,
+            "messages": asked.messages,
+        }
         if (said := self._cache.get(key)) is not None and not _problem(asked, said):
             self.counts["cached"] += 1
             return _Verdict(asked.read(said), said=said)
         try:
             async with asyncio.timeout_at(self._deadline):
-                verdict = await self._answered(asked)
+                # Ask once more after a bad answer; of a group, keep the scores that there are.
+                text, problem, scores = await self._heard(asked, asked.messages)
+                if problem:
+                    again = asked.again(text, problem)
+                    text, problem, later = await self._heard(asked, again)
+                    scores = later or scores
+                failure = (
+                    Failed(f"got no verdict: {problem}, in {text[:_MAX_CHARACTERS_OF_ANSWER]!r}")
+                    if problem
+                    else None
+                )
+                verdict = _Verdict(scores, failure, text)
         except TimeoutError:
             limit = self._judge.time_limit
             return _Verdict({}, Failed(f"got no verdict within time_limit, {limit:g} s"))
@@ -271,49 +296,21 @@ class _Session:
             self._cache.put(key, verdict.said)
         return verdict
 
-    async def _answered(self, asked: Question) -> _Verdict:
-        """The verdict after at most two questions; of a group the scores that there are."""
-        said, problem, scores = await self._heard(asked, asked.messages)
-        if problem:
-            again = asked.again(said, problem)
-            said, problem, later = await self._heard(asked, again)
-            scores = later or scores
-        failure = (
-            Failed(f"got no verdict: {problem}, in {said[:_MAX_CHARACTERS_OF_ANSWER]!r}")
-            if problem
-            else None
-        )
-        return _Verdict(scores, failure, said)
-
     async def _heard(
         self, asked: Question, messages: list[Message]
     ) -> tuple[str, str | None, dict[str, float]]:
         """The judge's answer, the reason why it is not a whole verdict (None if it is), and the scores in it."""
-        said, whole = await self._said(messages)
-        if not whole:
-            return said, f"the answer was cut off (max_tokens is {self._judge.max_tokens})", {}
-        return said, _problem(asked, said), _partial(asked, said)
-
-    async def _said(self, messages: list[Message]) -> tuple[str, bool]:
-        """An answer, and whether that is all of it: what stands in a part might have been taken back in the rest."""
+        # A cut-off answer gives no verdict: the missing rest might have taken back what stands in this part.
         self.counts["requests"] += 1
         answer = await self._client.chat(
             messages, temperature=self._judge.temperature, max_tokens=self._judge.max_tokens
         )
         self.counts["prompt_tokens"] += answer.usage.prompt_tokens or 0
         self.counts["completion_tokens"] += answer.usage.completion_tokens or 0
-        return printable(answer.texts[0]), answer.finish_reasons[0] != "length"
-
-    def _key(self, asked: Question) -> dict[str, Any]:
-        """Everything known here that an answer depends on: the key of the cache."""
-        judge = self._judge
-        return {
-            "endpoint": self._client.endpoint.base_url,
-            "model": judge.model,
-            "temperature": judge.temperature,
-            "max_tokens": judge.max_tokens,
-            "messages": asked.messages,
-        }
+        said, whole = printable(answer.texts[0]), answer.finish_reasons[0] != "length"
+        if not whole:
+            return said, f"the answer was cut off (max_tokens is {self._judge.max_tokens})", {}
+        return said, _problem(asked, said), _partial(asked, said)
 
 
 def _problem(asked: Question, said: str) -> str | None:
@@ -330,3 +327,52 @@ def _partial(asked: Question, said: str) -> dict[str, float]:
         return asked.read(said)
     except Malformed:
         return {}
+
+
+# --- cache ---------------------------------------------------------------------------------------
+
+
+CACHE_FORMAT = 1
+
+
+class JudgeCache:
+    """Verdicts that were paid for, on disk: one file for each question, whichever run or worker asked it.
+
+    A file appears whole or not at all, so any number of workers may share the folder and be killed. Two that ask the same question at
+    the same time both pay, and write the same file. A file that cannot be read is asked again.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder` may begin with `~`; None is the cache of this machine."""
+        self._folder = (folder or cache_folder("judge")).expanduser()
+        self._writable = True
+
+    def get(self, asked: dict[str, Any]) -> str | None:
+        """The stored answer to this question; None if there is none."""
+        try:
+            stored: object = json.loads(self._file(asked).read_bytes())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(stored, dict):
+            return None
+        entry = cast("dict[str, object]", stored)
+        said = entry.get("said")
+        return said if entry.get("format") == CACHE_FORMAT and isinstance(said, str) else None
+
+    def put(self, asked: dict[str, Any], said: str) -> None:
+        """Keep an answer. A full or closed disk is warned of once: the verdict is there all the same."""
+        file = self._file(asked)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, {"format": CACHE_FORMAT, "asked": asked, "said": said})
+        except (OSError, StoreError) as error:
+            if self._writable:
+                logger.warning(
+                    "Verdicts of the judge cannot be kept in %s: %s", self._folder, error
+                )
+            self._writable = False
+
+    def _file(self, asked: dict[str, Any]) -> Path:
+        text = json.dumps(asked, sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()
+        return self._folder / key[:2] / f"{key}.json"

@@ -111,26 +111,22 @@ class Question:
             case "alone":
                 return {self.names[0]: self._number(verdict.get("score"))}
             case "pairs":
-                return self._preference(verdict.get("better"))
+                better = verdict.get("better")
+                first, second = self.names
+                if better == "tie":
+                    return {first: 0.5, second: 0.5}
+                if better not in self.names:
+                    raise Malformed(f'"better" has to be "{first}", "{second}" or "tie"')
+                return {name: float(name == better) for name in self.names}
             case "group":
-                return self._each(verdict.get("scores"))
-
-    def _preference(self, better: object) -> dict[str, float]:
-        first, second = self.names
-        if better == "tie":
-            return {first: 0.5, second: 0.5}
-        if better not in self.names:
-            raise Malformed(f'"better" has to be "{first}", "{second}" or "tie"')
-        return {name: float(name == better) for name in self.names}
-
-    def _each(self, scores: object) -> dict[str, float]:
-        if not isinstance(scores, Mapping):
-            raise Malformed('"scores" has to be an object with a score for each answer')
-        given = cast("Mapping[str, object]", scores)
-        unknown = [name for name in given if name not in self.names]
-        if unknown:
-            raise Malformed(f"there is no answer {unknown[0]!r}")
-        return {name: score for name, score in given.items() if self._on_scale(score)}
+                scores = verdict.get("scores")
+                if not isinstance(scores, Mapping):
+                    raise Malformed('"scores" has to be an object with a score for each answer')
+                given = cast("Mapping[str, object]", scores)
+                unknown = [name for name in given if name not in self.names]
+                if unknown:
+                    raise Malformed(f"there is no answer {unknown[0]!r}")
+                return {name: score for name, score in given.items() if self._on_scale(score)}
 
     def _on_scale(self, score: object) -> TypeGuard[float]:
         low, high = self.scale

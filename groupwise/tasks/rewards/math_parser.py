@@ -400,7 +400,12 @@ class _Parser:
         """The parts around a number: its unit, a number word's factor, and whether it is a percentage."""
         scale = self._number_words()
         if self._take("%") or self._take_word("percent", "per cent"):
-            self._of_what()
+            # Behind a percentage: `of the students`.
+            token = self._peek()
+            if token.kind in ("word", "styled") and token.text.strip().startswith("of"):
+                while self._peek().kind in ("word", "styled"):
+                    token = self._next()
+                    self._word_of_unit(token.text.strip(), token.kind == "styled", later=True)
             return "", scale, True
         pieces = [currency] if currency else []
         while (piece := self._piece_of_unit(bool(pieces))) is not None:
@@ -411,14 +416,6 @@ class _Parser:
             else:
                 pieces.append(piece)
         return " ".join(pieces), scale, False
-
-    def _of_what(self) -> None:
-        """Behind a percentage: `of the students`."""
-        token = self._peek()
-        if token.kind in ("word", "styled") and token.text.strip().startswith("of"):
-            while self._peek().kind in ("word", "styled"):
-                token = self._next()
-                self._word_of_unit(token.text.strip(), token.kind == "styled", later=True)
 
     def _number_words(self) -> int:
         """Multiply a number by the word behind it, such as `million`."""
@@ -669,7 +666,15 @@ class _Parser:
                 Token("word", token.text[0], token.spaced),
                 Token("word", token.text[1:], False),
             ]
-        return self._name(self._next().text)
+        letter = self._next().text
+        if letter in _CONSTANTS and not self._is("_"):
+            return Node("constant", name=_CONSTANTS[letter])
+        named = self._subscripted(Node("name", name=letter))
+        if letter in _APPLIED and self._is("("):
+            inside = self._bracketed()
+            arguments = inside.parts if inside.kind == "tuple" else (inside,)
+            return Node("applied", arguments, name=named.name)
+        return named
 
     def _base(self) -> Node:
         token = self._peek()
@@ -720,24 +725,22 @@ class _Parser:
         found = number_node(value, "." in mantissa or bool(decimal_comma))
         if self._is("_"):
             self._place += 1
-            base = self._base_of_digits()
+            # `_8`, `_{8}` and `_{\text{eight}}`.
+            braced = self._is("{") and self._peek(1).kind in ("styled", "word")
+            token = self._peek(braced)
+            if token.kind in ("styled", "word") and token.text.strip() in _BASES:
+                self._place += 1 + braced
+                if braced:
+                    self._expect("}")
+                base = number_node(_BASES[token.text.strip()])
+            else:
+                base = self._exponent()
             if found.decimal or base.kind != "number":
                 raise ParseError("a number with an index")
             if base.value == 10:
                 return found
             return Node("based", (base,), name=mantissa)
         return self._mixed(found)
-
-    def _base_of_digits(self) -> Node:
-        r"""`_8`, `_{8}` and `_{\text{eight}}`."""
-        braced = self._is("{") and self._peek(1).kind in ("styled", "word")
-        token = self._peek(braced)
-        if token.kind in ("styled", "word") and token.text.strip() in _BASES:
-            self._place += 1 + braced
-            if braced:
-                self._expect("}")
-            return number_node(_BASES[token.text.strip()])
-        return self._exponent()
 
     def _mixed(self, whole: Node) -> Node:
         """`1 1/2` is one and a half; `1 234` is a thousand and more."""
@@ -794,37 +797,25 @@ class _Parser:
             return self._subscripted(Node("name", name=text))
         raise ParseError(f"the words {text!r}")
 
-    def _name(self, letter: str) -> Node:
-        if letter in _CONSTANTS and not self._is("_"):
-            return Node("constant", name=_CONSTANTS[letter])
-        named = self._subscripted(Node("name", name=letter))
-        if letter in _APPLIED and self._is("("):
-            inside = self._bracketed()
-            arguments = inside.parts if inside.kind == "tuple" else (inside,)
-            return Node("applied", arguments, name=named.name)
-        return named
-
     def _subscripted(self, named: Node) -> Node:
         name = named.name
         if self._take("_"):
-            index = self._index()
+            if not self._take("{"):
+                index = self._next().text
+            else:
+                depth = 1
+                pieces: list[str] = []
+                while depth:
+                    token = self._next()
+                    if token.kind == "end":
+                        raise ParseError("an index without an end")
+                    depth += (token.text == "{") - (token.text == "}")
+                    pieces.append(token.text)
+                index = "".join(pieces[:-1])
             name += f"_{index}"
         while self._take("'"):
             name += "'"
         return Node("name", name=name)
-
-    def _index(self) -> str:
-        if not self._take("{"):
-            return self._next().text
-        depth = 1
-        pieces: list[str] = []
-        while depth:
-            token = self._next()
-            if token.kind == "end":
-                raise ParseError("an index without an end")
-            depth += (token.text == "{") - (token.text == "}")
-            pieces.append(token.text)
-        return "".join(pieces[:-1])
 
     def _command(self) -> Node:
         name = self._next().text[1:]
@@ -908,19 +899,6 @@ class _Parser:
             base = self._exponent()
         if base is not None and name != "log":
             raise ParseError(f"{name} with an index")
-        arguments = self._arguments_of_call()
-        if power == Node("*", (number_node(-1), number_node(1))):
-            if name not in ("sin", "cos", "tan"):
-                raise ParseError(f"the inverse of {name}")
-            return Node("call", arguments, name=f"arc{name}")
-        if base is not None:
-            arguments, name = (*arguments, base), "log_"
-        if name in ("gcd", "lcm", "min", "max"):
-            arguments = tuple(sorted(arguments, key=repr))
-        found = Node("call", arguments, name=name)
-        return found if power is None else Node("^", (found, power))
-
-    def _arguments_of_call(self) -> tuple[Node, ...]:
         self._in_function += 1
         if self._is("("):
             inside = self._bracketed()
@@ -932,7 +910,16 @@ class _Parser:
         else:
             arguments = (self._product_of_call(),)
         self._in_function -= 1
-        return arguments
+        if power == Node("*", (number_node(-1), number_node(1))):
+            if name not in ("sin", "cos", "tan"):
+                raise ParseError(f"the inverse of {name}")
+            return Node("call", arguments, name=f"arc{name}")
+        if base is not None:
+            arguments, name = (*arguments, base), "log_"
+        if name in ("gcd", "lcm", "min", "max"):
+            arguments = tuple(sorted(arguments, key=repr))
+        found = Node("call", arguments, name=name)
+        return found if power is None else Node("^", (found, power))
 
     def _product_of_call(self) -> Node:
         """The argument of a function without brackets: factors side by side, up to the next function."""

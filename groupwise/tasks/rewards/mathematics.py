@@ -112,7 +112,7 @@ class MathAnswer:
         return self.exact if answer in forms and self._stands(answer, text) else self.trimmed
 
     def _stands(self, answer: str, text: str) -> bool:
-        """Whether the last answer tag holds the answer with no white space around it."""
+        """True if the last answer tag holds the answer with no white space around it."""
         opened, closed = marks(self.answer_tag)
         openings = [*re.finditer(re.escape(opened), text, re.IGNORECASE)]
         pair = re.compile(re.escape(opened + answer + closed), re.IGNORECASE)
@@ -123,7 +123,8 @@ class MathAnswer:
         golds = [gold for gold in map(literal_number, forms) if gold is not None]
         if given is None or not golds:
             return self.not_numeric
-        off = min(_off(gold, given) for gold in golds)
+        # Relative distance from the nearest gold number; for a gold 0, every other number is at 1.
+        off = min(abs(given - gold) / abs(gold) if gold else Fraction(given != 0) for gold in golds)
         if off <= Fraction(1, 10):
             return self.within_10_percent
         return self.within_20_percent if off <= Fraction(1, 5) else self.wrong
@@ -198,8 +199,3 @@ def in_words(text: str) -> bool:
     plain = re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[a-zA-Z]+", " ", spelt)
     words = set(re.findall(r"[^\W\d_]{3,}", plain)) - _FUNCTIONS
     return bool(words) or (re.search(r"[\d\\+*/^<>=|-]", text) is None and "," not in text)
-
-
-def _off(gold: Fraction, answer: Fraction) -> Fraction:
-    """The distance of a number from the gold one, relative to that; if the gold one is 0, 1 for any other number."""
-    return abs(answer - gold) / abs(gold) if gold else Fraction(answer != 0)

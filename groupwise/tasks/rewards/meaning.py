@@ -89,7 +89,12 @@ def intervals_of(node: Node) -> list[Interval] | None:
         case "name" if node.name.translate({123: None, 125: None}) == r"\mathbbR":
             return [(_LOW, False, _HIGH, False)]
         case "∪" | "∩" | "∖":
-            return _set_operation(node)
+            left, right = map(intervals_of, node.parts)
+            if left is None or right is None:
+                return None
+            if node.kind == "∪":
+                return _union(left + right)
+            return _intersection(left, right if node.kind == "∩" else _complement(right))
         case _:
             return None
 
@@ -99,15 +104,6 @@ def _between(node: Node, ends: str) -> list[Interval]:
     if _order(low) > _order(high) or (ends == "()" and _order(low) == _order(high)):
         raise Undecided("an interval from more to less, which may be a pair")
     return _union([(low, ends[0] == "[", high, ends[1] == "]")])
-
-
-def _set_operation(node: Node) -> list[Interval] | None:
-    left, right = map(intervals_of, node.parts)
-    if left is None or right is None:
-        return None
-    if node.kind == "∪":
-        return _union(left + right)
-    return _intersection(left, right if node.kind == "∩" else _complement(right))
 
 
 def _is_scalar(node: Node) -> bool:
@@ -239,7 +235,7 @@ def trees_match(gold: Node, answer: Node) -> bool:
     """True if an answer means the same as the gold one. A name on the left, `x =`, may be missing on one side."""
     try:
         expected, given = _meant(gold), _meant(answer)
-        named = _named(expected), _named(given)
+        named = _named_value(expected), _named_value(given)
         if named[0] and not named[1] and given.kind != "relation":
             expected = _meant(named[0][1])
         elif named[1] and not named[0] and expected.kind != "relation":
@@ -262,7 +258,13 @@ def _meant(node: Node) -> Node:
         return _meant(node.parts[0])
     numbers = all(map(_is_scalar, node.parts)) and not names_in(node)
     if node.kind == "relation" and set(node.name) == {"="} and (numbers or len(node.parts) > 2):
-        return _chain(node)
+        # `x = 2 + 3 = 5`: a name and one value, however often that is written. Raises Undecided where the values differ.
+        first, *rest = node.parts
+        named = first.kind in ("name", "applied")
+        values = [each for each in rest if each.kind != "name"] or rest if named else node.parts
+        if any(not expressions_equal(values[0], each) for each in values[1:]):
+            raise Undecided("a chain of different values")
+        return Node("relation", (first, values[-1]), name="=") if named else values[-1]
     if node.kind == "relation" and "≈" in node.name:
         return _approximate(node)
     if (pairs := _named_places(node)) is not None:
@@ -304,16 +306,6 @@ def _signed(node: Node, sign: int) -> Node:
     return Node(node.kind, parts, node.name, node.value, node.decimal)
 
 
-def _chain(node: Node) -> Node:
-    """`x = 2 + 3 = 5`: a name and one value, however often that is written. Raises Undecided where the values differ."""
-    first, *rest = node.parts
-    named = first.kind in ("name", "applied")
-    values = [each for each in rest if each.kind != "name"] or rest if named else node.parts
-    if any(not expressions_equal(values[0], each) for each in values[1:]):
-        raise Undecided("a chain of different values")
-    return Node("relation", (first, values[-1]), name="=") if named else values[-1]
-
-
 def _approximate(node: Node) -> Node:
     """`1/3 ≈ 0.333`: the exact value, if the other is near it."""
     if node.name == "=≈" and node.parts[0].kind == "name":
@@ -333,7 +325,7 @@ def _approximate(node: Node) -> Node:
     return exact
 
 
-def _named(node: Node) -> tuple[str, Node] | None:
+def _named_value(node: Node) -> tuple[str, Node] | None:
     """`x = 3` and `f(x) = 2x`: what is named and what it is."""
     if node.kind != "relation" or node.name not in ("=", "∈"):
         return None
@@ -380,7 +372,7 @@ Verdict: TypeAlias = bool | None
 
 
 def _by_name(gold: Node, answer: Node) -> Verdict:
-    named, given = _named(gold), _named(answer)
+    named, given = _named_value(gold), _named_value(answer)
     if not named or not given:
         return None
     if named[0] != given[0]:
@@ -468,20 +460,16 @@ def _by_ratio(gold: Node, answer: Node) -> Verdict:
 def _by_place(gold: Node, answer: Node) -> Verdict:
     kinds = {gold.kind, answer.kind}
     if kinds == {"ratio"}:
-        return _same_ratios(gold.parts, answer.parts)
+        # `3:4` and `6:8`, by cross products.
+        return len(gold.parts) == len(answer.parts) and all(
+            expressions_equal(Node("*", (one, answer.parts[0])), Node("*", (gold.parts[0], other)))
+            for one, other in zip(gold.parts[1:], answer.parts[1:], strict=True)
+        )
     if len(kinds) == 1 and kinds <= {"tuple", "matrix", "row"}:
         return _each(gold.parts, answer.parts)
     if kinds == {"interval"} and gold.name == answer.name and _each(gold.parts, answer.parts):
         return True
     return False if "matrix" in kinds else None
-
-
-def _same_ratios(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
-    """`3:4` and `6:8`, by cross products."""
-    return len(golds) == len(answers) and all(
-        expressions_equal(Node("*", (one, answers[0])), Node("*", (golds[0], other)))
-        for one, other in zip(golds[1:], answers[1:], strict=True)
-    )
 
 
 def _by_base(gold: Node, answer: Node) -> Verdict:
@@ -497,7 +485,18 @@ def _by_base(gold: Node, answer: Node) -> Verdict:
 def _by_members(gold: Node, answer: Node) -> Verdict:
     kinds = {gold.kind, answer.kind}
     if "list" in kinds:
-        return _same_lists(gold, answer)
+        if any(part.kind == "dots" for part in (*_items(gold), *_items(answer))):
+            one, other = _items(gold), _items(answer)
+            return len(one) == len(other) and all(
+                left.kind == right.kind == "dots" or _matches(left, right)
+                for left, right in zip(one, other, strict=True)
+            )
+        if gold.kind not in ("list", "set") or answer.kind not in ("list", "set"):
+            return False
+        letters = any(part.kind == "name" for part in (*gold.parts, *answer.parts))
+        if letters and {gold.name, answer.name} == {"or", "and"}:
+            return False
+        return _in_any_order(gold.parts, answer.parts)
     if "set" in kinds and (len(kinds) == 1 or _is_scalar(gold) or _is_scalar(answer)):
         return _in_any_order(_items(gold), _items(answer))
     return None
@@ -552,21 +551,6 @@ def _in_any_order(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
     return True
 
 
-def _same_lists(gold: Node, answer: Node) -> bool:
-    if any(part.kind == "dots" for part in (*_items(gold), *_items(answer))):
-        one, other = _items(gold), _items(answer)
-        return len(one) == len(other) and all(
-            left.kind == right.kind == "dots" or _matches(left, right)
-            for left, right in zip(one, other, strict=True)
-        )
-    if gold.kind not in ("list", "set") or answer.kind not in ("list", "set"):
-        return False
-    letters = any(part.kind == "name" for part in (*gold.parts, *answer.parts))
-    if letters and {gold.name, answer.name} == {"or", "and"}:
-        return False
-    return _in_any_order(gold.parts, answer.parts)
-
-
 def _has_decimal(node: Node) -> bool:
     return node.decimal or any(map(_has_decimal, node.parts))
 
@@ -590,7 +574,22 @@ def _same_relations(gold: Node, answer: Node) -> bool:
         return False
     if gold.name == answer.name == "=":
         return _same_equations(gold, answer)
-    return _same_inequalities(gold, answer)
+    # One inequality each, with letters on both sides or several letters; chains side by side.
+    if len(gold.name) != len(answer.name):
+        return False
+    if len(gold.name) > 1:
+        turned = Node(
+            "relation", answer.parts[::-1], name="".join(map(_flipped, answer.name[::-1]))
+        )
+        return any(
+            gold.name == each.name and _each(gold.parts, each.parts) for each in (answer, turned)
+        )
+    if not all(_is_scalar(part) for node in (gold, answer) for part in node.parts):
+        return gold.name == answer.name and _each(gold.parts, answer.parts)
+    factor = _multiple(gold, answer)
+    if factor is None or not isinstance(factor, Fraction):
+        return False
+    return answer.name == (gold.name if factor > 0 else _flipped(gold.name))
 
 
 def _region_of_relations(node: Node) -> tuple[str, list[Interval]] | None:
@@ -654,7 +653,7 @@ def _assignments(node: Node) -> list[tuple[str, Node]] | None:
         return [("", node)]
     found: list[tuple[str, Node]] = []
     for part in node.parts:
-        named = _named(part)
+        named = _named_value(part)
         if named is None and part.kind == "relation":
             return None
         found.append(named or ("", part))
@@ -689,25 +688,6 @@ def _multiple(gold: Node, answer: Node) -> Value | None:
             return None
         ratios.append(divided(other, one, Point(number, DIGITS, "e")))
     return ratios[0] if all(nearly_equal(ratios[0], ratio) for ratio in ratios[1:]) else None
-
-
-def _same_inequalities(gold: Node, answer: Node) -> bool:
-    """One inequality each, with letters on both sides or several letters; chains side by side."""
-    if len(gold.name) != len(answer.name):
-        return False
-    if len(gold.name) > 1:
-        turned = Node(
-            "relation", answer.parts[::-1], name="".join(map(_flipped, answer.name[::-1]))
-        )
-        return any(
-            gold.name == each.name and _each(gold.parts, each.parts) for each in (answer, turned)
-        )
-    if not all(_is_scalar(part) for node in (gold, answer) for part in node.parts):
-        return gold.name == answer.name and _each(gold.parts, answer.parts)
-    factor = _multiple(gold, answer)
-    if factor is None or not isinstance(factor, Fraction):
-        return False
-    return answer.name == (gold.name if factor > 0 else _flipped(gold.name))
 
 
 def _flipped(sign: str) -> str:

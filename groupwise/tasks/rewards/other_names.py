@@ -141,14 +141,10 @@ def meant_by(name: str, known: Collection[str]) -> Meant | None:
     `known` are our own names, which `get_…_reward` and the like may stand for.
     """
     last = re.split(r"[.:/]", name)[-1]
-    for tried in (last, _bare(last)):
+    # `cosine_scaled` of `get_cosine_scaled_reward`.
+    for tried in (last, _ENDS.sub("", last.lower().removeprefix("get_"), count=1)):
         if tried in OTHER_NAMES:
             return OTHER_NAMES[tried]
         if tried in known and tried != name:
             return Meant((tried,), "here it has that name")
     return None
-
-
-def _bare(name: str) -> str:
-    """`cosine_scaled` of `get_cosine_scaled_reward`."""
-    return _ENDS.sub("", name.lower().removeprefix("get_"), count=1)

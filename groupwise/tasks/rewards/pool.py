@@ -195,7 +195,9 @@ class _Slot:
 
     def do(self, job: _Call) -> Ended:
         """Have one request answered; a process that did not survive it is replaced for the next."""
-        process = self._living()
+        if self._process is not None and self._process.ended:
+            self._discard()
+        process = self._process or self._start()
         self._calls += 1
         ended = process.ask(self._calls, job)
         if isinstance(ended, Answered):
@@ -218,43 +220,35 @@ class _Slot:
             if self._process is not None:
                 self._process.kill()
 
-    def _living(self) -> _Process:
-        if self._process is not None and self._process.ended:
-            self._discard()
-        return self._process or self._start()
-
     def _start(self) -> _Process:
         if self._broken is not None:
             raise self._broken
         try:
-            return self._started()
+            how = ""
+            for _ in range(START_ATTEMPTS):
+                process = self._spawned()
+                ended = process.begin(self._setup, self._start_limit)
+                match ended:
+                    case Answered({"start_failed": message}):
+                        raise self._kind.error(f"{_a(self._kind)} cannot start: {message}")
+                    case Answered():
+                        return process
+                    case TimedOut():
+                        self._discard()
+                        raise self._kind.error(
+                            f"{_a(self._kind)} was not ready after {self._start_limit:g} s. Look at what the task file "
+                            f"does when it is imported.{process.last_words()}"
+                        )
+                    case Died(how):
+                        self._discard()
+                        how += process.last_words()
+            raise self._kind.error(
+                f"{_a(self._kind)} crashed {START_ATTEMPTS} times while it started: {how}"
+            )
         except self._kind.error as error:
             self._broken = error
             self._discard()
             raise
-
-    def _started(self) -> _Process:
-        how = ""
-        for _ in range(START_ATTEMPTS):
-            process = self._spawned()
-            ended = process.begin(self._setup, self._start_limit)
-            match ended:
-                case Answered({"start_failed": message}):
-                    raise self._kind.error(f"{_a(self._kind)} cannot start: {message}")
-                case Answered():
-                    return process
-                case TimedOut():
-                    self._discard()
-                    raise self._kind.error(
-                        f"{_a(self._kind)} was not ready after {self._start_limit:g} s. Look at what the task file "
-                        f"does when it is imported.{process.last_words()}"
-                    )
-                case Died(how):
-                    self._discard()
-                    how += process.last_words()
-        raise self._kind.error(
-            f"{_a(self._kind)} crashed {START_ATTEMPTS} times while it started: {how}"
-        )
 
     def _spawned(self) -> _Process:
         with self._lock:
@@ -284,27 +278,24 @@ class _Process:
         self._buffer = FrameBuffer()
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process = self._popen(theirs)
+            number = theirs.fileno()
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "groupwise.tasks.rewards.workers",
+                    str(number),
+                    str(os.getpid()),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[number],
+                start_new_session=True,
+                env={**os.environ, **ENVIRONMENT, MARK: self._mark},
+            )
         self._output = Output(self._process, f"{kind.name} {index}")
-
-    def _popen(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        number = theirs.fileno()
-        return subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "groupwise.tasks.rewards.workers",
-                str(number),
-                str(os.getpid()),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=[number],
-            start_new_session=True,
-            env={**os.environ, **ENVIRONMENT, MARK: self._mark},
-        )
 
     @property
     def ended(self) -> bool:
@@ -367,7 +358,15 @@ class _Process:
         except TimeoutError:
             return TimedOut(f"the call took longer than {allowed:g} s{self._while()}")
         except (OSError, EOFError):
-            return self._death()
+            deadline = time.monotonic() + _LAST_BREATH
+            while not self.ended and time.monotonic() < deadline:
+                time.sleep(0.005)
+            by_itself = self.ended
+            self.end()
+            how = (
+                how_it_ended(self._process.returncode) if by_itself else "it closed its connection"
+            )
+            return Died(f"the {self._kind.name} ended during the call ({how}){self._while()}")
         except ValueError as error:
             return Died(f"the {self._kind.name} sent no readable answer ({error}){self._while()}")
 
@@ -377,30 +376,19 @@ class _Process:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError
-            self._receive_piece(min(remaining, _LOOK_EVERY))
+            patience = min(remaining, _LOOK_EVERY)
+            # Before the look into the socket: what it sent before it ended is still there to read. The end of
+            # the stream alone would not do, because what the worker forked holds the socket open.
+            ended = self.ended
+            self._socket.settimeout(patience)
+            try:
+                piece = self._socket.recv(1 << 16)
+            except TimeoutError:
+                piece = None
+            if piece == b"" or (piece is None and ended):
+                raise EOFError
+            self._buffer.add(piece or b"")
         return json.loads(frame)
-
-    def _receive_piece(self, patience: float) -> None:
-        # Before the look into the socket: what it sent before it ended is still there to read. The end of
-        # the stream alone would not do, because what the worker forked holds the socket open.
-        ended = self.ended
-        self._socket.settimeout(patience)
-        try:
-            piece = self._socket.recv(1 << 16)
-        except TimeoutError:
-            piece = None
-        if piece == b"" or (piece is None and ended):
-            raise EOFError
-        self._buffer.add(piece or b"")
-
-    def _death(self) -> Died:
-        deadline = time.monotonic() + _LAST_BREATH
-        while not self.ended and time.monotonic() < deadline:
-            time.sleep(0.005)
-        by_itself = self.ended
-        self.end()
-        how = how_it_ended(self._process.returncode) if by_itself else "it closed its connection"
-        return Died(f"the {self._kind.name} ended during the call ({how}){self._while()}")
 
     def _while(self) -> str:
         return f"; `{self._running}` was running" if self._running else ""

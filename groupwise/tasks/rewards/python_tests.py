@@ -100,7 +100,8 @@ def code_in(text: str, answer_tag: Tag = "answer", wanted: Collection[str] = ())
     """
     said = after_reasoning(text)
     said = last_tagged(said, answer_tag) or said
-    blocks = _blocks(said)
+    lines = iter(said.split("\n"))  # of which a block takes its own
+    blocks = [_block(opening, lines) for line in lines if (opening := _FENCE.fullmatch(line))]
     for labels in (_PYTHON, ("",)):
         for whole in (True, False):
             found = [each.code for each in blocks if each.label in labels and each.whole is whole]
@@ -125,11 +126,6 @@ class _Block:
     code: str
     whole: bool
     """True if the block is closed."""
-
-
-def _blocks(text: str) -> list[_Block]:
-    lines = iter(text.split("\n"))  # of which a block takes its own
-    return [_block(opening, lines) for line in lines if (opening := _FENCE.fullmatch(line))]
 
 
 def _block(opening: re.Match[str], lines: Iterator[str]) -> _Block:
@@ -204,7 +200,15 @@ class RowTests:
         name, value = _source(row)
         entry = row.get("entry_point") or _function_named(_parsed(row.get("metadata"))) or None
         entry = _without_class(entry)
-        tests = _of_language(value)
+        # Some data sets wrap the tests in {language, test_cases}.
+        match value:
+            case {"test_cases": inner, **more} if not more.keys() - {"language"}:
+                language = more.get("language", "python")
+                if language != "python":
+                    raise ValueError(f"has tests for {language!r:.40}; only Python is run")
+                tests = _parsed(inner)
+            case _:
+                tests = value
         if not isinstance(tests, str | list | Mapping):
             raise ValueError(f"has `{name}` that are no text: {tests!r:.80}")
         if _are_cases(tests) or (name in FORMS_OF_CASES and not _are_asserts(tests)):
@@ -458,18 +462,6 @@ def _unpacked(text: str) -> Any:
         ) from error
 
 
-def _of_language(cases: Any) -> Any:
-    """The content of {language, test_cases}, as some data sets have it. Raises ValueError for another language than Python."""
-    match cases:
-        case {"test_cases": inner, **more} if not more.keys() - {"language"}:
-            language = more.get("language", "python")
-            if language != "python":
-                raise ValueError(f"has tests for {language!r:.40}; only Python is run")
-            return _parsed(inner)
-        case _:
-            return cases
-
-
 _CALLS = ("functional", "function_call")
 """Kinds of a case that calls a function: LiveCodeBench's, and that of open-r1 and PrimeIntellect."""
 _Call = tuple[Any, list[Any]]
@@ -625,35 +617,29 @@ async def verdict(
     Raises SandboxError where there is no box with the protections that are required, ValueError for tests that cannot be run.
     """
     if tests.of_program:
-        return await _of_program(code, tests, limits, require)
+        passed, why, left = 0, None, limits.seconds
+        cases, common_imports = tests.of_program, _common_imports(code, tests)
+        for number, case in enumerate(cases):
+            if left <= 0:
+                break
+            output = max(limits.output, 2 * len(case.output) + 1024)
+            allowed = replace(limits, seconds=left, output=output)
+            stdin = case.input.encode()
+            result = await run(
+                code, stdin=stdin, limits=allowed, require=require, common_imports=common_imports
+            )
+            left -= result.seconds
+            if case.passes(result):
+                passed += 1
+            elif why is None:
+                why = f"case {number}: {_shown(result)}"
+        return Verdict(passed, len(cases), why)
     return await _of_functions(code, tests, limits, require)
 
 
 def _common_imports(code: str, tests: RowTests) -> bool:
     """True if common modules need no import: the tests say so, as LiveCodeBench's do, or the code defines LeetCode's wrapper class."""
     return tests.common_imports or _defines(code, (WRAPPER,))
-
-
-async def _of_program(
-    code: str, tests: RowTests, limits: Limits, require: Sequence[str]
-) -> Verdict:
-    passed, why, left = 0, None, limits.seconds
-    cases, common_imports = tests.of_program, _common_imports(code, tests)
-    for number, case in enumerate(cases):
-        if left <= 0:
-            break
-        output = max(limits.output, 2 * len(case.output) + 1024)
-        allowed = replace(limits, seconds=left, output=output)
-        stdin = case.input.encode()
-        result = await run(
-            code, stdin=stdin, limits=allowed, require=require, common_imports=common_imports
-        )
-        left -= result.seconds
-        if case.passes(result):
-            passed += 1
-        elif why is None:
-            why = f"case {number}: {_shown(result)}"
-    return Verdict(passed, len(cases), why)
 
 
 def _shown(result: Result) -> str:
@@ -823,7 +809,7 @@ class PythonTests:
             raise ValueError("has tests that are nested too deep to be read") from None
 
     def check_machine(self) -> str:
-        """Which protections hold here. Raises ValueError where one is missing that is required, or where there is no sandbox at all."""
+        """Name the protections that hold on this machine. Raises ValueError if a required one is missing, or if no sandbox can run."""
         try:
             held = _held_here()
         except SandboxError as problem:
@@ -848,7 +834,18 @@ class PythonTests:
     ) -> list[float]:
         """A number from 0 to 1 for each completion; `Failed` where nothing can be said about its code."""
         count = len(completions)
-        rows = _rows_of(columns, count)
+        # Read the tests of each row once: the members of a group share them, and they may be large.
+        names = (*FORMS_OF_TESTS, *FORMS_OF_CASES, *BESIDE, *NOT_READ)
+        named = [name for name in names if name in columns]
+        read: dict[tuple[int, ...], RowTests | str] = {}
+        keys = [tuple(id(columns[name][index]) for name in named) for index in range(count)]
+        for index, key in enumerate(keys):
+            if key not in read:
+                try:
+                    read[key] = RowTests.of({name: columns[name][index] for name in named})
+                except (ValueError, RecursionError) as problem:
+                    read[key] = str(problem)
+        rows = [read[key] for key in keys]
         texts = completion_texts(completions, columns)
         prompts = columns.get("prompts", [None] * count)
         rows = [_helped(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
@@ -914,21 +911,6 @@ def _gone_on_with(prompt: Any, code: str, row: RowTests | str) -> str:
     names = () if isinstance(row, str) or row.entry_point is None else (row.entry_point,)
     begun = isinstance(prompt, str) and _defines(prompt, names) and not _defines(code, names)
     return prompt + code if begun else code
-
-
-def _rows_of(columns: Mapping[str, Sequence[Any]], count: int) -> list[RowTests | str]:
-    """The tests of each row, or what is wrong with it. The members of a group share theirs, which may be large."""
-    names = (*FORMS_OF_TESTS, *FORMS_OF_CASES, *BESIDE, *NOT_READ)
-    named = [name for name in names if name in columns]
-    read: dict[tuple[int, ...], RowTests | str] = {}
-    keys = [tuple(id(columns[name][index]) for name in named) for index in range(count)]
-    for index, key in enumerate(keys):
-        if key not in read:
-            try:
-                read[key] = RowTests.of({name: columns[name][index] for name in named})
-            except (ValueError, RecursionError) as problem:
-                read[key] = str(problem)
-    return [read[key] for key in keys]
 
 
 def _note(found: Verdict | Failed) -> dict[str, Any] | None:

@@ -71,20 +71,16 @@ def reward(name: str) -> Callable[[Kind], Kind]:
         if there is not None and there.__module__ != kind.__module__:
             raise ValueError(f"there is a reward {name!r} already, in {there.__module__}")
         if inspect.isclass(cast("object", kind)):
-            _refuse_hidden_parameters(name, kind)
+            for parameter in taken_by(cast("Any", kind)):
+                if parameter.name in OWN_KEYS:
+                    raise ValueError(
+                        f"the reward {name!r} has a parameter {parameter.name!r}, which every entry has itself"
+                    )
         cast("Any", kind).name = name
         _REWARDS[name] = kind
         return kind
 
     return enter
-
-
-def _refuse_hidden_parameters(name: str, kind: Any) -> None:
-    for parameter in taken_by(kind):
-        if parameter.name in OWN_KEYS:
-            raise ValueError(
-                f"the reward {name!r} has a parameter {parameter.name!r}, which every entry has itself"
-            )
 
 
 def registered() -> dict[str, Callable[..., Any]]:
@@ -168,40 +164,32 @@ def _configured(entry: Any, answer_column: str | None, where: str) -> Weighted:
             f"the entry {entry!r:.60} does not say which reward it is; write a name, or a section with `name:` and parameters."
         )
     parameters = {key: value for key, value in section.items() if key not in OWN_KEYS}
-    function = _function(name, parameters, answer_column)
-    check_function(function, name)
-    made: Any = taking_nested(function, name if ":" not in name else name_of(function))
-    if hasattr(function, "answer_column") and not hasattr(function, "check_row"):
-        made.check_row = functools.partial(_need_gold, function)
-    return made, _weight(name, section.get("weight", 1.0))
-
-
-def _need_gold(reward: Any, row: Mapping[str, Any]) -> None:
-    gold_of_row(row, reward.answer_column, getattr(reward, "answer_tag", "answer"))
-
-
-def _weight(name: str, value: Any) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value):
-        raise TaskError(f"{name}: its weight is {value!r}; expected a finite number.")
-    return float(value)
-
-
-def _function(
-    name: str, parameters: Mapping[str, Any], answer_column: str | None
-) -> RewardCallable:
     found = registered().get(name) or _loaded(name)
     if inspect.isclass(found):
         shared = {"answer_column": answer_column} if answer_column is not None else {}
         taken = {parameter.name for parameter in taken_by(found)}
         given = {key: value for key, value in shared.items() if key in taken}
-        return cast("RewardCallable", instance(found, {**given, **parameters}, name))
-    if parameters:
-        raise TaskError(
-            f"{name} is no class, so it takes no parameters ({', '.join(parameters)}). Only a class has parameters: "
-            "make it a dataclass with these fields and `__call__(self, prompts, completions, **columns)`."
-        )
-    return cast("RewardCallable", found)
+        function = cast("RewardCallable", instance(found, {**given, **parameters}, name))
+    else:
+        if parameters:
+            raise TaskError(
+                f"{name} is no class, so it takes no parameters ({', '.join(parameters)}). Only a class has parameters: "
+                "make it a dataclass with these fields and `__call__(self, prompts, completions, **columns)`."
+            )
+        function = cast("RewardCallable", found)
+    check_function(function, name)
+    made: Any = taking_nested(function, name if ":" not in name else name_of(function))
+    if hasattr(function, "answer_column") and not hasattr(function, "check_row"):
+        made.check_row = functools.partial(_need_gold, function)
+    weight = section.get("weight", 1.0)
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not math.isfinite(weight):
+        raise TaskError(f"{name}: its weight is {weight!r}; expected a finite number.")
+    return made, float(weight)
+
+
+def _need_gold(reward: Any, row: Mapping[str, Any]) -> None:
+    gold_of_row(row, reward.answer_column, getattr(reward, "answer_tag", "answer"))
 
 
 def _loaded(name: str) -> object:

@@ -107,7 +107,7 @@ class Router(Rubric):
     def check_rows(self, rows: Mapping[int, Row]) -> None:
         """See `Rubric.check_rows`: each label's rewards have to be able to score its rows, and every row has to have some."""
         labels = {index: self.label_of(row) for index, row in rows.items()}
-        strangers = {index: _said(row) for index, row in rows.items() if labels[index] is None}
+        strangers = {index: _label_in(row) for index, row in rows.items() if labels[index] is None}
         if strangers:
             place = next(iter(strangers))
             first = number_of(rows[place], place)
@@ -148,7 +148,10 @@ class Router(Rubric):
         for own, score in zip(places.values(), scores, strict=True):
             for place, member in zip(own, score.members, strict=True):
                 members[place] = replace(member, parts=self._parts(member.parts))
-        return GroupScore(tuple(members), _averaged([score.metrics for score in scores]))
+        metrics = [score.metrics for score in scores]
+        names = dict.fromkeys(name for each in metrics for name in each)
+        averaged = {name: fmean(each[name] for each in metrics if name in each) for name in names}
+        return GroupScore(tuple(members), averaged)
 
     def _take(self, rubrics: Mapping[str, Rubric]) -> None:
         self.rubrics = dict(rubrics)
@@ -169,7 +172,7 @@ class Router(Rubric):
         return tuple(there.get(name) or RewardPart(name, None, weight) for name, weight in named)
 
     def _stranger(self, row: Row) -> MemberScore:
-        return MemberScore("failed", self._unknown(_said(row)), None, self._parts(()))
+        return MemberScore("failed", self._unknown(_label_in(row)), None, self._parts(()))
 
     def _unknown(self, said: str | None) -> str:
         known = f"The router has rewards for {', '.join(self.rubrics)}."
@@ -183,7 +186,7 @@ class Router(Rubric):
         return f"no rewards for the label `{printable(said)}`.{hint} {known}"
 
 
-def _said(row: Row) -> str | None:
+def _label_in(row: Row) -> str | None:
     """The row's task label, known or not; None if it has none."""
     given = (_filled(row, column) for column in LABEL_COLUMNS)
     return next((label for label in given if label is not None), None)
@@ -214,8 +217,3 @@ def _only(request: ScoreRequest, places: Sequence[int]) -> ScoreRequest:
         completion_ids=chosen(request.completion_ids),
         columns={name: chosen(values) for name, values in request.columns.items()},
     )
-
-
-def _averaged(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for each in metrics for name in each)
-    return {name: fmean(each[name] for each in metrics if name in each) for name in names}

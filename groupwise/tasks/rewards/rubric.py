@@ -51,9 +51,24 @@ class Rubric:
     ) -> None:
         """`where` says in messages who gave the functions."""
         self.where = where
-        pairs = _pairs(functions, where)
+        if not functions:
+            raise TaskError(f"{where}: the list of reward functions is empty; give at least one.")
+        pairs: list[tuple[RewardCallable, float]] = []
+        for index, item in enumerate(functions):
+            place = f"{where}, entry {index}"
+            one, own = cast("tuple[Any, Any]", item if _is_pair(item) else (item, 1.0))
+            check_function(one, place)
+            pairs.append((one, own))
         self.functions = tuple(function for function, _ in pairs)
-        self.names = _unique([name_of(function) for function in self.functions])
+        # `name`, `name_2`, `name_3` … in the order of the list, never a name that another function has by itself.
+        names = [name_of(function) for function in self.functions]
+        unique: list[str] = []
+        for name in names:
+            number, candidate = 2, name
+            while candidate in unique or (candidate != name and candidate in names):
+                candidate, number = f"{name}_{number}", number + 1
+            unique.append(candidate)
+        self.names = tuple(unique)
         given = tuple(weight for _, weight in pairs) if weights is None else tuple(weights)
         self.weights = checked_weights(given, self.names, where)
 
@@ -125,7 +140,19 @@ class Rubric:
         for name, function in zip(self.names, self.functions, strict=True):
             check = getattr(function, "check_row", None)
             if check is not None:
-                _check_each(check, rows, f"{self.where}: `{name}`")
+                where = f"{self.where}: `{name}`"
+                refused: list[str] = []
+                for index, row in rows.items():
+                    try:
+                        check(row)
+                    except ValueError as reason:
+                        refused.append(f"row {number_of(row, index)}: {reason}")
+                if refused:
+                    shown = [*refused[:3], *(["…"] if len(refused) > 3 else [])]
+                    raise TaskError(
+                        f"{where} cannot score {len(refused)} of {len(rows)} rows.\n  "
+                        + "\n  ".join(shown)
+                    )
 
     def check_machine(self, *, refuse: bool = True) -> list[str]:
         """The rewards' remarks on this machine before a run. Raises TaskError if it lacks what one of them needs and `refuse` is set.
@@ -178,7 +205,11 @@ class Rubric:
         results = await asyncio.gather(*calls, return_exceptions=True)
         answers = [_answered(n, r, request) for n, r in zip(self.names, results, strict=True)]
         members = [self._member(answers, index) for index in range(len(request.completions))]
-        return GroupScore(tuple(members), _metrics(answers))
+        recorded: dict[str, list[float]] = {}
+        for answer in answers:
+            for key, values in answer.logged.metrics.items():
+                recorded.setdefault(key, []).extend(values)
+        return GroupScore(tuple(members), {key: fmean(values) for key, values in recorded.items()})
 
     def _member(self, answers: Sequence[FunctionResult], index: int) -> MemberScore:
         parts = tuple(
@@ -190,49 +221,26 @@ class Rubric:
             for name, answer in zip(self.names, answers, strict=True)
             if (reason := answer.failures[index]) is not None
         }
-        notes = _notes(answers, index)
+        # If several functions record a note of the same name, the last value counts.
+        notes: dict[str, Any] = {}
+        for each in answers:
+            for key, values in each.logged.extras.items():
+                notes[key] = notes.get(key) if values[index] is None else values[index]
         if reasons:
             notes["failed_rewards"] = reasons
         fatal = [reason for part in parts if part.weight and (reason := reasons.get(part.name))]
         if fatal:
             return MemberScore("failed", "; ".join(fatal), None, parts, notes)
-        return _scored(parts, notes)
-
-
-def _notes(answers: Sequence[FunctionResult], index: int) -> dict[str, Any]:
-    """Notes that the functions recorded beside one rollout; if several use a name, the last value counts."""
-    notes: dict[str, Any] = {}
-    for answer in answers:
-        for name, values in answer.logged.extras.items():
-            notes[name] = notes.get(name) if values[index] is None else values[index]
-    return notes
-
-
-def _scored(parts: tuple[RewardPart, ...], notes: dict[str, Any]) -> MemberScore:
-    applied = [p.weight * p.value for p in parts if p.weight and p.value is not None]
-    if not applied:
-        return MemberScore("failed", NO_REWARD, None, parts, notes)
-    total = sum(applied)
-    if not abs(total) <= LARGEST:
-        reason = (
-            f"the weighted total of the rewards is {total}; expected a number up to {LARGEST:g}"
-        )
-        return MemberScore("failed", reason, None, parts, notes)
-    return MemberScore("scored", None, total, parts, notes)
-
-
-def _check_each(check: Callable[[Row], None], rows: Mapping[int, Row], where: str) -> None:
-    refused: list[str] = []
-    for index, row in rows.items():
-        try:
-            check(row)
-        except ValueError as reason:
-            refused.append(f"row {number_of(row, index)}: {reason}")
-    if refused:
-        shown = [*refused[:3], *(["…"] if len(refused) > 3 else [])]
-        raise TaskError(
-            f"{where} cannot score {len(refused)} of {len(rows)} rows.\n  " + "\n  ".join(shown)
-        )
+        applied = [p.weight * p.value for p in parts if p.weight and p.value is not None]
+        if not applied:
+            return MemberScore("failed", NO_REWARD, None, parts, notes)
+        total = sum(applied)
+        if not abs(total) <= LARGEST:
+            reason = (
+                f"the weighted total of the rewards is {total}; expected a number up to {LARGEST:g}"
+            )
+            return MemberScore("failed", reason, None, parts, notes)
+        return MemberScore("scored", None, total, parts, notes)
 
 
 def _answered(
@@ -244,26 +252,6 @@ def _answered(
     reason = f"reward `{name}` raised {type(result).__name__}"
     count = len(request.completions)
     return FunctionResult((None,) * count, (reason,) * count)
-
-
-def _metrics(answers: Sequence[FunctionResult]) -> dict[str, float]:
-    recorded: dict[str, list[float]] = {}
-    for answer in answers:
-        for name, values in answer.logged.metrics.items():
-            recorded.setdefault(name, []).extend(values)
-    return {name: fmean(values) for name, values in recorded.items()}
-
-
-def _pairs(functions: Sequence[Any], where: str) -> list[tuple[RewardCallable, float]]:
-    if not functions:
-        raise TaskError(f"{where}: the list of reward functions is empty; give at least one.")
-    pairs: list[tuple[RewardCallable, float]] = []
-    for index, item in enumerate(functions):
-        place = f"{where}, entry {index}"
-        function, weight = cast("tuple[Any, Any]", item) if _is_pair(item) else (item, 1.0)
-        check_function(function, place)
-        pairs.append((function, weight))
-    return pairs
 
 
 def _is_pair(item: object) -> bool:
@@ -294,14 +282,3 @@ def _module_of(function: RewardCallable) -> str:
     """Module that defines a function, or the class of a callable object; empty if there is none."""
     inner: Any = inspect.unwrap(function)
     return (inner if inspect.isroutine(inner) else type(inner)).__module__ or ""
-
-
-def _unique(names: Sequence[str]) -> tuple[str, ...]:
-    """`name`, `name_2`, `name_3` … in the order of the list, never a name that another function has by itself."""
-    unique: list[str] = []
-    for name in names:
-        number, candidate = 2, name
-        while candidate in unique or (candidate != name and candidate in names):
-            candidate, number = f"{name}_{number}", number + 1
-        unique.append(candidate)
-    return tuple(unique)

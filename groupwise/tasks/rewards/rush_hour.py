@@ -180,27 +180,20 @@ def _checked(size: int, cells: str) -> Board:
         )
     board = Board(size, cells)
     for car, places in _cars(board).items():
-        if len(places) > 1 and not _is_straight(places, size):
+        gaps = {after - before for before, after in pairwise(places)}
+        in_a_row = gaps == {1} and places[0] // size == places[-1] // size
+        if len(places) > 1 and gaps != {size} and not in_a_row:
             raise ValueError(f"the cells of car {car} on the board {cells!r} are not in one line")
-    _check_leaving(board)
-    return board
-
-
-def _is_straight(places: Sequence[int], size: int) -> bool:
-    gaps = {after - before for before, after in pairwise(places)}
-    return gaps == {size} or (gaps == {1} and places[0] // size == places[-1] // size)
-
-
-def _check_leaving(board: Board) -> None:
-    places = _cars(board).get(LEAVING)
-    if places is None:
-        raise ValueError(f"the board {board.cells!r} has no car A, which is the one that leaves")
-    if not _is_horizontal(places):
+    leaving = _cars(board).get(LEAVING)
+    if leaving is None:
+        raise ValueError(f"the board {cells!r} has no car A, which is the one that leaves")
+    if not _is_horizontal(leaving):
         raise ValueError(
-            f"car A stands upright on the board {board.cells!r}, so it never reaches the right edge"
+            f"car A stands upright on the board {cells!r}, so it never reaches the right edge"
         )
     if board.to_go == 0:
-        raise ValueError(f"car A stands at the right edge of the board {board.cells!r} already")
+        raise ValueError(f"car A stands at the right edge of the board {cells!r} already")
+    return board
 
 
 # --- playing -------------------------------------------------------------------------------------

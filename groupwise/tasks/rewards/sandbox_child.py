@@ -27,7 +27,7 @@ import sysconfig
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -57,7 +57,24 @@ def main() -> Callable[[], None]:
     with suppress(OSError):  # where memory runs out, Linux ends this process before all others
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
-        _make_room(orders, held)
+        # Leave the namespaces and prepare the folder, as far as this system allows.
+        folder, without = orders["folder"], orders["without"]
+        home, library = f"{folder}/home", f"{folder}/python"
+        with suppress(OSError):
+            kernel.adopt_orphans()
+        if "namespaces" not in without and _works(kernel.leave_namespaces):
+            with suppress(OSError):
+                kernel.leave_namespaces()
+                held["network"].append("namespace")
+                held["processes"].append("namespace")
+                kernel.mount_memory(home, orders["limits"]["disk"])
+                held["disk"].append("file system in memory")
+                os.chown(home, orders["user"], -1)
+                kernel.mount_again(_STANDARD_LIBRARY, library)
+                _import_from(library)
+        if "user" not in without and orders["user"] != os.geteuid() and _readable_by_all(sys.path):
+            os.chown(home, orders["user"], -1)
+            held["user"].append(f"number {orders['user']}")
         status, told = os.pipe()
         child = os.fork()
         if child == 0:
@@ -82,27 +99,6 @@ def _orders(control: socket.socket) -> dict[str, Any]:
 
 
 # The warden
-
-
-def _make_room(orders: dict[str, Any], held: Held) -> None:
-    """Leave the namespaces and prepare the folder, as far as this system lets one."""
-    folder, without = orders["folder"], orders["without"]
-    home, library = f"{folder}/home", f"{folder}/python"
-    with suppress(OSError):
-        kernel.adopt_orphans()
-    if "namespaces" not in without and _works(kernel.leave_namespaces):
-        with suppress(OSError):
-            kernel.leave_namespaces()
-            held["network"].append("namespace")
-            held["processes"].append("namespace")
-            kernel.mount_memory(home, orders["limits"]["disk"])
-            held["disk"].append("file system in memory")
-            os.chown(home, orders["user"], -1)
-            kernel.mount_again(_STANDARD_LIBRARY, library)
-            _import_from(library)
-    if "user" not in without and orders["user"] != os.geteuid() and _readable_by_all(sys.path):
-        os.chown(home, orders["user"], -1)
-        held["user"].append(f"number {orders['user']}")
 
 
 def _import_from(library: str) -> None:
@@ -184,21 +180,16 @@ def _reap() -> bool:
 
 def _descendants() -> list[int]:
     children: dict[int, list[int]] = {}
-    for process, parent in _family_tree():
-        children.setdefault(parent, []).append(process)
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # gone meanwhile
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
     found: list[int] = []
     new = [os.getpid()]
     while new:
         new = [child for each in new for child in children.get(each, [])]
         found += new
     return found
-
-
-def _family_tree() -> Iterator[tuple[int, int]]:
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # gone meanwhile
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            yield int(folder.name), int(fields[1])
 
 
 # The first process
@@ -223,7 +214,15 @@ def _first(orders: dict[str, Any], held: Held, told: int) -> Callable[[], None]:
 
 def _program(orders: dict[str, Any], held: Held, told: int) -> Callable[[], None]:
     """Give up every right, say so, and return what is to be run."""
-    told = _only_these(told, orders["channels"])
+    # Close every descriptor except the standard ones, the channels (renumbered) and `told` (the number after theirs).
+    channels = orders["channels"]
+    first = kernel.FIRST_CHANNEL
+    high = [fcntl.fcntl(each, fcntl.F_DUPFD, _HIGH) for each in (*channels, told)]
+    os.closerange(first, _HIGH)
+    for number, descriptor in enumerate(high, first):
+        os.dup2(descriptor, number, inheritable=False)
+    os.closerange(_HIGH, _HIGH + len(high) + 1)
+    told = first + len(channels)
     try:
         program = _prepared(orders["program"])
         os.setsid()
@@ -242,17 +241,6 @@ def _program(orders: dict[str, Any], held: Held, told: int) -> Callable[[], None
 
 def _say(told: int, report: Report) -> None:
     os.write(told, json.dumps(report).encode() + b"\n")
-
-
-def _only_these(told: int, channels: list[int]) -> int:
-    """Close every descriptor but standard ones, the channels, which get their numbers, and `told`, which gets the one after."""
-    first = kernel.FIRST_CHANNEL
-    high = [fcntl.fcntl(each, fcntl.F_DUPFD, _HIGH) for each in (*channels, told)]
-    os.closerange(first, _HIGH)
-    for number, descriptor in enumerate(high, first):
-        os.dup2(descriptor, number, inheritable=False)
-    os.closerange(_HIGH, _HIGH + len(high) + 1)
-    return first + len(channels)
 
 
 def _close(descriptors: list[int]) -> None:

@@ -101,7 +101,8 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: It
     reach processes that are outside.
     """
     version = _raw("landlock_create_ruleset", None, 0, 1)
-    rights = _all_rights(version)
+    # Every right over files that this version knows: 13 of them, then moving, truncating, and controlling devices.
+    rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     words = [rights] + ([3] if version >= 4 else []) + ([3] if version >= 6 else [])
     rules = struct.pack(
         f"={len(words)}Q", *words
@@ -129,11 +130,6 @@ _LANDLOCK = {
     "landlock_restrict_self": 446,
 }
 """Their numbers are the same on every architecture."""
-
-
-def _all_rights(version: int) -> int:
-    """Every right over files that this version knows: 13 of them, then moving, truncating, and controlling devices."""
-    return (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
@@ -325,13 +321,11 @@ def _call(name: str, *arguments: object) -> int:
         raise OSError(errno.ENOSYS, f"{name}: only on Linux")
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     function.restype = ctypes.c_long
-    answer: int = function(*(_plain(each) for each in arguments))
+    # Pass integers as wide as a register: C would read garbage in the upper half of a narrower one.
+    answer: int = function(
+        *(ctypes.c_long(each) if isinstance(each, int) else each for each in arguments)
+    )
     if answer == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
     return answer
-
-
-def _plain(argument: object) -> object:
-    """Numbers as wide as a register: C would read the upper half of a narrower one from wherever."""
-    return ctypes.c_long(argument) if isinstance(argument, int) else argument

@@ -46,13 +46,13 @@ class Repetition:
 
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
         """Between `max_penalty` and 0 for each completion."""
-        shares = [self._repeated(completion_text(c)) for c in completions]
-        return [self.max_penalty * share + 0.0 for share in shares]  # + 0.0: no minus before zero
-
-    def _repeated(self, text: str) -> float:
-        words = text.lower().split()
-        grams = [tuple(words[at : at + self.n]) for at in range(len(words) - self.n + 1)]
-        return 1 - len(set(grams)) / len(grams) if grams else 0.0
+        values: list[float] = []
+        for completion in completions:
+            words = completion_text(completion).lower().split()
+            grams = [tuple(words[at : at + self.n]) for at in range(len(words) - self.n + 1)]
+            share = 1 - len(set(grams)) / len(grams) if grams else 0.0
+            values.append(self.max_penalty * share + 0.0)  # + 0.0: no minus before zero
+        return values
 
 
 @reward("length")
@@ -136,7 +136,5 @@ class Overlong:
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
         """Between −1 and 0 for each completion."""
         cache = self.cache or max(1, round(CACHE_SHARE * self.max_length))
-        return [self._value(len(ids), cache) for ids in completion_ids]
-
-    def _value(self, length: int, cache: int) -> float:
-        return max(min((self.max_length - cache - length) / cache, 0.0), -1.0)
+        begin = self.max_length - cache
+        return [max(min((begin - len(ids)) / cache, 0.0), -1.0) for ids in completion_ids]

@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 from groupwise.core.errors import GroupwiseError
@@ -39,7 +39,7 @@ def main(descriptor: int, parent: int) -> None:
     tie_to_parent(parent, os.environ[MARK])
     connection = socket.socket(fileno=descriptor)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    threading.Thread(target=_read_frames, args=(connection, inbox), daemon=True).start()
     own = os.getpid()
 
     def send(message: dict[str, Any]) -> None:
@@ -49,17 +49,29 @@ def main(descriptor: int, parent: int) -> None:
 
     gc.disable()  # imports make no garbage, and looking for it would be a tenth of the start
     try:
-        server = _make(json.loads(inbox.get()))
+        setup = json.loads(inbox.get())
+        folders = [*setup["sys_path"], os.getcwd()]  # last, so that no file there hides a module
+        sys.path.extend(folder for folder in dict.fromkeys(folders) if folder not in sys.path)
+        factory = load(setup["factory"], kind="factory").object
+        server = factory(**setup["arguments"])
     except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
-        send({"start_failed": _told(error)})
+        send({"start_failed": _error_text(error)})
         return
     gc.freeze()
     gc.enable()
     send({"ready": True})
-    _serve(server, inbox, send)
+    with asyncio.Runner() as runner:
+        while True:
+            frame = inbox.get()
+            number = int.from_bytes(frame[:8], "big")
+            try:
+                answer = _answer(server, pickle.loads(frame[8:]), send, runner)
+            except BaseException as problem:  # noqa: BLE001 — told to the parent, whatever it is
+                answer = {"error": _error_text(problem)}
+            send({"number": number, **answer})
 
 
-def _read(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
+def _read_frames(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
     buffer = FrameBuffer()
     try:
         while piece := connection.recv(1 << 16):
@@ -68,27 +80,6 @@ def _read(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
                 inbox.put(frame)
     finally:
         os.killpg(0, signal.SIGKILL)
-
-
-def _make(setup: Mapping[str, Any]) -> Any:
-    folders = [*setup["sys_path"], os.getcwd()]  # last, so that no file there hides a module
-    sys.path.extend(folder for folder in dict.fromkeys(folders) if folder not in sys.path)
-    factory = load(setup["factory"], kind="factory").object
-    return factory(**setup["arguments"])
-
-
-def _serve(
-    server: Any, inbox: queue.SimpleQueue[bytes], send: Callable[[dict[str, Any]], None]
-) -> None:
-    with asyncio.Runner() as runner:
-        while True:
-            frame = inbox.get()
-            number = int.from_bytes(frame[:8], "big")
-            try:
-                answer = _answer(server, pickle.loads(frame[8:]), send, runner)
-            except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
-                answer = {"error": _told(error)}
-            send({"number": number, **answer})
 
 
 def _answer(
@@ -119,7 +110,7 @@ def _score(
     try:
         return _as_json(_finished(scorer.score(request, started), runner))
     except BaseException as error:  # noqa: BLE001 — whatever user code did, only its group fails
-        reason = f"scoring raised {_told(error)}"
+        reason = f"scoring raised {_error_text(error)}"
         return _as_json(unscored(len(request.completions), "failed", reason))
 
 
@@ -137,5 +128,5 @@ def _finished(result: Any, runner: asyncio.Runner) -> Any:
     return runner.run(wait())
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return printable(str(error)) if isinstance(error, GroupwiseError) else explain(error).strip()

@@ -28,7 +28,6 @@ from groupwise.core.interruption import gather_all
 from groupwise.core.types import (
     Completion,
     EndedBy,
-    Example,
     Group,
     Outcome,
     Prompt,
@@ -122,7 +121,15 @@ class EnvironmentRollouts:
     async def sample(self, sampler: Sampler, ask: Ask) -> Group:
         """See `RolloutKind.sample`."""
         attempts = await gather_all(self._begun(ask, member) for member in range(ask.members))
-        example = self._common_example(ask, attempts)
+        alive = [attempt for attempt in attempts if not attempt.ended]
+        for attempt in alive:
+            if attempt.first != alive[0].first:
+                attempt.fail(
+                    "failed",
+                    "the environment gave this member another first prompt than the other members of its group; what "
+                    "`reset` returns may depend on the row and `seed`, not on `member`",
+                )
+        example = replace(ask.example, prompt=alive[0].prompt) if alive else ask.example
         drawn = await self._first_completions(sampler, ask, attempts)
         await gather_all(
             self._played(sampler, ask, attempt, completion)
@@ -140,18 +147,6 @@ class EnvironmentRollouts:
         await self._host.ask(ending, self._limits.time_limit)
         return attempt.first
 
-    def _common_example(self, ask: Ask, attempts: Sequence[_Attempt]) -> Example:
-        """The example with the prompt that its environments gave it; a member that was given another one fails."""
-        alive = [attempt for attempt in attempts if not attempt.ended]
-        for attempt in alive:
-            if attempt.first != alive[0].first:
-                attempt.fail(
-                    "failed",
-                    "the environment gave this member another first prompt than the other members of its group; what "
-                    "`reset` returns may depend on the row and `seed`, not on `member`",
-                )
-        return replace(ask.example, prompt=alive[0].prompt) if alive else ask.example
-
     # --- one rollout --------------------------------------------------------------------------------
 
     async def _begun(self, ask: Ask, member: int) -> _Attempt:
@@ -159,17 +154,6 @@ class EnvironmentRollouts:
         session = next(self._sessions)
         call = self._call(ask, member, session)
         reply = await self._host.ask(call, min(self._limits.time_limit, self._limits.max_seconds))
-        attempt = self._attempt(ask, member, session, reply)
-        self._take(attempt, reply)
-        if not attempt.ended and len(attempt.first) >= attempt.longest:
-            attempt.fail(
-                "failed",
-                f"the environment's first prompt has {len(attempt.first)} tokens, and the run was laid out for "
-                f"{attempt.longest}, completions included",
-            )
-        return attempt
-
-    def _attempt(self, ask: Ask, member: int, session: int, reply: Reply) -> _Attempt:
         prompt = ask.example.prompt if reply.prompt is None else reply.prompt
         known = ask.prompt_ids if reply.prompt is None and not self._tools else None
         try:
@@ -189,6 +173,13 @@ class EnvironmentRollouts:
         )
         if problem is not None:
             attempt.fail("failed", problem)
+        self._take(attempt, reply)
+        if not attempt.ended and len(attempt.first) >= attempt.longest:
+            attempt.fail(
+                "failed",
+                f"the environment's first prompt has {len(attempt.first)} tokens, and the run was laid out for "
+                f"{attempt.longest}, completions included",
+            )
         return attempt
 
     def _dialogue(
@@ -201,37 +192,33 @@ class EnvironmentRollouts:
     ) -> None:
         """Plays all turns, from the first completion on."""
         while completion is not None:
-            await self._answered(ask, attempt, completion)
-            completion = await self._next_completion(sampler, ask, attempt)
+            params = self._params(ask, attempt)
+            attempt.completions.append(attempt.dialogue.say(completion, params))
+            left = self._limits.max_seconds - attempt.seconds
+            limit = min(self._limits.time_limit, max(left, LEAST_LIMIT))
+            reply = await self._host.ask(self._call_of(ask, attempt), limit)
+            self._take(attempt, reply)
+            if attempt.outcome == "pending":
+                try:
+                    if reply.done or len(attempt.completions) == self._limits.max_turns:
+                        attempt.ended_by = "environment" if reply.done else "turns"
+                        attempt.dialogue.record(reply.observation)
+                    elif not attempt.dialogue.hear(reply.observation, attempt.longest - 1):
+                        attempt.ended_by = "tokens"
+                except Unrenderable as problem:
+                    attempt.fail("failed", str(problem))
+            if attempt.ended:
+                break
+            request = ask.request(
+                attempt.dialogue.context,
+                [ask.seed(attempt.member, len(attempt.completions))],
+                max_tokens=self._params(ask, attempt).max_tokens,
+            )
+            (completion,) = await sampler.generate(request)
         if attempt.lives:
-            await self._finish(ask, attempt)
-
-    async def _answered(self, ask: Ask, attempt: _Attempt, completion: Completion) -> None:
-        """Plays one turn of the environment."""
-        params = self._params(ask, attempt)
-        attempt.completions.append(attempt.dialogue.say(completion, params))
-        left = self._limits.max_seconds - attempt.seconds
-        limit = min(self._limits.time_limit, max(left, LEAST_LIMIT))
-        reply = await self._host.ask(self._call_of(ask, attempt), limit)
-        self._take(attempt, reply)
-        if attempt.outcome == "pending":
-            self._tell(attempt, reply)
-
-    def _tell(self, attempt: _Attempt, reply: Reply) -> None:
-        """Show the answer to the policy, or end the rollout."""
-        try:
-            if reply.done or len(attempt.completions) == self._limits.max_turns:
-                attempt.ended_by = "environment" if reply.done else "turns"
-                attempt.dialogue.record(reply.observation)
-            elif not attempt.dialogue.hear(reply.observation, attempt.longest - 1):
-                attempt.ended_by = "tokens"
-        except Unrenderable as problem:
-            attempt.fail("failed", str(problem))
-
-    async def _finish(self, ask: Ask, attempt: _Attempt) -> None:
-        """Gets the environment's reward for the whole rollout, and ends it."""
-        call = replace(self._call_of(ask, attempt), ending=True)
-        self._take(attempt, await self._host.ask(call, self._limits.time_limit))
+            # The environment's reward for the whole rollout.
+            call = replace(self._call_of(ask, attempt), ending=True)
+            self._take(attempt, await self._host.ask(call, self._limits.time_limit))
 
     def _take(self, attempt: _Attempt, reply: Reply) -> None:
         """Note what a reply says beside its observation."""
@@ -289,19 +276,6 @@ class EnvironmentRollouts:
             for attempt, completion in zip(alive, completions, strict=True)
         }
         return [drawn.get(attempt.member) for attempt in attempts]
-
-    async def _next_completion(
-        self, sampler: Sampler, ask: Ask, attempt: _Attempt
-    ) -> Completion | None:
-        if attempt.ended:
-            return None
-        request = ask.request(
-            attempt.dialogue.context,
-            [ask.seed(attempt.member, len(attempt.completions))],
-            max_tokens=self._params(ask, attempt).max_tokens,
-        )
-        (completion,) = await sampler.generate(request)
-        return completion
 
 
 def _rollout(ask: Ask, attempt: _Attempt) -> Rollout:

@@ -69,10 +69,24 @@ class WorkerHost:
     async def ask(self, call: SessionCall, limit: float) -> Reply:
         """See `EnvironmentHost.ask`."""
         pool = self._pools[call.draw % len(self._pools)]
-        ended = await pool.ask(_pickled(call), limit, call.repeat_limit)
+        try:
+            pickled = pickle.dumps(call)
+        except Exception as error:  # values of user classes may raise anything here
+            culprits = ", ".join(f"`{name}`" for name in unpicklable(call.columns))
+            raise EnvironmentWorkerError(
+                f"A dataset value (column {culprits}) cannot be sent to the environment workers: {error}. "
+                "Keep plain values in the dataset and make the objects in the environment."
+            ) from error
+        ended = await pool.ask(pickled, limit, call.repeat_limit)
         match ended:
             case Answered(message):
-                return _read(message)
+                # User code might have written anything into a worker's message.
+                try:
+                    return from_json(Reply, json.dumps(message["answer"]))
+                except (KeyError, ValueError) as error:
+                    return Reply(
+                        outcome="failed", reason=f"the environment worker's answer is none: {error}"
+                    )
             case TimedOut(reason):
                 return Reply(outcome="timed_out", reason=reason)
             case Died(reason):
@@ -113,22 +127,3 @@ def _too_slow(running: str, limit: float) -> RunError:
         "killed and replaced, because the task cannot be imported by another process or rollout.in_process is set. Make "
         "it faster, raise rollout.time_limit, or move it into a task file."
     )
-
-
-def _read(message: Mapping[str, Any]) -> Reply:
-    """The reply in a worker's message, where user code might have written anything."""
-    try:
-        return from_json(Reply, json.dumps(message["answer"]))
-    except (KeyError, ValueError) as error:
-        return Reply(outcome="failed", reason=f"the environment worker's answer is none: {error}")
-
-
-def _pickled(call: SessionCall) -> bytes:
-    try:
-        return pickle.dumps(call)
-    except Exception as error:  # values of user classes may raise anything here
-        culprits = ", ".join(f"`{name}`" for name in unpicklable(call.columns))
-        raise EnvironmentWorkerError(
-            f"A dataset value (column {culprits}) cannot be sent to the environment workers: {error}. "
-            "Keep plain values in the dataset and make the objects in the environment."
-        ) from error

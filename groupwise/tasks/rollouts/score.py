@@ -7,7 +7,6 @@ leaving such rollouts out would leave out those that lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from groupwise.core.reward_call.request import ORIGIN, MemberScore, Scorer, ScoreRequest
@@ -66,7 +65,12 @@ def transcript(prompt: Prompt, rollout: Rollout) -> CompletionText:
 
 
 def _scored(rollout: Rollout, score: MemberScore) -> Rollout:
-    earned = _renamed(rollout.parts, {part.name for part in score.parts})
+    """The rollout with its score. A part of its environment that has the name of a reward function is renamed `environment/…`."""
+    taken = {part.name for part in score.parts}
+    earned = tuple(
+        replace(part, name=f"environment/{part.name}") if part.name in taken else part
+        for part in rollout.parts
+    )
     counting = [
         part.value * part.weight for part in earned if part.weight and part.value is not None
     ]
@@ -82,12 +86,4 @@ def _scored(rollout: Rollout, score: MemberScore) -> Rollout:
         reward=reward,
         parts=(*score.parts, *earned),
         notes={**rollout.notes, **score.notes},
-    )
-
-
-def _renamed(parts: Sequence[RewardPart], taken: set[str]) -> tuple[RewardPart, ...]:
-    """The environment's parts; one with the name of a reward function is renamed `environment/…`."""
-    return tuple(
-        replace(part, name=f"environment/{part.name}") if part.name in taken else part
-        for part in parts
     )

@@ -106,25 +106,22 @@ class Sessions:
     async def reply(self, call: SessionCall, started: Started) -> Reply:
         """Do what the call asks; an exception of the environment fails its rollout."""
         try:
-            return await self._replied(call, started)
+            session = self._sessions.get(call.session)
+            if session is None:
+                session = await self._rebuilt(call, started)
+            if call.ending:
+                reply = await self._ended(session, call, started)
+                await self._drop(call.session)
+                return reply
+            reply = await self._turn(session, call, len(call.heard), started)
+            session.heard.append(reply.digest)
+            return reply
         except _Unusable as problem:
             reason = str(problem)
         except BaseException as error:  # noqa: BLE001 — user code; it fails its rollout only
             reason = f"the environment raised {explain(error).strip()}"
         await self._drop(call.session)
         return Reply(outcome="failed", reason=printable(reason))
-
-    async def _replied(self, call: SessionCall, started: Started) -> Reply:
-        session = self._sessions.get(call.session)
-        if session is None:
-            session = await self._rebuilt(call, started)
-        if call.ending:
-            reply = await self._ended(session, call, started)
-            await self._drop(call.session)
-            return reply
-        reply = await self._turn(session, call, len(call.heard), started)
-        session.heard.append(reply.digest)
-        return reply
 
     async def _rebuilt(self, call: SessionCall, started: Started) -> _Session:
         """A new environment that has heard what the lost one had."""
@@ -156,7 +153,17 @@ class Sessions:
             else self._step(session, call.completions[turn - 1], turn, started)
         )
         seconds = time.perf_counter() - begun
-        return replace(reply, seconds=seconds, digest=_digest(reply))
+        said = json.dumps(
+            [
+                reply.prompt,
+                reply.observation,
+                reply.done,
+                [[part.name, part.value] for part in reply.parts],
+            ]
+        )
+        return replace(
+            reply, seconds=seconds, digest=hashlib.sha256(said.encode()).hexdigest()[:16]
+        )
 
     async def _begin(self, session: _Session, call: SessionCall, started: Started) -> Reply:
         reset = getattr(session.environment, "reset", None)
@@ -214,15 +221,6 @@ def _checked(name: str) -> Generator[None]:
 
 async def _finished(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
-
-
-def _digest(reply: Reply) -> str:
-    said = json.dumps([reply.prompt, reply.observation, reply.done, _values(reply)])
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
-
-
-def _values(reply: Reply) -> list[Any]:
-    return [[part.name, part.value] for part in reply.parts]
 
 
 def _name(thing: object) -> str:

@@ -169,7 +169,14 @@ def _lesson(
     here = f"{where}: row {number_of(row, index)}"
     try:
         if way.collator is not None:
-            return _collated(tokenizer, index, row, way, where)
+            found: TeacherExample | None = None
+            ids: tuple[int, ...] | None = None
+            if has_form(row, way.text_field):
+                found = teacher_example(index, row, text_field=way.text_field, where=where)
+                ids = _whole(tokenizer, found.content).ids
+            tokens = collate(way.collator, row, ids, here)
+            example = found.example if found else Example(index, "", dict(row))
+            return Lesson(example, (_checked(_of_tokens(tokens), way, here),))
         found = teacher_example(index, row, text_field=way.text_field, where=where)
         return Lesson(
             found.example,
@@ -179,22 +186,6 @@ def _lesson(
         if error.message.startswith(where):
             raise
         raise type(error)(f"{here}: {error.message}") from error
-
-
-def _collated(
-    tokenizer: Any, index: int, row: Mapping[str, Any], way: TeacherWay, where: str
-) -> Lesson:
-    """The row with the masks of the task's own collator."""
-    assert way.collator is not None
-    here = f"{where}: row {number_of(row, index)}"
-    found: TeacherExample | None = None
-    ids: tuple[int, ...] | None = None
-    if has_form(row, way.text_field):
-        found = teacher_example(index, row, text_field=way.text_field, where=where)
-        ids = _whole(tokenizer, found.content).ids
-    tokens = collate(way.collator, row, ids, here)
-    example = found.example if found else Example(index, "", dict(row))
-    return Lesson(example, (_checked(_of_tokens(tokens), way, here),))
 
 
 def _masked(tokenizer: Any, content: Content, way: TeacherWay) -> list[Masked]:
@@ -281,21 +272,17 @@ def _trained_span(masked: Masked) -> tuple[int, int]:
 
 def _rollout(tokenizer: Any, masked: Masked, draw: int, member: int) -> Rollout:
     start, end = _trained_span(masked)
+    pairs = zip(masked.ids[start:end], masked.mask[start:end], strict=True)
+    segments = tuple(
+        Segment("teacher" if trained else "environment", tuple(token for token, _ in stretch))
+        for trained, stretch in groupby(pairs, key=lambda pair: pair[1])
+    )
     return Rollout(
         draw=draw,
         member=member,
         attempt=0,
         prompt_ids=masked.ids[:start],
-        segments=_segments(masked, start, end),
+        segments=segments,
         completion=completion_text(tokenizer, masked.ids[start:end]),
         outcome="scored",
-    )
-
-
-def _segments(masked: Masked, start: int, end: int) -> tuple[Segment, ...]:
-    """The teacher's tokens and those that stand between them."""
-    pairs = zip(masked.ids[start:end], masked.mask[start:end], strict=True)
-    return tuple(
-        Segment("teacher" if trained else "environment", tuple(token for token, _ in stretch))
-        for trained, stretch in groupby(pairs, key=lambda pair: pair[1])
     )

@@ -59,7 +59,9 @@ class TwoStage:
     async def _answered(
         self, sampler: Sampler, ask: Ask, member: int, reasoning: Segment
     ) -> Rollout:
-        inserted = self._inserted(reasoning.token_ids)
+        written = self._tokenizer.decode(list(reasoning.token_ids), skip_special_tokens=False)
+        end = "" if self._config.reasoning_end in written else self._config.reasoning_end
+        inserted = text_ids(self._tokenizer, end + self._config.answer_start)
         request = ask.request(
             (*ask.prompt_ids, *reasoning.token_ids, *inserted),
             [ask.seed(member, 1)],
@@ -67,7 +69,7 @@ class TwoStage:
         )
         completions: Sequence[Completion] = await sampler.generate(request)
         answer = policy_segment(completions[0], request.params)
-        segments = (reasoning, *_inserted_segment(inserted), answer)
+        segments = (reasoning, *((Segment("inserted", inserted),) if inserted else ()), answer)
         ids = [token for segment in segments for token in segment.token_ids]
         return Rollout(
             draw=ask.draw,
@@ -77,12 +79,3 @@ class TwoStage:
             segments=segments,
             completion=completion_text(self._tokenizer, ids),
         )
-
-    def _inserted(self, reasoning: Sequence[int]) -> tuple[int, ...]:
-        written = self._tokenizer.decode(list(reasoning), skip_special_tokens=False)
-        end = "" if self._config.reasoning_end in written else self._config.reasoning_end
-        return text_ids(self._tokenizer, end + self._config.answer_start)
-
-
-def _inserted_segment(ids: tuple[int, ...]) -> tuple[Segment, ...]:
-    return (Segment("inserted", ids),) if ids else ()

@@ -21,7 +21,7 @@ from groupwise.engine.models.plan import Decoding, ModelPlan, largest_microbatch
 from groupwise.engine.models.tokens import rendered
 from groupwise.engine.sampler.config import SERVER_KEYS
 from groupwise.tasks.contract import Task, check_reward_columns, require
-from groupwise.tasks.data.easy_pool import EASY
+from groupwise.tasks.data.curriculum import EASY
 from groupwise.tasks.data.examples import examples_from_rows, fingerprint
 from groupwise.tasks.data.loading import as_prompts, scorable
 from groupwise.tasks.data.order import Order

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.tasks.data.curriculum import Curriculum, CurriculumConfig
+from groupwise.tasks.data.curriculum import Curriculum, CurriculumConfig, EasyPoolConfig
 
 
 def with_success(successes: int, members: int, **config: Any) -> Curriculum:
@@ -62,3 +62,17 @@ def test_its_state_survives_json():
     again.load_state(json.loads(json.dumps(curriculum.state())))
     assert again.state() == curriculum.state()
     assert again.success(7) == curriculum.success(7)
+
+
+# The easy pool
+
+EASY_PROBABILITIES = {
+    0: 1.0, 49: 1.0, 50: 0.9, 100: 0.8, 249: 0.6, 250: 0.55, 899: 0.42, 900: 0.40, 3000: 0.01,
+}  # fmt: skip
+"""The first steps of some rows of the table, and the last before another."""
+
+
+def test_the_default_table_of_the_easy_pool():
+    config = EasyPoolConfig()
+    assert {step: config.probability(step) for step in EASY_PROBABILITIES} == EASY_PROBABILITIES
+    assert config.probability(100_000) == 0.01
