@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -326,7 +327,7 @@ def attention_is_that_of_a_processor(
 @torch.no_grad()
 def kernels_between_products_are_those_of_torch(device: torch.device, dtype: torch.dtype) -> None:
     """Norm, SwiGLU, rotary positions and their gradients, in rows that no block of numbers fits."""
-    from groupwise.engine.models.native import triton_kernels as kernels
+    kernels: Any = import_module("groupwise.engine.models.native.triton_kernels")
 
     generator = torch.Generator().manual_seed(0)
 
@@ -369,7 +370,7 @@ def kernels_between_products_are_those_of_torch(device: torch.device, dtype: tor
 @torch.no_grad()
 def kernels_with_products_are_those_of_torch(device: torch.device, dtype: torch.dtype) -> None:
     """An adapter's share of a SwiGLU, and attention to pages."""
-    from groupwise.engine.models.native import triton_kernels as kernels
+    kernels: Any = import_module("groupwise.engine.models.native.triton_kernels")
 
     generator = torch.Generator().manual_seed(0)
     both = torch.randn(19, 2 * 150, generator=generator)
@@ -383,7 +384,7 @@ def kernels_with_products_are_those_of_torch(device: torch.device, dtype: torch.
 
 def tokens_are_drawn_as_torch_does(device: torch.device, dtype: torch.dtype) -> None:
     """The same tokens, at any temperature; logits that are no numbers show in the log-probability."""
-    from groupwise.engine.models.native import triton_kernels as kernels
+    kernels: Any = import_module("groupwise.engine.models.native.triton_kernels")
 
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(12, 2999, generator=generator) * 4).to(dtype)
@@ -405,7 +406,7 @@ def tokens_are_drawn_as_torch_does(device: torch.device, dtype: torch.dtype) -> 
 
 def attention_to_pages_is_that_of_torch(device: torch.device, dtype: torch.dtype) -> None:
     """One more token of rows that share the pages of a prompt, or have it to themselves; an empty place disturbs none."""
-    from groupwise.engine.models.native import triton_kernels as kernels
+    kernels: Any = import_module("groupwise.engine.models.native.triton_kernels")
 
     generator = torch.Generator().manual_seed(0)
     for heads, kv_heads, size, normed in ((6, 2, 16, True), (3, 1, 24, False), (2, 2, 128, False)):
