@@ -154,7 +154,7 @@ class Segment:
     """Set if a new row begins here: all that the policy saw before this segment, because the chat template wrote earlier turns
     again. None: the segment goes on with the row before it."""
     learner_logprobs: tuple[float, ...] | None = None
-    """By the learner in the first pass of its step that learnt from these tokens, before that pass's update (nats, float32): as
+    """The learner's log-probabilities in the first pass that learnt from these tokens, before that pass's update (nats, float32), as
     `Learner.trained_logprobs` tells them. Less `sampling_logprobs` they are the logarithms of the ratios. None where the
     tokens did not teach, or they were not kept."""
 

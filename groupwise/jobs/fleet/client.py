@@ -101,7 +101,7 @@ class FleetClient:
         """`key`: default is GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request.
 
         `patience`: seconds for which `follow`, `wait`, submissions and files on their way go on where the fleet does not answer, and for
-        which a file that somebody else sends too may stand still. `tell`: is told when the fleet is away, when it is back, and where an
+        which a file that another client sends too may stand still. `tell` is called when the fleet is away, when it is back, and where an
         answer is late; without it a warning is logged.
         """
         key = os.environ.get(VARIABLE) if key is None else key

@@ -71,7 +71,7 @@ def no_room(folder: Path, size: int) -> str | None:
 
 
 def words(folder: Path) -> str:
-    """Which disk is full, and what to do: the end of a message."""
+    """The end of a message: which disk is full, and what to do."""
     return (
         f"the disk of {folder} is full{_left(folder)}. Make room there; nothing that was acknowledged is lost. "
         "`df -h` and `df -i` say what is left."

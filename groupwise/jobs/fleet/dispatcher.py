@@ -130,7 +130,7 @@ class Tuning:
     clock: Callable[[], float] = time.monotonic
     """Seconds of this process."""
     began: float | None = None
-    """By the database's clock, where a poller began with it: what machines ran before it looks at them may stand in no table. None: it is
+    """Time by the database's clock at which a poller began with it: processes that machines ran before may stand in no table. None: it is
     believed what was seen of them lately."""
 
 

@@ -249,7 +249,7 @@ def _nats(place: FleetPlace, database: Database, tell: Tell) -> None:
 
 
 def _nats_in_use(place: FleetPlace, database: Database) -> dict[str, str | None]:
-    """As people are shown it → the whole address, or None where nobody here knows that. What runs may have been begun with options; where
+    """The address as users see it → the whole address, or None if it is unknown here. A running fleet may have been begun with options; if
     nothing does, the settings say what will."""
     own = place.nats_url
     whole = {} if own is None else {access_from(own, os.environ).shown: own}
@@ -449,7 +449,7 @@ async def _look_at(machine: Machine, known_gpus: int) -> list[Seen]:
 
 
 async def _of_elastic(name: str, runner: Runner, engine: Elastic, door: Door | None) -> list[Seen]:
-    """What begins jobs elsewhere is asked whether it would; a command is tried where it is asked, and so with the environment of jobs,
+    """Ask an engine that begins jobs elsewhere whether it would; a command is tried where it is asked, and so with the environment of jobs,
     but not where they run."""
     _, found = await _answers(name, runner)
     about = f"{name} {engine.title}"

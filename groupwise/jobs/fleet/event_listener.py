@@ -1,4 +1,4 @@
-"""What `groupwise fleet up` prints while it runs: a line for everything that happens to jobs and machines, read from the events.
+"""Prints the lines of `groupwise fleet up` while it runs: one for everything that happens to jobs and machines, read from the events.
 
 It begins with the present events; earlier ones are in `groupwise fleet jobs`. Nothing depends on it: if its output cannot be written, or
 anything else fails here, the fleet goes on.

@@ -1,7 +1,7 @@
 """The requeue manager: once a minute it looks for inconsistent rows and repairs them.
 
 Everything that moves a job does so in one transaction together with what made it move, so in a fleet that works there is nothing to
-find. What this finds was left by a mistake: a row that somebody changed by hand, a capacity that nobody told of, a program that had a
+find. What this finds was left by a mistake: a row that was changed by hand, capacity that was not announced, a program that had a
 fault. It is level-triggered and remembers nothing between two sweeps. Each repair looks again under the row's lock before it writes:
 whoever is at work on a row is not disturbed, and several managers do each repair once.
 
@@ -13,7 +13,7 @@ whoever is at work on a row is not disturbed, and several managers do each repai
     a machine runs of it what no      held back for longer: its machine may be silent, and run it on
       table knows
     to wait longer than any pause     may begin now: the database's clock was set back
-    silent beyond its deadman         told to the operator: whoever drives the attempt should have ended it
+    silent beyond its deadman         reported to the operator: its controller should have ended it
 
 It never asks a machine anything, and never touches a job that has a live attempt.
 """

@@ -2,7 +2,7 @@
 
 A fleet is known by one folder: with it come the database (SQLite in the folder, unless a URL of PostgreSQL is told), logs, artefacts and
 the store of files. `GROUPWISE_FLEET` names the folder, and so does `--fleet`; without either it is `~/.groupwise/fleet`. The same two may
-name the address of a fleet's HTTP API instead: then there is nothing else to set here, because whoever serves the API has done it.
+name the address of a fleet's HTTP API instead: then there is nothing else to set here, because the operator of the API has done it.
 
 Defaults come first; `fleet.yaml` in the folder is laid over them, then variables of the environment (`GROUPWISE_FLEET_POLL_SECONDS=5`),
 then options of the command line. No password has to stand in any of them: `database` may leave it to PGPASSWORD or a `.pgpass` file.

@@ -5,7 +5,7 @@ its own in `cursors`, and moves it only over what was acknowledged: told at leas
 double an announcement (its `event_id` says so) and never loses one. Several trackers at once tell more than once, and do no other harm.
 
 A database may lose its last commits, where a copy of it takes over, and give their numbers again. Then what was read last is not there any
-more, or is another event, and the tracker begins anew at the position that stands in that database.
+more, or is another event, and the tracker starts again at the position that stands in that database.
 
 The subjects of NATS are news: where it is new in a fleet that has run for long, it begins with what ended in the last hour, and the log
 says so. Its position is written down at once, so that from then on nothing is lost. A webhook belongs to its job, which is told however

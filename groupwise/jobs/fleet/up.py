@@ -5,7 +5,7 @@
     requeue      compares what should be with what is, and puts right what a mistake has left
     tracker      tells the world of jobs that have ended
 
-Every role is a loop that is meant to run for ever. Whatever ends one is logged with its reason, and it is begun anew after a pause; the
+Every role is a loop that is meant to run for ever. Whatever ends one is logged with its reason, and it is started again after a pause; the
 others go on. Each writes a line into `control_processes` every ten seconds: so `fleet status` and `doctor` know who is alive.
 
 A signal ends all of it cleanly: the dispatcher lets go of its attempts, and jobs run on, because runners do not need us. A later second

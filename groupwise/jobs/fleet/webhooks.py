@@ -5,7 +5,7 @@ followed, and the name is looked up once, here: unless every address behind it i
 checked is what is connected to. `allow_private` opens that to the network of the fleet itself.
 
 An answer of 2xx is the end of it. Everything else is tried again with growing pauses, a bounded number of times. Either end is an event of
-the job, so that a tracker that is restarted does not begin anew with those that are done.
+the job, so that a tracker that is restarted does not repeat those that are done.
 
 Those for one place (host and port) wait for each other, and for no other place: few at once, those that were never tried first. Where
 nobody can be connected to, one is tried for all that wait for the same place, which then counts for each of them. Places that gave no

@@ -1,4 +1,4 @@
-"""What `groupwise check` finds out about an environment: it can be made, begins alike for all members, answers a turn, and gives rewards.
+"""The checks of `groupwise check` on an environment: it can be made, begins alike for all members, answers a turn, and gives rewards.
 
 Whether it gives the right rewards only its task knows: there is no gold for a conversation. If the environment gives the rewards itself,
 players that need no model play some games in it: some say nothing or nonsense, some guess among the words that they have read or among

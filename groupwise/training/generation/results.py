@@ -196,7 +196,7 @@ def _select(
 def _exclusion_reasons(
     found: Sequence[Generation], members: Sequence[MemberScore | None], config: GenerateConfig
 ) -> list[str | None]:
-    """For each generation of a row, why it is left out; None if it is kept."""
+    """The reason why each generation of a row is left out; None if it stays."""
     reasons = [_unusable(each, config) for each in found]
     if config.min_reward is None:
         return reasons

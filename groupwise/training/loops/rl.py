@@ -4,7 +4,7 @@
         groups = schedule.next      examples drawn by their order, sampled and scored, all groups at once
         take_step(groups)           weights → rows → updates → publish → record → now and then a checkpoint
 
-The runner here calls both; whoever has groups from elsewhere calls `take_step` alone. Every completion names the version and
+The runner here calls both; a caller that has groups from elsewhere calls `take_step` alone. Every completion names the version and
 fingerprint of the weights that drew it, and the loop stops if they are others than the schedule says.
 
 Which examples a draw gets, and every random number, follow from the config's seed and the number of the draw, so the whole state of

@@ -53,7 +53,7 @@ class GraphEngine:
     ) -> None:
         shape = model.shape
         self.rows: list[Row] = []
-        """In the order of their places."""
+        """Rows in progress, in the order of their places."""
         self._model = model
         self._weights = weights
         self._record = record
@@ -191,7 +191,7 @@ class GraphEngine:
         return self._keys_LGJTD[number], self._values_LGJTD[number]
 
     def _places(self) -> tuple[Tensor, ...]:
-        """What `_plain_attention` takes of all layers: each token's page and cell in it, and which keys it sees [S, M · T]."""
+        """The arguments of `_plain_attention` that all layers share: page and cell of each new token, and the keys seen [S, M · T]."""
         _, positions_S, prompts_S = self._inputs_3S
         own_S = positions_S - prompts_S
         of_prompt_S = (prompts_S + PAGE - 1) // PAGE

@@ -126,12 +126,12 @@ class Pauses:
     first: float = 0.5
     longest: float = 15.0
     idle: float = 30.0
-    """If there is nothing to do but wait."""
+    """Seconds between looks while there is nothing to do but wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerDependencies:
-    """What all controllers of one dispatcher share."""
+    """Dependencies that all controllers of one dispatcher share."""
 
     owner: str
     gateway: Gateway
@@ -160,12 +160,12 @@ class _Fetching:
     """The log or the checkpoints of a member, fetched while it runs."""
 
     there: Have
-    """What its machine had last: bytes of log; or the number of checkpoints with the newest step, since if only the last two are kept the
+    """The machine's last state: bytes of log; or the number of checkpoints with the newest step, since if only the last two are kept the
     number stays at 2."""
     here: Have
     """How much of that is on the control side."""
     task: asyncio.Task[None] | None = None
-    """At most one runs at a time."""
+    """The task in progress; at most one runs at a time."""
 
     @property
     def begins(self) -> bool:
@@ -195,14 +195,14 @@ class _MemberMonitor:
         self.place: str | None = None
         """The root folder in which it began, as the machine names it."""
         self.elsewhere = False
-        """What answers has another root: a different machine or folder, which knows nothing of the attempt."""
+        """True if the runner that answers has another root: a different machine or folder, which knows nothing of the attempt."""
         self.ended: float | None = None
         """When its command ended, by this process's monotonic clock."""
         self.asked = False
         """It has been asked, and the answer still holds."""
         self.refusal: str | None = None
         self.provided = True
-        """As `MemberView.provided`."""
+        """See `MemberView.provided`."""
         self.providing: asyncio.Task[None] | None = None
         self.mistake: Exception | None = None
         """A bug of ours that came up while providing files."""
@@ -258,7 +258,7 @@ class _MemberMonitor:
 
     @property
     def given(self) -> bool:
-        """As `MemberView.given`."""
+        """See `MemberView.given`."""
         return self.last is None or self.last.engine_has is not False
 
     @property
@@ -792,8 +792,9 @@ class Drive:
 
 
 def _why_not_provided(store: BlobStore, row: Snapshot, error: BlobError) -> str | None:
-    """Which files the store has lost, as a refusal: first those of the checkpoint, since there may be another one. None: they are back
-    meanwhile."""
+    """A refusal that names the files that the store has lost: first those of the checkpoint, since there may be another one. None: they
+    are back meanwhile.
+    """
     resume = resume_of(row)
     if resume and (lacking := _lacking(store, resume.manifest)):
         return refusals.of_checkpoint(resume.step, resume.path, lacking, error)

@@ -1,4 +1,4 @@
-"""What to do next about one attempt: a pure function of what is known, and the table of an attempt's life.
+"""Decides the next step of one attempt: a pure function of what is known, and the table of an attempt's life.
 
 Whoever owns an attempt reads its row and what its machines say (`controller.py`), asks `decide`, performs the effects and asks again.
 Nothing is remembered between two calls but what the database and the machines hold, so that another dispatcher goes on from the same
@@ -37,7 +37,7 @@ DEADMAN_MARGIN = 60.0
 
 
 class Reading(StrEnum):
-    """What is known now of a member on its machine: the state of a `MemberState`, or that it is not known."""
+    """A member's state on its machine as last read: that of a `MemberState`, or unknown."""
 
     UNREACHABLE = "unreachable"
     UNKNOWN = "unknown"
@@ -77,7 +77,7 @@ class MemberView:
     refusal: str | None = None
     """`code: message` of a runner's refusal, or why the launch request could not be made."""
     highest: int | None = None
-    """With a refusal `lower_epoch`: the highest epoch of the job that its machine has seen."""
+    """The highest epoch of the job that its machine has seen, with a refusal `lower_epoch`."""
     provided: bool = True
     """Its machine has the attempt's files, as far as is known: a launch request that finds some missing says so."""
     given: bool = True
@@ -99,7 +99,7 @@ class MemberView:
     left_out: int = 0
     """Number of links, devices and the like among them, which are never fetched."""
     quiet: bool | None = None
-    """Whether its machine was seen to run nothing of it any more; None: not checked."""
+    """True if its machine was seen to run nothing of it any more; None: not checked."""
     released: bool = False
     """Its machine was seen to hold nothing of it."""
     abandoned: bool = False
@@ -499,7 +499,7 @@ def _lost_because(member: MemberView) -> str:
 
 
 class Stray(StrEnum):
-    """What to do about an attempt that a machine reports."""
+    """Actions for an attempt that a machine reports."""
 
     LEAVE = "leave"
     """It is live, or over there as well."""
@@ -518,8 +518,8 @@ class Known:
 
 
 def stray(epoch: int, reading: Reading, known: Known | None, survivors: int = 0) -> Stray:
-    """What to do about an attempt on a machine; `known` is None where the job is in no table. `survivors`: its processes without a
-    supervisor. Whoever drives it sees to those; of what nobody drives they are as good as any."""
+    """The action for an attempt on a machine; `known` is None if the job is in no table. `survivors`: its processes without a
+    supervisor. Its controller handles those; without a controller they count like any other process."""
     runs = reading in {Reading.QUEUED, Reading.CLAIMED, Reading.RUNNING}
     if not runs and not survivors:
         return Stray.LEAVE

@@ -101,7 +101,7 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
 def verdict_on(
     session: Session, job: Job, attempt: Attempt, move: Move, chance: random.Random
 ) -> Verdict:
-    """What follows for the job when its attempt ends like this."""
+    """Decide what follows for the job when its attempt ends like this."""
     assert move.outcome is not None, "the end of an attempt has an outcome"
     blamed = _machine_to_blame(move)
     facts = JobFacts(

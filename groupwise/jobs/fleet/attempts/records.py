@@ -125,7 +125,7 @@ class MemberRow:
 
     @property
     def waits(self) -> str | None:
-        """What it waits for in the queue of its engine, as last reported."""
+        """The reason why it waits in the queue of its engine, as last reported."""
         return self.handle.get(WAITS)
 
 
@@ -309,7 +309,7 @@ def names(session: Session) -> list[str]:
 
 
 def pending_requests(session: Session, owner: str) -> dict[int, tuple[bool, tuple[str, ...]]]:
-    """What people asked for the open attempts of this owner, by epoch: whether cancelled, and which of its machines were declared lost."""
+    """Users' requests about this owner's open attempts, by epoch: whether cancelled, and which machines were declared lost."""
     found: dict[int, tuple[bool, tuple[str, ...]]] = {
         epoch: (cancelled is not None, ())
         for epoch, cancelled in session.execute(
@@ -331,7 +331,7 @@ def pending_requests(session: Session, owner: str) -> dict[int, tuple[bool, tupl
 
 
 def boot_observations(session: Session, owner: str) -> dict[str, tuple[str | None, bool]]:
-    """What the poller observed of machines on which this owner has open attempts: the boot id by machine, and whether it answers."""
+    """The poller's observations of machines on which this owner has open attempts: by machine, its boot id and whether it answers."""
     rows = session.execute(
         select(VM.vm_id, VM.boot_id, VM.contact)
         .join(Member, Member.vm_id == VM.vm_id)
@@ -521,7 +521,7 @@ def record(session: Session, epoch: int, owner: str, state: MemberState, rank: i
 
 
 def waits_for(state: MemberState) -> str | None:
-    """What a member waits for in the queue of its engine, in words."""
+    """The reason why a member waits in the queue of its engine, in words."""
     return state.engine_says or None if state.state is RunnerState.QUEUED else None
 
 
@@ -651,10 +651,10 @@ class LeftBehind:
 
 
 def not_looked_at(session: Session, began: float, *, lately: bool = True) -> list[str]:
-    """Machines that nobody has asked since `began`, with or without an answer; `lately`: nor for so long before it that what was seen says
-    nothing any more. Such a fleet stood still, and its database may have been set back.
+    """Machines that have not been asked since `began`, with or without an answer; `lately`: nor for so long before it that what was seen
+    says nothing any more. Such a fleet stood still, and its database may have been set back.
 
-    One that was silent before may answer now, so that it counts as well; one that nobody trusts is told nothing, and so runs nothing.
+    One that was silent before may answer now, so that it counts as well; one that is not trusted gets no requests, and so runs nothing.
     """
     now = seconds(session)
     rows = session.execute(

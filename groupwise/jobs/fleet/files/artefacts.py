@@ -220,7 +220,7 @@ def _publish(folder: Path, target: Path, tree: WorkTree) -> None:
 
 
 def _outcome(target: Path, artefacts: Collection[str]) -> Collected:
-    """Which files should be there and are not, and how much else was left out. `artefacts`: the paths that the job names."""
+    """Report the files that should be there and are not, and how much else was left out. `artefacts`: the paths that the job names."""
     document = json.loads(record_of(target).read_text())
     left_out: list[tuple[str, str]] = document["left_out"]
     more: dict[str, int] = document.get("left_out_more", {})

@@ -161,7 +161,7 @@ class MachineClearing:
 def forgettable(
     session: Session, vm_id: str, names: Sequence[Name], keeping: Keeping
 ) -> list[Name]:
-    """Which of the attempts that a machine says are over may lose their folders there, the oldest first."""
+    """The attempts that a machine reports as over and whose folders may be deleted there, the oldest first."""
     now = seconds(session)
     known = _rows(session, vm_id, names)
     unfinished = session.execute(

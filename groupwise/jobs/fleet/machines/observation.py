@@ -437,7 +437,7 @@ def _judge(
 
 
 def _holders(session: Session, vm_id: str, asked_at: float) -> dict[int, set[str]]:
-    """For each GPU's number, the attempts (`<job>.<epoch>`) that hold something of it, or held it when the machine was asked."""
+    """Attempts by the number of each GPU: those (`<job>.<epoch>`) that hold something of it, or held it when the machine was asked."""
     query = (
         select(Reservation.gpu_id, Reservation.epoch, Attempt.job_id)
         .join(Attempt, Attempt.epoch == Reservation.epoch)

@@ -86,7 +86,9 @@ def _names(document: Any, depth: int) -> Iterator[str]:
 
 
 def messages(job_ids: Iterable[str], largest: int) -> Iterator[bytes]:
-    """The ids as messages of at most `largest` bytes, as `ids_in` reads them; what is no id would be heard by nobody, and is left out."""
+    """The ids as messages of at most `largest` bytes, as `ids_in` reads them; anything that is no id is left out, because no listener
+    would accept it.
+    """
     held: list[str] = []
     size = 2
     for name in filter(JOB_ID.fullmatch, job_ids):  # so that each letter is one byte

@@ -1,8 +1,8 @@
 """The doorbell of one machine: within this process, and between processes through datagram sockets in the fleet's folder.
 
 `groupwise fleet up` listens at a socket of its own in `<folder>/doorbells/`; `groupwise fleet submit`, in another process, sends the ids
-to every socket of this machine that lies there. One that refuses belongs to a process that is gone, and is removed by whoever finds it. A
-listener whose buffer is full has enough to wake up for: what does not fit is dropped.
+to every socket of this machine that lies there. One that refuses belongs to a process that is gone, and is removed by the process that
+finds it. A listener whose buffer is full has enough to wake up for: what does not fit is dropped.
 
 Several machines may share the folder. A socket is heard on its own machine alone and refuses everybody else, alive or not: so its name
 says which run of which system it belongs to, and those of others are left alone. (Those of a machine that has lost its power stay, a

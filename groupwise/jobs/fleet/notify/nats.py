@@ -137,7 +137,7 @@ class NatsLink:
         self._last_error: Exception | None = None
         self._complained: set[str] = set()
         self._refusals: list[str] = []
-        """What the server refused of the present publication, in its words."""
+        """The server's refusals of the present publication, in its words."""
         self._refused: dict[str, str] = {}
         """The server's refusal by subject, until a message is accepted there."""
 

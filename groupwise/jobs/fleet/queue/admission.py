@@ -429,7 +429,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Admitted:
-    """What admission decided for a valid row."""
+    """Admission's decision about a valid row."""
 
     row: _Row
     spec: JobSpec
@@ -443,7 +443,7 @@ class _Admitted:
 
 
 class _Fleet:
-    """What admission must know besides the rows; read once for many."""
+    """Facts about the fleet that admission needs besides the rows; read once for many."""
 
     def __init__(self, session: Session, rows: Iterable[_Row], allowed: AllowedSecrets) -> None:
         self.allowed = allowed
@@ -492,7 +492,7 @@ def _answer(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
 
 
 def _beyond(row: _Row, found: list[str]) -> Beyond | None:
-    """What the request asks for beyond the columns; None if it is invalid, with the reasons added to `found`."""
+    """The request's document beyond the columns; None if it is invalid, with the reasons added to `found`."""
     if row.request is None:
         if "request" not in row.unreadable:
             found.append("request: a JSON object is wanted, {} where there is nothing to say")
@@ -505,7 +505,7 @@ def _beyond(row: _Row, found: list[str]) -> Beyond | None:
 
 
 def _follows(row: _Row, columns: Columns, beyond: Beyond, fleet: _Fleet) -> list[str]:
-    """What is wrong with the jobs that this one is to run after."""
+    """Check the jobs after which this one is to run."""
     found: list[str] = []
     for word in beyond.after:
         job_id, _ = dependency(word)

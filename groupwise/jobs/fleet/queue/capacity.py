@@ -75,7 +75,7 @@ class Quota:
 
 @dataclass(slots=True)
 class View:
-    """What is free at one moment, less what `take` has booked since."""
+    """Free capacity at one moment, less the bookings by `take` since."""
 
     now: float
     machines: dict[str, Machine]
@@ -85,7 +85,7 @@ class View:
     """Long-waiting jobs with their projects, by rank, for which nothing was withheld yet: that is computed when a job behind them is
     placed."""
     held: list[tuple[RankKey, Held]] = field(default_factory=list[tuple[RankKey, Held]])
-    """What is withheld for the other long-waiting jobs, by rank."""
+    """Capacity withheld for the other long-waiting jobs, by rank."""
     quotas: dict[str, Quota] = field(default_factory=dict[str, Quota])
     """Quotas of the projects that have one."""
     roomy: list[str] | None = None
@@ -186,7 +186,7 @@ class View:
         return [replace(each, gpus=gpus) for each, gpus in kept if gpus]
 
     def held_before(self, key: RankKey) -> Held:
-        """What is withheld for other jobs that stand before this one in the queue."""
+        """Capacity withheld for jobs before this one in the queue."""
         while self.patient and self.patient[0][0] < key:
             other, resources, project = self.patient.popleft()
             if len(self.held) < MOST_PATIENT and self.over_quota(resources, project) is None:
@@ -336,7 +336,7 @@ def stale_after(facts: Mapping[str, Any] | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What open reservations hold: GPUs by gpu_id, slots and promises by vm_id."""
+    """Capacity that open reservations hold: GPUs by gpu_id, slots and promises by vm_id."""
 
     whole: set[int] = field(default_factory=set[int])
     shares: dict[int, int] = field(default_factory=dict[int, int])
@@ -351,12 +351,13 @@ class _Taken:
 
 
 _COUNTS = or_(Attempt.state != AttemptState.ENDED, VM.contact != Contact.UNREACHABLE)
-"""Whether a reservation counts for a quota. That of an ended attempt on an unreachable machine stays open until the machine answers, but
-does not count, so that its project can go on elsewhere."""
+"""The condition for a reservation to count towards a quota. That of an ended attempt on an unreachable machine stays open until the
+machine answers, but does not count, so that its project can go on elsewhere.
+"""
 GPUS_OF_ENGINE = case(
     (Reservation.gpu_id.is_(None), func.coalesce(Job.resources["gpus"].as_integer(), 0)), else_=0
 )
-"""For a reservation of a slot: the GPUs requested from an engine. A job in a CPU slot of a machine has requested none."""
+"""The GPUs requested from an engine, for the reservation of a slot. A job in a CPU slot of a machine has requested none."""
 
 
 def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:

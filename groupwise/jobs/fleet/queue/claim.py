@@ -108,7 +108,7 @@ class Unplaced:
     dependent: Sequence[_Candidate]
     """Jobs that are to run after others which have not ended yet."""
     blocked: Sequence[_Candidate]
-    """For each shape the first job that found no room."""
+    """The first job of each shape that found no room."""
     drained: bool
     """There was no other job in the queue."""
 
@@ -249,7 +249,7 @@ class _Earlier:
 
     @property
     def avoid(self) -> Avoid:
-        """What the next attempt gets only if nothing else is free."""
+        """Machines and GPUs that the next attempt gets only if nothing else is free."""
         return Avoid(frozenset(self.machines), frozenset(self.gpus), frozenset(self.slots))
 
 
@@ -318,7 +318,7 @@ def _note_blamed_gpus(session: Session, blamed: Mapping[int, _Earlier]) -> None:
 
 @dataclass(slots=True)
 class _Plan:
-    """Where candidates would go, planned without locks on machines."""
+    """A plan of where candidates would go, made without locks on machines."""
 
     before: dict[str, _Earlier] = field(default_factory=dict[str, _Earlier])
     placed: list[tuple[_Candidate, Placement]] = field(

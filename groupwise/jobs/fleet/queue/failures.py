@@ -57,7 +57,7 @@ BACKOFF_BASE, BACKOFF_CAP = 10.0, 600.0
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """What a job's submitter said about retries."""
+    """The retries that a job's submitter allows."""
 
     charged: int = CHARGED_RETRIES
     per_class: Mapping[FailureClass, int] = field(default_factory=dict[FailureClass, int])
@@ -108,7 +108,7 @@ def after_end(
     because: str,
     chance: random.Random,
 ) -> Verdict:
-    """What follows for the job. A success stays one, even if cancellation was requested meanwhile."""
+    """Decide what follows for the job. A success stays one, even if cancellation was requested meanwhile."""
     if outcome is Outcome.SUCCEEDED:
         return Verdict(JobStatus.COMPLETED, spent=job.spent)
     if job.cancel_requested or outcome is Outcome.CANCELLED:

@@ -62,7 +62,7 @@ class _Gap:
     """Seconds by which all jobs behind the gap will be postponed."""
 
     def has(self, due: float) -> bool:
-        """Whether a job with this due time goes here; it goes behind those with the same one."""
+        """True if a job with this due time goes here; it goes behind those with the same one."""
         return (self.before is None or self.before.due <= due) and (
             self.behind is None or due < self.behind.due
         )

@@ -30,7 +30,9 @@ Row = Mapping[str, Any]
 
 @runtime_checkable
 class Kind(Protocol):
-    """What an entry point names. It may also have `smaller(row) -> row | None`: the row with a smaller batch, or None if there is none."""
+    """The interface of a kind of job, which an entry point names. It may also have `smaller(row) -> row | None`: the row with a smaller
+    batch, or None if there is none.
+    """
 
     def expand(self, row: Row) -> JobSpec:
         """The command of a job of this kind. Raises UsageError with everything that is wrong with the row, a line for each problem."""

@@ -47,7 +47,7 @@ def unmet(session: Session, after: Mapping[str, Sequence[str]]) -> dict[str, Unm
 
 
 def _unmet(word: str, statuses: Mapping[str, str]) -> Unmet | None:
-    """Whether one dependency is unmet, and why."""
+    """Say why one dependency is unmet; None if it is met."""
     job_id, must_complete = dependency(word)
     status = statuses.get(job_id)
     if status in (None, *FINAL):
@@ -62,7 +62,7 @@ def _unmet(word: str, statuses: Mapping[str, str]) -> Unmet | None:
 
 
 def outlook(session: Session, job: Job) -> Placement | Blocked:
-    """Where an admitted job would begin if it were the next now, or why it could not."""
+    """The placement that an admitted job would get if it were next now, or the reason why it could not begin."""
     resources = Resources.model_validate(job.resources or {})
     found = view(session, {job.project})
     return found.look(resources, job.project, (job.rank or 0.0, job.job_id))

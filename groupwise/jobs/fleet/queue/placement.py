@@ -86,7 +86,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a job gets of one machine."""
+    """A job's share of one machine."""
 
     vm_id: str
     gpus: tuple[MachineGPU, ...] = ()
@@ -95,7 +95,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a job gets: one seat for each of its machines, rank 0 first."""
+    """A job's seats: one for each of its machines, rank 0 first."""
 
     seats: tuple[Seat, ...]
 
@@ -128,11 +128,11 @@ NOTHING_HELD = Held()
 
 @dataclass(frozen=True, slots=True)
 class Avoid:
-    """What a job gets only if nothing else is free."""
+    """Machines and GPUs that a job gets only if nothing else is free."""
 
     machines: frozenset[str] = frozenset()
     gpus: frozenset[int] = frozenset()
-    """By gpu_id."""
+    """GPUs, by gpu_id."""
     slots: frozenset[tuple[str, int]] = frozenset()
     """(vm_id, slot)."""
 
@@ -216,7 +216,8 @@ def withhold(
     job_id: str,
     held: Held = NOTHING_HELD,
 ) -> Held:
-    """What to withhold for a waiting job, besides what is `held` for those before it; nothing if it could not run even on idle machines.
+    """Choose capacity to withhold for a waiting job, besides that `held` for those before it; none if it could not run even on idle
+    machines.
 
     Machines are chosen where least is missing. As no job behind it gets what was chosen, the sum of what is missing never rises.
     """
@@ -243,7 +244,7 @@ def withhold(
 
 
 def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
-    """What the machine gives to the job, or why nothing."""
+    """The job's share of this machine, or the reason why it gets none."""
     if why := _unfit(resources, machine) or _short(resources, machine):
         return why
     if not machine.gives_gpus_for(resources):

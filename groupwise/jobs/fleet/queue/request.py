@@ -1,4 +1,4 @@
-"""What a submitter may say of a job: `JobRequest`, the same for the command line, the API and Python.
+"""The request for a job, `JobRequest`, which is the same for the command line, the API and Python.
 
 It has two halves. `Columns` are the columns of `jobs` that people also write by hand. `Beyond` is everything else and is stored as one
 JSON document in `jobs.request`, where people who write rows may put it too. Admission (`admission.py`) reads both halves back from the
@@ -106,11 +106,11 @@ class Beyond(_Strict):
     """It may begin again with a smaller batch when the GPU's memory was too small."""
 
     def document(self) -> dict[str, Any]:
-        """What stands in `jobs.request`: what is as it is by default is left out."""
+        """The document for `jobs.request`, without fields that have their defaults."""
         return self.model_dump(mode="json", exclude_defaults=True, include=set(Beyond.model_fields))
 
     def retry_policy(self) -> RetryPolicy:
-        """For whoever decides what follows a failure."""
+        """The retry policy, for the decision after a failure."""
         charged = CHARGED_RETRIES if self.retry.charged is None else self.retry.charged
         return RetryPolicy(charged, self.retry.per_class, self.allow_smaller_batch, self.retry.once)
 

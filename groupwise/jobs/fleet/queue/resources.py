@@ -22,7 +22,7 @@ from groupwise.core.errors import UsageError
 
 MOST_MACHINES = 1024
 MOST_MB = 2**31 - 1
-"""What a column of the database holds; 2 million GB."""
+"""The largest value of a database column: 2 million GB."""
 
 Megabytes = Annotated[int, Field(gt=0, le=MOST_MB)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]

@@ -2,7 +2,7 @@
 their jobs do not begin anew beside them.
 
 The poller writes down what it finds with what else it knows of the machine, and holds the jobs back for a while, with each look for a
-while longer. A machine that has fallen silent runs on what it ran, for all that anybody knows, so that the requeue manager holds back what
+while longer. A machine that has fallen silent may still run what it ran, so that the requeue manager holds back what
 the last look at it found.
 """
 
@@ -44,17 +44,17 @@ def _attempts(found: object) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What untracked attempts hold of their machine, which refuses other jobs there."""
+    """Capacity of a machine that untracked attempts hold; other jobs do not get it."""
 
     whole: frozenset[str] = frozenset()
     """UUIDs of GPUs."""
     shares_mb: Mapping[str, int] = field(default_factory=dict[str, int])
-    """By UUID."""
+    """MiB of memory shares, by the GPU's UUID."""
     slots: frozenset[int] = frozenset()
 
 
 def holding(facts: Mapping[str, Any] | None) -> Holding:
-    """What untracked attempts hold, by the facts of their machine."""
+    """The capacity that untracked attempts hold, by the facts of their machine."""
     whole, slots, shares = set[str](), set[int](), Counter[str]()
     for each in _attempts((facts or {}).get("quarantined")):
         gpus, share, slot = each.get("gpus"), each.get("share_mb"), each.get("slot")

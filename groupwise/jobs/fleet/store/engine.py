@@ -1,4 +1,4 @@
-"""From a database URL as people type it to a SQLAlchemy engine that loses nothing it has acknowledged.
+"""Turns a database URL as users type it into a SQLAlchemy engine that loses nothing it has acknowledged.
 
 `database.py` makes transactions with the engine. Two databases are supported: SQLite, for a fleet on one machine, where every connection is
 in WAL mode with full flushes and a writing transaction takes the write lock as it begins; and PostgreSQL through psycopg, where statements,

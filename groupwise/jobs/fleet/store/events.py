@@ -1,4 +1,4 @@
-"""What happened in a fleet: appended in the transaction that made it happen, read in order, never changed.
+"""The events of a fleet: appended in the transaction that causes them, read in order, never changed.
 
 Every change of a job, an attempt, a machine or a key appends an event, so the audit is complete or the change did not happen. Readers
 (the tracker, webhooks, pages) keep the number of the last event that they have dealt with, and ask for those `after` it.
@@ -6,10 +6,9 @@ Every change of a job, an attempt, a machine or a key appends an event, so the a
 PostgreSQL gives numbers when rows are written and shows them when they are committed, so number 7 may be seen before number 6, and a
 reader that goes on from 7 never sees 6. Making writers wait for each other would cost them a flush of the disk each. So instead, before
 its first event, a transaction takes a shared advisory lock whose key is the highest number given so far: all its own will be higher. A
-reader looks up the highest number given, then the lowest key held, and then reads no further than either: whoever held a number below
-that is gone, and what they committed is seen. It waits for nobody, and an unrelated long transaction does not hold it up. Numbers of
-transactions that were rolled back stay unused. SQLite has one writer at a time, whose numbers come in the order of commits.
-"""
+reader looks up the highest number given, then the lowest key held, and then reads no further than either: every transaction with a number
+below that is gone, and what they committed is seen. It waits for nobody, and an unrelated long transaction does not hold it up. Numbers of
+transactions that were rolled back stay unused. SQLite has one writer at a time, whose numbers come in the order of commits."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ ATTEMPT_STUCK = "attempt.stuck"
 ATTEMPT_QUARANTINED = "attempt.quarantined"
 """A machine runs it, and no table knows it."""
 ATTEMPT_OVERDUE = "attempt.overdue"
-"""Its deadman has ended it for certain, and nobody drives it."""
+"""The attempt has no controller, and its deadman has ended it for certain."""
 RESERVATION_CLOSED = "reservation.closed"
 """One that had stayed open by a mistake."""
 VM_ADDED = "vm.added"
@@ -148,7 +147,7 @@ _APPEND = insert(_TABLE).values(at=clock()).returning(_TABLE.c.event_id)
 
 @contextmanager
 def gathered(session: Session) -> Generator[None, None, None]:
-    """What is appended within it is written at its end, in one statement, in the same order."""
+    """Events appended within it are written at its end, in one statement, in the same order."""
     later: list[dict[str, Any]] = []
     session.info[_LATER] = later
     try:
@@ -190,7 +189,7 @@ def append_of_jobs(
 
 
 def after(session: Session, position: int, limit: int) -> list[Event]:
-    """The next ones, at most `limit`, oldest first; whoever goes on after the last of them misses none.
+    """The next ones, at most `limit`, oldest first; a reader that goes on after the last of them misses none.
 
     To be called within `Database.run`: a transaction that sees one moment only cannot tell what was committed at that moment.
     """
@@ -201,7 +200,9 @@ def after(session: Session, position: int, limit: int) -> list[Event]:
 
 
 def newest(session: Session, before: float) -> int:
-    """The last event that is older than `before`, in seconds: whoever goes on after it misses none that comes later. As for `after`."""
+    """The last event that is older than `before`, in seconds: a reader that goes on after it misses none that comes later. As for
+    `after`.
+    """
     last = session.scalar(select(func.max(Event.event_id)).where(Event.at < before)) or 0
     return min(last, _settled(session)) if session.get_bind().dialect.name == "postgresql" else last
 

@@ -1,10 +1,9 @@
 """Rights to blobs: a project may name a blob if it has sent all of its bytes, has submitted a job with it, or has a job with it in a
 checkpoint.
 
-Blobs are stored once, whoever sent them, and are named by their sha256. Knowing the hash of another project's file must not be enough to
-get it, nor to learn whether it exists. So a caller bound to projects is told that a blob is missing if none of those has a right to it, and
-has to send it. A caller bound to no project may name any blob.
-"""
+Blobs are stored once, regardless of their sender, and are named by their sha256. Knowing the hash of another project's file must not be
+enough to get it, nor to learn whether it exists. So a caller bound to projects is told that a blob is missing if none of those has a right
+to it, and has to send it. A caller bound to no project may name any blob."""
 
 from __future__ import annotations
 

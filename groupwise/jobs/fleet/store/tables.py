@@ -113,7 +113,7 @@ def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Inde
 
 
 class Base(DeclarativeBase):
-    """What all tables share: names of constraints that do not depend on the database."""
+    """The base of all tables, with names of constraints that do not depend on the database."""
 
     metadata = MetaData(naming_convention=_NAMES)
 
@@ -164,7 +164,7 @@ class VM(Base):
     unreachable_since: Mapped[float | None] = mapped_column(Float)
     misses: Mapped[int] = mapped_column(Integer, server_default="0")
     problem: Mapped[str | None] = mapped_column(Text)
-    """What is wrong with it, in words: the last error, or what nvidia-smi said."""
+    """The problem in words: the last error, or the output of nvidia-smi."""
     degraded: Mapped[bool] = mapped_column(Boolean, server_default=false())
     """Its probe printed unreadable lines; no job is placed there."""
     boot_id: Mapped[str | None] = mapped_column(Text)

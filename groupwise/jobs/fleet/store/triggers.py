@@ -1,12 +1,12 @@
 """Rules that the database itself enforces: which state may follow which, what never changes again, what may not overlap.
 
 `states.py` is the table; here each line of it becomes a trigger, in the words of either database, so that no program of any version and
-no person at a prompt can break it. A refusal is an integrity error whose message names the rule. `schema.py` drops and makes them anew at
+no person at a prompt can break it. A refusal is an integrity error whose message names the rule. `schema.py` drops and recreates them at
 each migration, so they always agree with the code.
 
 SQLite needs three kinds more. It keeps anything in any column, and one row that cannot be read would hide all others. Its `INSERT OR
 REPLACE` deletes what is in the way without asking the triggers of deletions, so that no row may come where another of its key is. And it
-heeds references between tables only for a connection that asks for it, which nobody does at a prompt.
+heeds references between tables only for a connection that asks for it, which is rare at a prompt.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ JOB_DOCUMENTS = {
     "resources": "object",
     "blocked_reasons": "array",
 }
-"""What the control plane writes of a job, and reads of all that wait."""
+"""JSON columns of a job that the control plane writes, and reads for all waiting jobs."""
 
 
 def _of_documents(dialect: str) -> Iterator[Rule]:
@@ -417,7 +417,9 @@ def _another_engine(dialect: str) -> str:
 
 
 def _no_name(dialect: str, value: str) -> str:
-    """Whether it is none as `api/schemas/fleet.py` says it. GLOB reads no further than a NUL, and counts no bytes."""
+    """SQL condition that is true if the value is no name by the pattern of `api/schemas/fleet.py`. GLOB reads no further than a NUL, and
+    counts no bytes.
+    """
     if dialect == "postgresql":
         return f"{value} !~ '{NAME}'"
     return (
@@ -451,7 +453,7 @@ _KINDS: tuple[tuple[type[TypeEngine[Any]], str, str], ...] = (
 
 
 def _of_values() -> Iterator[Rule]:
-    """What the columns of a job may be changed to. Admission reads new rows whatever stands in them, but their id, and tells why not."""
+    """Rules for changes to the columns of a job. Admission reads new rows whatever they hold (except their id) and gives its reasons."""
     jobs = Base.metadata.tables[Job.__tablename__]
     yield _typed("job_id_text", "INSERT", [jobs.columns["job_id"]], "typeof({}) <> 'text'", "text")
     for kind, wrong, word in _KINDS:
@@ -517,7 +519,7 @@ def _among(index: Index) -> str:
 
 
 def _of_references() -> Iterator[Rule]:
-    """What a row is named by is there: a job, or a machine, that has gone from under an attempt would leave it to nobody."""
+    """Rules that a referenced row exists: an attempt whose job or machine is deleted would have no owner."""
     for name, table in sorted(Base.metadata.tables.items()):
         for key in sorted(table.foreign_keys, key=lambda each: each.column.table.name):
             named, column = key.column.table.name, key.column.name
@@ -593,7 +595,7 @@ def _sqlite(rule: Rule) -> Iterator[str]:
 
 
 def _postgresql(rule: Rule) -> Iterator[str]:
-    """What a row decides by itself is the condition of the trigger, so that no function is called for rows that may be. That condition
+    """A condition on the row alone is the condition of the trigger, so that no function is called for rows that may be. That condition
     may not look at other rows, so a function does."""
     about, refused = (
         text.replace("<~>", "IS DISTINCT FROM") for text in (rule.about, rule.refused)

@@ -1,4 +1,4 @@
-"""What Alembic runs to bring a database up to date; `schema.py` calls it with an open transaction, so that all of it happens or nothing.
+"""Alembic runs this to bring a database up to date; `schema.py` calls it with an open transaction, so that all of it happens or nothing.
 
 There is no `alembic.ini`, and revisions are written by hand: `versions/0002_….py` with `upgrade()`, once 0001 has been released. Tests say
 whether they lead to the tables of the code.

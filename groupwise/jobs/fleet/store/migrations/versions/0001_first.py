@@ -22,7 +22,7 @@ def _where(condition: str) -> dict[str, Any]:
 
 
 def upgrade() -> None:
-    """From an empty database."""
+    """Create all tables in an empty database."""
     now = sa.text(NOW[op.get_context().dialect.name])
     op.create_table(
         "api_keys",
