@@ -126,6 +126,6 @@ def _print_new_key(word: str) -> None:
     typer.echo(f"key   {made.key}")
     typer.echo(f"line  {made.line}")
     typer.echo(
-        "The key is for the caller and is not shown again. The line is for the server's key file; it tells nobody the key.",
+        "The key is for the caller and is not shown again. The line is for the server's key file; it does not contain the key.",
         err=True,
     )

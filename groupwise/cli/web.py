@@ -50,7 +50,7 @@ def web(
 ) -> None:
     """See what your models are doing, in a browser.
 
-    Nobody but this machine is answered unless there is a key, in --key-file or in GROUPWISE_API_KEY; `groupwise serve --new-key read`
+    Only this machine is answered unless there is a key, in --key-file or in GROUPWISE_API_KEY; `groupwise serve --new-key read`
     makes one. Pages bring themselves up to date.
     """
     import os

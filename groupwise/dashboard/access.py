@@ -110,7 +110,7 @@ class Door:
         if not self._acts:
             raise Refusal(
                 "forbidden",
-                "This dashboard only shows. Whoever runs it may begin it with --allow-actions.",
+                "This dashboard only shows. Its operator may start it with --allow-actions.",
             )
         if visitor.caller.role < role:
             enough = "or ".join(f"{each.word} " for each in Role if each >= role).strip()

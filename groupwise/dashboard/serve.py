@@ -53,7 +53,7 @@ def keys_of(settings: Settings, plain: str | None) -> Keyring | None:
     stored = () if settings.key_file is None else read_keys_in(settings.key_file.expanduser())
     if settings.key_file is not None and not stored:
         raise ConfigError(
-            f"{settings.key_file} holds no key, so that nobody could look. `groupwise serve --new-key read` makes one."
+            f"{settings.key_file} holds no key, so no one could look. `groupwise serve --new-key read` makes one."
         )
     keys = Keyring(stored, plain) if stored or plain is not None else None
     if is_loopback(settings.host):

@@ -63,7 +63,7 @@ class ServerConfig(Strict):
     tls_key: str | None = setting(None, "The PEM file with its private key.", min_length=1)
     proxy_headers: str | None = setting(
         None,
-        "Address of a proxy in front, whose X-Forwarded-For and -Proto are believed; null: nobody's are.",
+        "Address of a proxy in front, whose X-Forwarded-For and -Proto are believed; null: no address is believed.",
         min_length=1,
     )
 
@@ -179,7 +179,7 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keyring |
     if plain is None and not stored:
         if config.key_file is not None:
             raise ConfigError(
-                f"key_file {config.key_file} holds no key, so that nobody could ask. "
+                f"key_file {config.key_file} holds no key, so no request could be answered. "
                 "`groupwise serve --new-key admin` makes one."
             )
         if not config.is_local:

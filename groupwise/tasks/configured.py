@@ -204,7 +204,7 @@ def _sets(config: View, data: DatasetConfig) -> list[_TaskSet]:
     for one in sets:
         if labels.count(one.label) > 1:
             raise TaskError(
-                f"{one.where}: another set has the label {one.label!r} as well, so that nobody could tell whose rewards a row has. Give "
+                f"{one.where}: another set has the label {one.label!r} as well, so the rewards of a row would be ambiguous. Give "
                 "each its own `label`."
             )
     return sets

@@ -303,7 +303,9 @@ class Client:
             await self._timing.sleep(wait)
         elif self._pause.extend(wait):
             where = self.endpoint.base_url
-            logger.info("%s answers %s: nobody asks it for %.1f s", where, failure.status, wait)
+            logger.info(
+                "%s answers %s: no request goes there for %.1f s", where, failure.status, wait
+            )
 
     def _given_up(self, method: str, path: str, failure: _Passing, tries: int) -> EndpointError:
         times = "" if tries == 1 else f" ({tries} times)"

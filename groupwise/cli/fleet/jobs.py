@@ -203,7 +203,7 @@ def cancel(
     job: JobsArgument = None,
     fleet_at: FleetOption = None,
     reason: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Why, for whoever wonders later.")
+        str | None, typer.Option(metavar="TEXT", help="The reason, which the job's events keep.")
     ] = None,
     status: StatusOption = None,
     project: ProjectOption = None,

@@ -53,7 +53,7 @@ def new(
         print_json(made)
         return
     typer.echo(made["key"])
-    say("The key is not shown again. Whoever has it puts it into GROUPWISE_API_KEY.")
+    say("The key is not shown again. Its owner puts it into GROUPWISE_API_KEY.")
     for note in made["notes"]:
         say(f"Note: {note}.")
 

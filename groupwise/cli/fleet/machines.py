@@ -308,7 +308,7 @@ def undrain(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson =
 @machines.command("cordon")
 def cordon(
     vm: MachineArgument,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for whoever wonders later.")],
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="The reason, which the events keep.")],
     fleet_at: FleetOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -337,7 +337,7 @@ def lost(
         asks = _ask_user()
         if asks is None:
             raise UsageError(
-                f"`vm mark-lost {vm}` gives up all that runs there; say --yes where nobody can be asked."
+                f"`vm mark-lost {vm}` gives up all that runs there; say --yes if there is no terminal."
             )
         if not asks(f"Is {vm} gone for good? Its jobs begin anew elsewhere."):
             raise typer.Exit(1)

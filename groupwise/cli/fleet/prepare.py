@@ -68,7 +68,7 @@ def prepare(
         typer.Option(
             "--secret",
             metavar="NAME[=env:X|file:P]",
-            help="One that nobody is to read, as PIP_INDEX_URL=env:X.",
+            help="A variable with a secret value, as PIP_INDEX_URL=env:X.",
         ),
     ] = None,
     time_limit: Annotated[

@@ -230,7 +230,7 @@ def submit(
         typer.Option(
             "--secret",
             metavar="NAME[=env:X|file:P]",
-            help="A variable whose value the dispatcher has, and nobody writes down.",
+            help="A variable whose value the dispatcher has, and which is never written down.",
         ),
     ] = None,
     file: Annotated[

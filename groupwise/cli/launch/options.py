@@ -91,7 +91,7 @@ EnvFile = Annotated[
     typer.Option(
         "--env-file",
         metavar="FILE",
-        help="Variables for the job, NAME=VALUE, that nobody else is to read.",
+        help="Variables for the job, NAME=VALUE, that are secret.",
     ),
 ]
 Result = Annotated[

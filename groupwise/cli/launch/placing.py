@@ -230,7 +230,7 @@ def _refuse_price(plan: Plan, most: float | None) -> None:
     price = plan.price_per_hour
     if most is not None and price is None and plan.paid:
         raise UsageError(
-            f"nobody could say what {plan.where} costs an hour, so that --max-price ${most:.2f} cannot be kept:"
+            f"the price of {plan.where} for an hour is unknown, so that --max-price ${most:.2f} cannot be kept:"
             + "".join(f"\n  {step}" for step in plan.steps)
             + "\nWithout --max-price it is launched at whatever it costs."
         )
@@ -242,7 +242,7 @@ def _refuse_price(plan: Plan, most: float | None) -> None:
 
 def _show_plan(plan: Plan, packed: PackedJob, options: CommonOptions) -> None:
     """Show what would be done, for people or programs."""
-    unknown = "nobody could say what" if plan.paid else "nothing"
+    unknown = "an unknown price" if plan.paid else "nothing"
     price = unknown if plan.price_per_hour is None else f"${plan.price_per_hour:.2f} an hour"
     hours = options.max_hours
     paid = hours if plan.paid_hours is None else plan.paid_hours

@@ -41,7 +41,7 @@ def sweep(
 ) -> None:
     """End machines that are paid for beyond their deadline.
 
-    Of everybody who uses the account; whoever launched them, and whatever became of that.
+    This covers all users of the account and all launches, finished or not.
     """
     from groupwise.jobs.clouds.backend import CloudError, Renting
     from groupwise.jobs.launch import rentals

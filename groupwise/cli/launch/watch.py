@@ -143,7 +143,7 @@ def _stopped(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
     """Stop the job, however long its place does not answer, and fetch its results. Another Ctrl-C leaves without waiting."""
     from groupwise.jobs.launch.watching import patiently
 
-    say(f"stopping {note.name}; Ctrl-C once more, and nobody waits for its end")
+    say(f"stopping {note.name}; Ctrl-C once more to leave without waiting for its end")
     asked = False
     try:
         ask(note.place, lambda backend: patiently(lambda: stop_job(backend, note.name), say))

@@ -22,7 +22,7 @@ KeyPath = tuple[str, ...]
 """The keys from the root to a value, `("training", "learning_rate")`."""
 
 
-EACH_VALUE_ALONE = {"conflicts": "are looked for by whoever validates"}
+EACH_VALUE_ALONE = {"conflicts": "are looked for during validation"}
 """A context of pydantic's validation in which sections are made whose keys do not go together."""
 
 

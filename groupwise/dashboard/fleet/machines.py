@@ -42,7 +42,7 @@ def fleet_of(visit: Visit) -> WatchedFleet:
     """The fleet of this dashboard. Raises RunNotFoundError if there is none."""
     if visit.place.fleet is None:
         raise RunNotFoundError(
-            "This dashboard shows no fleet. Whoever runs it may begin it with --fleet FOLDER, or --fleet with the address of an API."
+            "This dashboard shows no fleet. Its operator may start it with --fleet FOLDER, or --fleet with the address of an API."
         )
     return visit.place.fleet
 

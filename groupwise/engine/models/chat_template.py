@@ -82,7 +82,7 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
     words = begun.get("content")
     if not isinstance(words, str) or not words or begun.get("tool_calls"):
         raise TaskError(
-            "The prompt ends with a message of the assistant that has no text or calls tools, so that nobody could go on with it. Let it "
+            "The prompt ends with a message of the assistant that has no text or calls tools, so it cannot be continued. Let it "
             "end with the text that the answer begins with, or leave that message out."
         )
     asked = Chat(before, chat.tools, chat.template_kwargs)

@@ -128,7 +128,7 @@ def check_sent(folder: Path) -> None:
             if (key in LOADS_CODE and value) or of_hub or outside:
                 raise ModelError(
                     f"{path.name} of what was sent has {key!r}: {value!r:.80}. A model that is sent may name no code and no file outside "
-                    "of its folder; remove the key, or have whoever runs the server put the model there."
+                    "of its folder; remove the key, or ask the server's operator to put the model there."
                 )
 
 

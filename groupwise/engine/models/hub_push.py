@@ -281,7 +281,7 @@ def _failures(target: Target) -> Generator[None]:
 
 
 def _no_answer(target: Target, error: Exception) -> str:
-    return f"the hub does not answer, so nobody knows whether {target} may be written: {_reason(error)}"
+    return f"the hub does not answer, so it is unknown whether {target} may be written: {_reason(error)}"
 
 
 def _reason(error: Exception) -> str:

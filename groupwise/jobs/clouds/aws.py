@@ -162,7 +162,7 @@ class AwsBackend:
         handle = None if on is None else await on.find(name)
         if on is None or handle is None:
             raise CloudError(
-                f"{name} has not begun on {machine.id} yet. If nobody makes that ready: `groupwise launch sweep --name {name}` ends it."
+                f"{name} has not begun on {machine.id} yet. If that is never made ready: `groupwise launch sweep --name {name}` ends it."
             )
         ending = (await on.status(handle)).ending
         if machine.spot and ending is not None and ending.failure is FailureClass.PREEMPTION:

@@ -153,7 +153,7 @@ def _group(ec2: Ec2, access: Access) -> str:
     group = access.group(ec2)
     if not group.lets_in(access.port):
         raise CloudError(
-            f"{group.id} lets nobody in at port {access.port}: `aws ec2 authorize-security-group-ingress --region {ec2.region} "
+            f"{group.id} lets no one in at port {access.port}: `aws ec2 authorize-security-group-ingress --region {ec2.region} "
             f"--group-id {group.id} --protocol tcp --port {access.port} --cidr YOUR.ADDRESS/32`."
         )
     return f"{group.id}, which lets SSH in from somewhere"

@@ -129,7 +129,7 @@ class AwsMachines:
                 found = await asyncio.to_thread(self._ec2.machines, name)
             except CloudError:
                 raise Unreachable(
-                    f"{error.message} Nobody knows whether a machine was started for {name}. If so it ends at its deadline; "
+                    f"{error.message} It is unknown whether a machine was started for {name}. If so it ends at its deadline; "
                     f"`groupwise launch sweep --name {name}` ends it as soon as AWS answers."
                 ) from None
             ours = [each for each in found if each.tags.get("by") == request.tags["by"]]

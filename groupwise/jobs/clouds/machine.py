@@ -494,7 +494,7 @@ class MachineBackend:
             raise CloudError(f"{self._where} will not: {refusal.message}") from None
         except HostError as error:
             raise Unreachable(
-                f"{self._where} gave no answer, so nobody knows what became of it: {error}. The same command again finds out."
+                f"{self._where} gave no answer, so its result is unknown: {error}. The same command again finds out."
             ) from None
 
 

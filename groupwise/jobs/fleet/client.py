@@ -653,7 +653,7 @@ class FleetClient:
             )
         return Refusal(
             refusal.code,
-            f"{self.url} answers only to who has a key, and none was sent: put yours into {VARIABLE}. Whoever runs the fleet makes one "
+            f"{self.url} needs a key, and none was sent: put yours into {VARIABLE}. The fleet's operator makes one "
             "with `groupwise fleet key new ROLE`.",
         )
 

@@ -385,7 +385,7 @@ class GlobalJobDispatcher:
             )
             self._failed.add(epoch)
         except Exception:  # it may be the database that this is about
-            log.exception("nobody could be told")
+            log.exception("the notification failed")
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a drive's side work as a task of its own."""

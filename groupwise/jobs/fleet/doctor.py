@@ -220,7 +220,7 @@ def _keys(database: Database, tell: Tell) -> None:
                 "warning",
                 f"jobs of {', '.join(bound)} may run on {', '.join(where)}",
                 "they run there as the user of the fleet itself, and can read and change its keys, its secrets and what others have",
-                f"`groupwise fleet vm set {where[0]} --project P` keeps it for project P, `vm remove {where[0]}` for nobody",
+                f"`groupwise fleet vm set {where[0]} --project P` keeps it for project P, `vm remove {where[0]}` takes it out of the fleet",
                 {"keys": list(bound), "machines": where},
             )
         )
@@ -269,7 +269,7 @@ def _nats_at(shown: str, url: str) -> Seen:
             "NATS",
             "warning",
             f"{shown} does not answer: {error or type(error).__name__}",
-            "no job is lost by it: dispatchers look into the database every few seconds. Nobody hears of finished jobs there",
+            "no job is lost by it: dispatchers look into the database every few seconds. There is no news of finished jobs there",
             "start it, or set nats_url to another address, or to off",
         )
     numbers = tuple(int(each) for each in re.findall(r"\d+", version)[:3])
@@ -322,7 +322,7 @@ def _roles(database: Database, tell: Tell) -> None:
                     Seen(
                         name,
                         "problem",
-                        f"{where} has ended without a word, and nobody else plays the role",
+                        f"{where} has ended without a word, and no other process has the role",
                         remedy=f"`groupwise fleet {name}` starts another",
                     )
                 )
@@ -354,7 +354,7 @@ def _roles(database: Database, tell: Tell) -> None:
                 Seen(
                     role,
                     "problem",
-                    "nobody plays this role",
+                    "no process has this role",
                     remedy=f"`groupwise fleet up` starts all roles, `groupwise fleet {role}` this one",
                 )
             )
@@ -507,7 +507,7 @@ async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list
 def _disk(name: str, hello: Hello) -> Seen:
     free = hello.disk_free_mb
     if free is None:
-        return Seen(f"{name} disk", "skipped", "nobody knows how much is free")
+        return Seen(f"{name} disk", "skipped", "its free space is unknown")
     return Seen(
         f"{name} disk",
         "ok" if free >= LEAST_DISK_MB else "warning",

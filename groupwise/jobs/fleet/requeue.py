@@ -3,7 +3,7 @@
 Everything that moves a job does so in one transaction together with what made it move, so in a fleet that works there is nothing to
 find. What this finds was left by a mistake: a row that was changed by hand, capacity that was not announced, a program that had a
 fault. It is level-triggered and remembers nothing between two sweeps. Each repair looks again under the row's lock before it writes:
-whoever is at work on a row is not disturbed, and several managers do each repair once.
+a process at work on a row is not disturbed, and several managers do each repair once.
 
     running without a live attempt    goes where the end of its newest attempt says; back into the queue where there is none
     pending, and could begin          into the queue
@@ -277,7 +277,7 @@ def tell_overdue(session: Session) -> int:
     }
     for row in found.values():
         logger.error(
-            "attempt %s.%d on %s is silent beyond its deadman, and nobody ends it; is a dispatcher running?",
+            "attempt %s.%d on %s is silent beyond its deadman, and no dispatcher ends it; is one running?",
             row.job_id,
             row.epoch,
             row.vm_id,
@@ -289,7 +289,7 @@ def tell_overdue(session: Session) -> int:
             job_id=row.job_id,
             epoch=row.epoch,
             vm_id=row.vm_id,
-            detail={"why": "silent beyond its deadman, and nobody has ended it"},
+            detail={"why": "silent beyond its deadman, and not ended by a dispatcher"},
         )
     return min(len(found), AT_ONCE - 1)
 

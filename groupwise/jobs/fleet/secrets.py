@@ -1,7 +1,7 @@
 """Secrets of jobs: which variables and files of the control machine a job may be given, and their values.
 
 A job names its secrets (`env:HF_TOKEN`, `file:/etc/groupwise/secrets/token`) and the dispatcher reads them where it runs, with its own
-rights. So whoever runs the fleet says which there are to be had, by patterns (`allowed_secrets` of the settings); a submitter only
+rights. So the fleet's operator says which jobs may have, by patterns (`allowed_secrets` of the settings); a submitter only
 chooses among them. That is looked at twice: when a job is admitted, for an answer at once, and when a value is read, since a row may
 have changed since, and a link may lead elsewhere than its name says. No message of either ever holds a value.
 """
@@ -81,7 +81,7 @@ class AllowedSecrets:
         there = ", ".join(self.patterns) or "nothing"
         where = "" if self.folder is None else f" in {self.folder}/fleet.yaml"
         return (
-            f"{reference[:200]!r} is not among what jobs of this fleet may be given: {there}. Whoever runs the fleet adds it to "
+            f"{reference[:200]!r} is not among what jobs of this fleet may be given: {there}. The fleet's operator adds it to "
             f"{SETTING}{where}, and starts its processes anew."
         )
 

@@ -275,7 +275,7 @@ def _identity_of(folder: Path) -> str:
         if error.errno in NO_ROOM:
             raise
         raise UsageError(
-            f"{folder}, the fleet's folder, cannot be used: {error.strerror}. Whoever plays a role reads and writes there: mend its "
+            f"{folder}, the fleet's folder, cannot be used: {error.strerror}. Every role reads and writes there: mend its "
             "permissions, or begin this as its owner."
         ) from None
 
@@ -341,7 +341,7 @@ class _ControlPlane:
             yield None
             return
         from groupwise.jobs.fleet.api.serve import (
-            serving,  # whoever wants no API need not load FastAPI
+            serving,  # without an API, FastAPI need not be loaded
         )
 
         async with serving(self._place, self._database, self._bell, address) as url:
@@ -355,7 +355,7 @@ class _ControlPlane:
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now
-        elif now - self._asked_at > ONE_WISH:  # whoever runs it does not want to wait
+        elif now - self._asked_at > ONE_WISH:  # the operator does not want to wait
             os._exit(128 + number)
         self._stopping.set()
 
@@ -424,7 +424,7 @@ class _ControlPlane:
         )
         gateway = Gateway(self._database)
         if settings.database is None:
-            # the lock of the folder says that whoever drove before is gone, so that no lease has to run out
+            # the lock of the folder says that the dispatcher before is gone, so that no lease has to run out
             await self._database.in_thread(records.let_all_go)
         dispatcher = GlobalJobDispatcher(
             self._parts(gateway),
@@ -477,7 +477,7 @@ class _ControlPlane:
         outlets: list[Outlet] = [hooks]
         link = None
         if (url := self._place.nats_url) is not None:
-            # whoever named an address hears if it is wrong; nobody has to have NATS where it is looked for unasked
+            # a wrong address that was set is an error; the default one need not answer
             absent = logging.WARNING if self._settings.nats_url else logging.INFO
             role.link = link = NatsLink(access_from(url, os.environ), absent=absent)
             link.open()
@@ -511,7 +511,7 @@ class _ControlPlane:
         for role in self._roles:
             row = session.get(ControlProcess, role.owner)
             if row is None:
-                # the lock of the folder says that whoever played it there before is gone
+                # the lock of the folder says that the process that had the role before is gone
                 alone = self._settings.database is None
                 processes.forget_gone(session, role.name, alone=alone)
                 row = ControlProcess(
@@ -538,7 +538,7 @@ class _ControlPlane:
         }
         if self._uses_folder(role):
             found[processes.FOLDER] = self._folder
-        # where nobody has named an address, there need not be anybody to tell
+        # without an address that was set, there need not be a listener
         if role.link is not None and (self._settings.nats_url or role.link.is_there):
             found[processes.TELLING] = {"trouble": role.link.trouble}
         if role.name in SPEAK_WITH_NATS:
@@ -562,7 +562,7 @@ class _ControlPlane:
             log.warning("the end could not be written down: %s", error)
             return
         if len(self._roles) == len(ROLES):
-            with contextlib.suppress(OSError):  # nobody reads it
+            with contextlib.suppress(OSError):  # it has no reader
                 self._say(_farewell(running))
 
 

@@ -1,6 +1,6 @@
 """Webhooks: the address that a job names is told by HTTP POST that it has ended, with the JSON that NATS is told.
 
-Whoever submits a job chooses the address, and it is our machine that goes there. So only http and https are spoken, redirects are not
+The submitter of a job chooses the address, and our machine connects to it. So only http and https are spoken, redirects are not
 followed, and the name is looked up once, here: unless every address behind it is one of the public internet nothing is sent, and what was
 checked is what is connected to. `allow_private` opens that to the network of the fleet itself.
 
@@ -8,7 +8,7 @@ An answer of 2xx is the end of it. Everything else is tried again with growing p
 the job, so that a tracker that is restarted does not repeat those that are done.
 
 Those for one place (host and port) wait for each other, and for no other place: few at once, those that were never tried first. Where
-nobody can be connected to, one is tried for all that wait for the same place, which then counts for each of them. Places that gave no
+no connection succeeds, one is tried for all that wait for the same place, which then counts for each of them. Places that gave no
 answer the last time share a few slots of their own, so that however many they are they hold up none that answers.
 """
 
@@ -232,7 +232,7 @@ class WebhookOutlet:
             problem = _said(error)
             self._is_mute(place)
             self._is_away(place, problem)
-        except Exception as error:  # noqa: BLE001 - whoever submits a job chooses the address, and it must not be the end of the others'
+        except Exception as error:  # noqa: BLE001 - submitters choose the addresses, and one must not end the delivery to others
             problem = _said(error)
         self._failed(trial, problem)
 
@@ -333,7 +333,7 @@ def _checked(addresses: list[str], host: str, allow_private: bool) -> str:
     if not addresses:
         raise OSError(f"{host} has no address")
     if not allow_private and (inner := [a for a in addresses if not is_public(a)]):
-        # For the fleet's people alone: whoever named the address would learn of a network within.
+        # For operators alone: the submitter who chose the address would learn about the internal network.
         logger.info("no webhook is told at %s, which is %s", host, inner[0])
         raise Forbidden(
             f"{host} is not of the public internet; `webhooks_to_private` in the fleet's settings allows that"

@@ -442,7 +442,7 @@ class PartsService:
         model = dict(_section(given, "model"))
         if model.get("trust_remote_code"):
             raise UsageError(
-                "model.trust_remote_code would run code of the model's author on the server, which it does for nobody. Leave it out."
+                "model.trust_remote_code would run code of the model's author on the server, which it never does. Leave it out."
             )
         if sent is not None:
             model |= {"name": sent, "revision": None}

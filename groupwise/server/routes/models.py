@@ -53,7 +53,7 @@ class ZipResponse(Response):
                 "Cache-Control": "no-store",
             }
         )
-        del self.headers["content-length"]  # nobody knows it before the end
+        del self.headers["content-length"]  # unknown before the end
         self._version = version
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -122,7 +122,7 @@ class StreamedResponse(Response):
         choices: int,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]  # nobody knows it before the end
+        del self.headers["content-length"]  # unknown before the end
         self._stream = stream
         self._pieces = pieces
         self._choices = choices

@@ -83,7 +83,7 @@ def fingerprint(examples: Iterable[Example]) -> str:
 @cache
 def _warn_of_untold(column: str, what: str) -> None:
     logger.warning(
-        "column `%s` holds %s, whose content cannot be told: if it is another one when a run is resumed, nobody notices. Keep "
+        "column `%s` holds %s, whose content cannot be told: if it is another one when a run is resumed, that goes unnoticed. Keep "
         "plain values in the dataset, or make the class a dataclass of such.",
         column,
         what,

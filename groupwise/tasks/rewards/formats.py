@@ -108,7 +108,7 @@ class MatchFormat(_Layout):
     right: float = 2.0
     begun: float = 0.5
     wrong: float = -1.0
-    """Below 0, so that a model which ignores the layout notices even where nobody in the group has it."""
+    """Below 0, so that a model which ignores the layout notices even if no completion of the group has it."""
 
     def _value(self, text: str) -> float:
         if both_pairs(self.tags, text):

@@ -207,7 +207,7 @@ _PARTLY: dict[tuple[int, int], tuple[tuple[int, int, tuple[int, ...]], ...]] = {
     (16, 29): ((1, 0xFFFFFFFF, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),  # ioctl: of terminals, how much there is to read
     (157, 167): ((0, 0xFFFFFFFF, (15, 16)),),  # prctl: a thread's name
     (302, 261): ((0, 0xFFFFFFFF, (0,)),),  # prlimit64: its own limits
-    (53, 199): ((0, 0xFFFFFFFF, (1,)), (1, 0xF, (1,))),  # socketpair: of streams, which reach nobody else
+    (53, 199): ((0, 0xFFFFFFFF, (1,)), (1, 0xF, (1,))),  # socketpair: of streams, which reach no other process
 }  # fmt: skip
 """System calls that are allowed if each of these arguments, masked, has one of these values."""
 _SIGNALS: dict[str, _Numbers] = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)}

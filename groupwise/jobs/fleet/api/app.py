@@ -75,7 +75,7 @@ def caller_of(session: Session, headers: Mapping[str, str], plain: str | None) -
     if caller is None:
         raise Refusal(
             "unauthorised",
-            "The fleet does not know this key, or it was revoked, or its time is over. Whoever runs the fleet makes one with "
+            "The fleet does not know this key, or it was revoked, or its time is over. The fleet's operator makes one with "
             "`groupwise fleet key new ROLE`.",
         )
     return caller

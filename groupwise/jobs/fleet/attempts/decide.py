@@ -1,6 +1,6 @@
 """Decides the next step of one attempt: a pure function of what is known, and the table of an attempt's life.
 
-Whoever owns an attempt reads its row and what its machines say (`controller.py`), asks `decide`, performs the effects and asks again.
+The owner of an attempt reads its row and what its machines say (`controller.py`), asks `decide`, performs the effects and asks again.
 Nothing is remembered between two calls but what the database and the machines hold, so that another dispatcher goes on from the same
 evidence.
 
@@ -192,7 +192,7 @@ Effect = Provide | Launch | Void | Kill | Collect | CheckRelease | Abandon | Mov
 def decide(view: View) -> tuple[Effect, ...]:
     """Decide what to do now. No effects means: wait until something changes."""
     assert view.members, (
-        f"attempt {view.job_id}.{view.epoch} has no members: nobody knows where it runs"
+        f"attempt {view.job_id}.{view.epoch} has no members, so its machine is unknown"
     )
     match view.state:
         case AttemptState.RESERVED:
@@ -494,7 +494,7 @@ def _lost_because(member: MemberView) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# What a machine has that nobody drives
+# Attempts on a machine without a controller
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -110,7 +110,7 @@ async def _settled(answer: asyncio.Future[Any]) -> None:
         with suppress(asyncio.CancelledError):
             await asyncio.wait({answer})
     if not answer.cancelled():
-        answer.exception()  # nobody is there any more to be told
+        answer.exception()  # its caller is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Writes:
                 return await self._database.in_thread(lambda session: _all(session, writes))
             except (CommitUnknown, DatabaseFailure) as error:
                 return [error] * len(writes)
-            except Exception:  # noqa: BLE001  # of one of them, nobody knows which: each is told its own below
+            except Exception:  # noqa: BLE001  # of an unknown one of them: each gets its own below
                 pass
         alone = [asyncio.create_task(self._database.in_thread(write.fn)) for write in writes]
         # One that waits for a lock of somebody else's is not waited for by those that come after it.
@@ -168,7 +168,7 @@ class Reads(Generic[One, Result]):
             return [found.get(key) for key in keys]
         except DatabaseFailure as error:
             return [error] * len(keys)
-        except Exception as error:  # noqa: BLE001  # one of them cannot be read, nobody knows which
+        except Exception as error:  # noqa: BLE001  # an unknown one of them cannot be read
             if len(keys) == 1:
                 return [error]
         return [answer for key in keys for answer in await self._deal([key])]

@@ -193,7 +193,7 @@ class StandardOutput(_Writer):
 
     def __init__(self, descriptor: Callable[[], int] = _own_output) -> None:
         super().__init__(
-            lambda lines: _write_all(descriptor(), lines), "nobody reads standard output"
+            lambda lines: _write_all(descriptor(), lines), "standard output has no reader"
         )
 
 

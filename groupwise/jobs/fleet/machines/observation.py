@@ -146,7 +146,7 @@ def record_shown_key(
         return
     if vm.host_key is None and pin:
         vm.host_key = str(shown)
-        _believe(session, vm, shown, "trust_on_first_use: nobody has looked at the first key")
+        _believe(session, vm, shown, "trust_on_first_use: the first key was not compared")
         return
     if vm.contact == Contact.UNTRUSTED and vm.seen_host_key == str(shown):
         return
@@ -286,7 +286,7 @@ def _trouble_of_probe(session: Session, vm: VM, seen: Observation) -> str | None
             return None
     words = _PROBE_TROUBLE.get(probe.status)
     if words is None and probe.lines_not_read:
-        words = "nvidia-smi gives lines that nobody can read"
+        words = "nvidia-smi gives lines that cannot be read"
     if words is None and probe.apps in _PROBE_TROUBLE and probe.apps is not ProbeStatus.ABSENT:
         words = f"who is on its GPUs is not known: {_PROBE_TROUBLE[probe.apps]}"
     if words is None:
@@ -300,7 +300,7 @@ _PROBE_TROUBLE = {
     ProbeStatus.ABSENT: "it had GPUs, and now there is no nvidia-smi: see that the driver is installed and on PATH",
     ProbeStatus.FAILED: "nvidia-smi failed",
     ProbeStatus.HUNG: "nvidia-smi hangs",
-    ProbeStatus.GARBAGE: "nvidia-smi answers what nobody can read",
+    ProbeStatus.GARBAGE: "nvidia-smi gives an answer that cannot be read",
 }
 
 
@@ -309,7 +309,7 @@ def _about_key(vm: VM, shown: keys.HostKey) -> str:
     if vm.host_key is None:
         kind = shown.type.removeprefix("ssh-").partition("-")[0]
         return (
-            f"it shows the host key {shown.fingerprint}, which nobody has trusted yet. Compare it with the machine's own "
+            f"it shows the host key {shown.fingerprint}, which is not trusted yet. Compare it with the machine's own "
             f"(ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub there), then `{command}`"
         )
     return (
@@ -432,7 +432,7 @@ def _judge(
         return Observed.FOREIGN_BUSY, f"in use by {', '.join(users[:5])}{more}"
     used = shown.memory_used_mb
     if not apps and not own and used is not None and used > idle_memory_mb:
-        return Observed.FOREIGN_BUSY, "memory is in use by nobody who can be seen"
+        return Observed.FOREIGN_BUSY, "memory is in use by no process that can be seen"
     return Observed.OK, None
 
 

@@ -94,5 +94,5 @@ def installation() -> Distribution:
         return distribution(NAME)
     except PackageNotFoundError:
         raise UsageError(
-            "groupwise runs here without being installed, so nobody knows what it needs: `pip install -e .` in its folder installs it."
+            "groupwise runs here without being installed, so its requirements are unknown: `pip install -e .` in its folder installs it."
         ) from None

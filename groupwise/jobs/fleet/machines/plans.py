@@ -210,7 +210,7 @@ def _check(options: PrepareOptions) -> None:
     urls = [*([options.index_url] if options.index_url else []), *options.extra_index_urls]
     if options.wheelhouse is not None and (urls or options.secrets):
         raise UsageError(
-            "with --wheelhouse nobody is asked for packages: --index-url, --extra-index-url and --secret have no effect."
+            "with --wheelhouse no index is asked for packages: --index-url, --extra-index-url and --secret have no effect."
         )
     for url in urls:
         _check_address(url)

@@ -134,7 +134,7 @@ class PendingIds:
     def _wake(self) -> None:
         loop = self._loop
         if loop is None:
-            self._some.set()  # nobody waits yet; the event only remembers
+            self._some.set()  # no task waits yet; the event only remembers
             return
         try:
             here = asyncio.get_running_loop() is loop

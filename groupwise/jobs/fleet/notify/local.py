@@ -62,8 +62,8 @@ class LocalDoorbell:
             if others:
                 _send(self._folder, others, list(messages(sorted(rung), SENT)))
         except OSError as error:
-            if error.errno != errno.ENOENT:  # nobody has ever listened there
-                logger.debug("nobody could be woken through %s: %s", self._folder, error)
+            if error.errno != errno.ENOENT:  # no process has ever listened there
+                logger.debug("no process could be woken through %s: %s", self._folder, error)
 
     async def wait(self, timeout: float) -> frozenset[str]:
         """See `Doorbell`."""

@@ -116,7 +116,7 @@ def after_end(
     if failure is None:
         return Verdict(
             JobStatus.QUEUED, because, spent=job.spent
-        )  # it never ran, by nobody's fault
+        )  # it never ran, and nothing is at fault
     if job.hopeless:
         return Verdict(
             JobStatus.FAILED,

@@ -2,7 +2,7 @@
 
 It has two halves. `Columns` are the columns of `jobs` that people also write by hand. `Beyond` is everything else and is stored as one
 JSON document in `jobs.request`, where people who write rows may put it too. Admission (`admission.py`) reads both halves back from the
-row, whoever wrote it, so that there is one way into the queue.
+row, regardless of its writer, so that there is one way into the queue.
 """
 
 from __future__ import annotations

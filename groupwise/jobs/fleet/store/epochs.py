@@ -37,7 +37,7 @@ def raise_above(session: Session, told: Iterable[int]) -> bool:
     if seen <= last:
         return False
     if kind == "postgresql":
-        # One at a time: an epoch is a primary key, so that whoever is given one meanwhile is refused at worst.
+        # One at a time: an epoch is a primary key, so that a job that gets the same one meanwhile is refused at worst.
         session.execute(text("SELECT pg_advisory_xact_lock(hashtext('groupwise.epochs'))"))
         session.execute(
             text(

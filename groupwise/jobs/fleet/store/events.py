@@ -7,8 +7,8 @@ PostgreSQL gives numbers when rows are written and shows them when they are comm
 reader that goes on from 7 never sees 6. Making writers wait for each other would cost them a flush of the disk each. So instead, before
 its first event, a transaction takes a shared advisory lock whose key is the highest number given so far: all its own will be higher. A
 reader looks up the highest number given, then the lowest key held, and then reads no further than either: every transaction with a number
-below that is gone, and what they committed is seen. It waits for nobody, and an unrelated long transaction does not hold it up. Numbers of
-transactions that were rolled back stay unused. SQLite has one writer at a time, whose numbers come in the order of commits."""
+below that is gone, and what they committed is seen. It waits for no writer, and an unrelated long transaction does not hold it up. Numbers
+of transactions that were rolled back stay unused. SQLite has one writer at a time, whose numbers come in the order of commits."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def record(session: Session, rights: Iterable[tuple[str, str]]) -> None:
         return
     insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     made = insert(_TABLE).values(at=clock())
-    # The time too, so that nobody forgets it who has looked before the blob was sent again.
+    # The time too, so that a cleaner that looked before the blob was sent again does not delete it.
     again = made.on_conflict_do_update(
         index_elements=["sha256", "project"], set_={"at": made.excluded.at}
     )

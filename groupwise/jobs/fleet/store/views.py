@@ -68,7 +68,7 @@ gpu_free = Table(
     Column("usable", Boolean),
     Column("available", Boolean),
 )
-"""`reserved`: as a whole; `shared_mb`: held by shares; `usable`: it would be, were it free; `available`: it is, and nobody has a part."""
+"""`reserved`: as a whole; `shared_mb`: held by shares; `usable`: it would be, were it free; `available`: and no part of it is held."""
 
 vm_overview = Table(
     "vm_overview",

@@ -59,7 +59,7 @@ def make(
     _tell(session, actor, events.KEY_MADE, {"key_id": made.id, "role": role, "projects": bound})
     notes = [
         f"jobs of this key may run on {vm_id} as the user of the fleet itself, and can so read and change its keys, its secrets and what "
-        f"others have: `groupwise fleet vm set {vm_id} --project P` keeps it for project P, `groupwise fleet vm remove {vm_id}` for nobody"
+        f"others have: `groupwise fleet vm set {vm_id} --project P` keeps it for project P, `vm remove {vm_id}` takes it out"
         for vm_id in (where_as_us(session, bound) if role != "read" else ())
     ]
     return key_document(row) | {"key": made.key, "notes": notes}

@@ -391,7 +391,7 @@ def cordon(session: Session, actor: Actor, vm_id: str, reason: str) -> Document:
     """Place nothing new there, and say why."""
     actor.require_all_projects("cordon a machine")
     if not reason.strip():
-        raise Refusal("invalid_request", "a cordon needs a reason, for whoever wonders later.")
+        raise Refusal("invalid_request", "a cordon needs a reason, which its events keep.")
     vm = find.active_machine(session, vm_id, lock=True)
     if vm.cordoned != reason:
         before, vm.cordoned = vm.cordoned, reason
@@ -524,7 +524,7 @@ def trust(session: Session, actor: Actor, vm_id: str, shown: str | None = None) 
     if shown is not None and shown != seen:
         raise Refusal(
             "host_key_mismatch",
-            f"{vm_id} shows the host key {seen}, not {shown}. Whoever runs the machine can tell which is right: "
+            f"{vm_id} shows the host key {seen}, not {shown}. The machine's operator can tell which is right: "
             "`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` there.",
         )
     before = fingerprint(vm.host_key)
@@ -599,7 +599,7 @@ def change(
     if vm.transport == LOCAL and (ways := [name for name in WAY if name in after]):
         raise Refusal(
             "vm_state",
-            f"{vm_id} is the machine that the fleet itself runs on; nobody logs in there, so it has no {' or '.join(ways)}.",
+            f"{vm_id} is the machine that the fleet itself runs on; there is no login, so it has no {' or '.join(ways)}.",
         )
     before, after = {name: getattr(vm, name) for name in after}, _as_columns(vm, after)
     if before == after:

@@ -139,7 +139,7 @@ def _roles(session: Session) -> Iterator[Document]:
             "role_missing",
             "no part of the control plane is running"
             if nothing
-            else f"nobody plays the role of {' and '.join(missing)}",
+            else f"no process has the role of {' and '.join(missing)}",
             "`groupwise fleet up` starts all of them, "
             f"`groupwise fleet {missing[0]}` {'the first' if nothing else 'it'} alone",
             roles=missing,
@@ -187,8 +187,8 @@ def _late_news(session: Session) -> Iterator[Document]:
         yield _alarm(
             "not_told",
             f"NATS has not been told of jobs that ended {duration(waited)} ago: {why}",
-            "nothing is lost, and whoever listens is told when it can be: start NATS, or let its user publish on jobs.completed and "
-            "jobs.errored; nats_url: off where nobody listens",
+            "nothing is lost, and listeners are told as soon as it works: start NATS, or let its user publish on jobs.completed and "
+            "jobs.errored; nats_url: off if there are no listeners",
         )
 
 
@@ -266,7 +266,7 @@ def _strays(session: Session) -> Iterator[Document]:
         yield _alarm(
             "attempt_quarantined",
             f"{vm_id} runs {each['detail']}, which stands in no table, for {duration(now - each['since'])} or longer",
-            f"nothing is done to it, and its job does not begin meanwhile: end its processes on {vm_id} if nobody wants it any more; it "
+            f"nothing is done to it, and its job does not begin meanwhile: end its processes on {vm_id} if it is not wanted any more; it "
             "belongs to a database of before, or to another fleet",
             vm_id=vm_id,
             job_id=each["job_id"],

@@ -132,7 +132,7 @@ def _refuse_wrong(request: JobRequest, job: Job, unsent: frozenset[str]) -> None
         if sha256 in unsent:
             raise Refusal(
                 "invalid_request",
-                f"file {path!r}: nobody has sent {sha256} for a project of yours. Send it first: by `upload` of our client, or PUT /blobs.",
+                f"file {path!r}: {sha256} was not sent for a project of yours. Send it first: by `upload` of our client, or PUT /blobs.",
             )
 
 

@@ -56,7 +56,7 @@ async def make_key(context: Context, body: KeyBody) -> Response:
 
 
 async def revoke_key(context: Context, key_id: str) -> Response:
-    """From the next request on nobody is known by it."""
+    """Revoke a key from the next request on."""
     return document(await context.run(lambda session: keys.revoke(session, context.actor, key_id)))
 
 
