@@ -527,7 +527,8 @@ def sampler_and_learner_agree(
     ]
     found = gaps(case, trained, tokenizer, asked)
     assert len(found) > members * tokens
-    assert float(found.abs().mean()) < most
+    gap = float(found.abs().mean())
+    assert gap < most, gap
     assert abs(float(found.mean())) < most / 4
 
 

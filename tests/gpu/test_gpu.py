@@ -105,7 +105,8 @@ def cases(holds: Callable[..., None], **given: tuple[Any, ...]) -> list[Any]:
             dtype=(torch.float32,),
             most=(1e-4,),
         ),
-        *cases(device_checks.sampler_and_learner_agree, dtype=("bfloat16",), most=(0.025,)),
+        # An H100 gave 0.021 to 0.025 over several seeds.
+        *cases(device_checks.sampler_and_learner_agree, dtype=("bfloat16",), most=(0.035,)),
         *cases(device_checks.sampler_and_learner_agree, dtype=("float32",), most=(1e-4,)),
         *cases(
             device_checks.a_short_run_goes_through, lora=(LORA, None), enforce_eager=(False, True)
