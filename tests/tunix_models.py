@@ -72,7 +72,7 @@ def write_model(family: str, folder: Path, layers: int | None = None) -> Path:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     from groupwise.engine.models.tiny import tiny_tokenizer
-    from groupwise.engine.models.tokenizer import quiet
+    from groupwise.engine.models.transformers_log import quiet
 
     config = described(family)
     if layers is not None:

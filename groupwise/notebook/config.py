@@ -46,6 +46,7 @@ from groupwise.core.reward_call.tags import Tag, Tags
 from groupwise.core.settings.credentials import holds_secret, is_secret, names_secret
 from groupwise.core.settings.schema import EACH_VALUE_ALONE, Conflict, setting
 from groupwise.core.terminal.notebook import Table
+from groupwise.notebook.core import CHECKPOINTS, by_own_names, core_config
 from groupwise.notebook.friendly_errors import Worded, in_words, plain_number
 from groupwise.runs.config import RESERVED, RUN_NAME
 
@@ -85,8 +86,6 @@ PRESETS: Mapping[PresetName, Mapping[str, Any]] = {
 
 DRIVE = Path("/content/drive/MyDrive")
 """Folder of Google Drive in Colab, once it is mounted."""
-CHECKPOINTS = Path("checkpoints")
-"""Parent folder of experiments if they are not on Drive."""
 SECRETS = ("wandb_api_key", "kaggle_username", "kaggle_key", "hf_token")
 """The fields that are credentials; their environment variables have the same names in capitals."""
 MASK = "*" * 10
@@ -360,8 +359,6 @@ class TrainingConfig(Worded):
     @model_validator(mode="after")
     def _suits_the_core(self, info: ValidationInfo) -> Self:
         """Checks the core's config; errors use the names of this class unless a key of the core was given."""
-        from groupwise.notebook.core import by_own_names, core_config  # it needs this module
-
         if info.context is EACH_VALUE_ALONE:
             return self
         try:

@@ -7,16 +7,21 @@ import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.core.accelerators import accelerator
 from groupwise.core.errors import ConfigError, GroupwiseError
 from groupwise.core.settings.schema import KeyPath
-from groupwise.notebook.config import CHECKPOINTS, TrainingConfig
-from groupwise.notebook.rewards import ACCURACY
 from groupwise.tasks.data.config import DatasetConfig
 from groupwise.training.config import LoadedConfig, load_config
 
+if TYPE_CHECKING:
+    from groupwise.notebook.config import TrainingConfig
+
+CHECKPOINTS = Path("checkpoints")
+"""Parent folder of experiments if they are not on Drive."""
+ACCURACY = "accuracy"
+"""The part that says whether an answer is right, recorded beside the others and not counted."""
 SMALL = "smollm2-135m-instruct"
 GEMMA = "google/gemma-3-1b-it"
 SAVE_STEPS = 100

@@ -13,6 +13,7 @@ from groupwise.core.reward_call.tags import Tag, Tags, after_reasoning, marks
 from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.core.types import Prompt
 from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.core import ACCURACY
 from groupwise.notebook.datasets import dataset_of, prepare_datasets
 from groupwise.notebook.rows import Kind, kind_of
 from groupwise.notebook.rubrics import Rubric as Criteria
@@ -34,8 +35,6 @@ One: TypeAlias = Reward | str | Mapping[str, Any] | Criteria | RubricSet
 Given: TypeAlias = Sequence[One | tuple[One, float]]
 """Rewards, some of them with a weight."""
 
-ACCURACY = "accuracy"
-"""The part that says whether an answer is right, recorded beside the others and not counted."""
 NO_CHAT = "string indices must be integers"
 """Python's error message for `completion[0]["content"]`."""
 TEXTS = "Prompts and completions are texts in a notebook, no chats: take `completion`, not `completion[0]['content']`."

@@ -30,7 +30,7 @@ from groupwise.engine.models.lora import (
 )
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel
-from groupwise.engine.models.tokenizer import quiet
+from groupwise.engine.models.transformers_log import quiet
 
 logger = logging.getLogger(__name__)
 

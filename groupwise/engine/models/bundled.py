@@ -183,7 +183,7 @@ def _make_cached(final: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    from groupwise.engine.models.load import write_dequantised
+    from groupwise.engine.models.gguf import write_dequantised
 
     # A warning, so that it is seen without any logging set up: nothing else explains the slow start.
     logger.warning("making %s ready for use, once: it takes about 20 seconds", gguf.stem)

@@ -17,7 +17,8 @@ from typing import Any, TypeGuard
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.footprint import Counts, Sizes
 from groupwise.engine.models.native.facts import FAMILIES
-from groupwise.engine.models.tokenizer import located, quiet
+from groupwise.engine.models.tokenizer import located
+from groupwise.engine.models.transformers_log import quiet
 
 WHOLE_NUMBERS = (
     "vocab_size",

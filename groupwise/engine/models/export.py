@@ -25,7 +25,7 @@ from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.files import disk_errors
 from groupwise.engine.models.load import load_model, read_model_config
 from groupwise.engine.models.lora import PREFIX, read_adapter, read_lora_config, scaling_of
-from groupwise.engine.models.tokenizer import quiet
+from groupwise.engine.models.transformers_log import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,7 +11,8 @@ from huggingface_hub import hf_hub_download
 
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.files import FULL_WEIGHTS, INDEX, model_files, read_json
-from groupwise.engine.models.tokenizer import explained, quiet, resolve
+from groupwise.engine.models.tokenizer import explained, resolve
+from groupwise.engine.models.transformers_log import quiet
 
 WHOLE = 64 << 20
 """Bytes up to which a file is read in whole."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from groupwise.core.errors import ModelError
 from groupwise.engine.models.config import Dtype, ModelConfig
 from groupwise.engine.models.hub import fetch_weights
-from groupwise.engine.models.tokenizer import explained, located, quiet, resolve
+from groupwise.engine.models.tokenizer import explained, located, resolve
+from groupwise.engine.models.transformers_log import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -105,26 +103,3 @@ def _stops_of(*owners: object) -> tuple[int, ...]:
         value = getattr(owner, "eos_token_id", None)
         found.update([value] if isinstance(value, int) else value or [])
     return tuple(sorted(found))
-
-
-def write_dequantised(gguf: Path, folder: Path) -> None:
-    """Dequantise a GGUF file into a folder of safetensors, config and tokenizer."""
-    if not gguf.is_file():
-        raise ModelError(f"There is no file {str(gguf)!r}.")
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
-            )
-            tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-        except (ValueError, OSError, KeyError, ImportError) as error:
-            raise ModelError(f"{gguf} cannot be read as a GGUF model: {error}") from error
-        # The loaded model remembers that it was GGUF, and would refuse to be saved.
-        config = {**model.config.to_dict(), "_name_or_path": ""}
-        config.pop("quantization_config", None)
-        clean = type(model)(type(model.config)(**config))
-        clean.load_state_dict(model.state_dict())
-        clean.tie_weights()
-        clean.generation_config = model.generation_config or GenerationConfig()
-        clean.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from groupwise.engine.models.bundled import ALIASES, BUNDLED, bundled_folder, co
 from groupwise.engine.models.chat_template import OF_THE_MODEL
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.memory import memory_explained
+from groupwise.engine.models.transformers_log import quiet
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +144,3 @@ def explained(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterat
             f"Names that need no hub: {', '.join(ALIASES)}. {advice}",
             temporary=not resolved.local and hub_errors.will_pass(error),
         ) from error
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and advice off the terminal; its errors still arrive."""
-    from transformers.utils import logging as transformers_logging
-
-    bars = transformers_logging.is_progress_bar_enabled()
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(logging.ERROR)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()

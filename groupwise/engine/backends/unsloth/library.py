@@ -78,7 +78,8 @@ def load(config: ModelConfig, dtype: str, longest: int | None) -> PreTrainedMode
     from transformers import GenerationConfig
 
     from groupwise.engine.models.plan import prompt_room
-    from groupwise.engine.models.tokenizer import explained, quiet, resolve
+    from groupwise.engine.models.tokenizer import explained, resolve
+    from groupwise.engine.models.transformers_log import quiet
 
     resolved = resolve(config)
     room = prompt_room(config, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.models.native.linear import Linear, LowRank, rounds_before_adding
-from groupwise.engine.models.native.weights import NativeModel
+
+if TYPE_CHECKING:
+    from groupwise.engine.models.native.weights import NativeModel
 
 Adapter = Sequence[Any]
 """Parts that are added to each of `NativeModel.products`, in their order without the head: from `low_rank`, or from `packed_low_rank`

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from groupwise.engine.models.native import compiled
 from groupwise.engine.models.native.facts import FAMILIES, head_size
+from groupwise.engine.models.native.forward import plain_logits
 from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.models.native.linear import Linear, Part
 
@@ -266,8 +267,6 @@ class NativeModel:
     @torch.no_grad()
     def _probe_logits(self, model: PreTrainedModel | None) -> Tensor:
         """Logits of some text; raises ValueError if they are not those of `model`, if there is one to compare with."""
-        from groupwise.engine.models.native.forward import plain_logits
-
         ids_N = (torch.arange(PROBE, device=self.device) * 7919 + 11) % self.shape.vocabulary
         ours_NV = plain_logits(self, ids_N)
         if model is None:
