@@ -53,7 +53,7 @@ class Newsreader:
         try:
             await self._tell()
         except OSError as error:
-            log.warning("the lines cannot be written, so there are none any more: %s", error)
+            log.warning("the news cannot be written, so there is none any more: %s", error)
         except Exception:  # a bug in what is said ends no role
             log.exception("there are no news any more; the fleet goes on")
 
