@@ -526,7 +526,7 @@ def test_a_plan_needs_no_credentials_and_what_cannot_be_is_told_before_anything_
     other = [{account.group: shut, KEY_NAME: "theirs"}.get(each, each) for each in python]
     account.quota = 4.0
     typed = person.types(*other, *script, code=1)
-    for told in ("no key pair theirs", f"{shut} lets nobody in", "may run 4 virtual cores"):
+    for told in ("no key pair theirs", f"{shut} lets no one in", "may run 4 virtual cores"):
         assert told in typed.err
     account.quota = 64.0
     assert account.requests == []
