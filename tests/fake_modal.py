@@ -452,7 +452,7 @@ def contain(folder: Path, name: str, number: int) -> str:
 
 
 def main() -> None:
-    """Entry point of `python -m`: starts a keeper, which goes on by itself."""
+    """Entry point of `python -m`: starts a process that outlives the one that called Modal."""
     folder, name = sys.argv[1:]
     secrets: dict[str, str] = json.loads(sys.stdin.read())
     if os.fork() == 0:

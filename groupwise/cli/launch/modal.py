@@ -21,6 +21,7 @@ from groupwise.cli.launch.options import (
     Wheelhouse,
     With,
     common,
+    environment,
     place_command,
 )
 from groupwise.cli.launch.placing import launch
@@ -81,8 +82,7 @@ def packages(
     index_url: IndexUrl = None,
 ) -> Environment:
     """The packages of the image."""
-    made = (tuple(extra or ()), tuple(also or ()), lock, wheelhouse, index_url)
-    return Environment(None, base_python, *made)
+    return environment(None, base_python, extra, also, lock, wheelhouse, index_url)
 
 
 @place_command(calls=calls, packages=packages, job=common)

@@ -118,7 +118,7 @@ class PartsService:
         before. `most_bytes` of a request."""
         self._runs = runs
         self._make_engine = make_engine
-        self._keeper = EngineSupervisor(make_engine)
+        self._supervisor = EngineSupervisor(make_engine)
         self._allowed = allowed
         self._folder = folder
         self._silence = silence
@@ -147,7 +147,7 @@ class PartsService:
             await asyncio.gather(self._watch, return_exceptions=True)
         async with self._runs.turn:
             await self._end("the server was shut down")
-        await self._keeper.end()
+        await self._supervisor.end()
 
     async def make_way(self) -> None:
         """A run or models are to begin. Refused as `run_active` while there are parts; see `groupwise.server.run.service.Beside`."""
@@ -163,7 +163,7 @@ class PartsService:
     async def _end_spare(self) -> None:
         if self._spare is not None:
             self._spare = None
-            await self._keeper.end()
+            await self._supervisor.end()
 
     def in_use(self) -> LoopElsewhere | None:
         """The loop that has parts open; None if there is none."""
@@ -264,7 +264,7 @@ class PartsService:
         """An engine in which nothing is open."""
         if self._spare is None or self._spare.reason is not None:
             self._spare = None
-            self._spare = await _begun(self._keeper.begin())
+            self._spare = await _begun(self._supervisor.begin())
         return self._spare
 
     def look(self, id: str) -> PartsAnswer:
@@ -307,7 +307,7 @@ class PartsService:
             return
         self._note_gone(parts, why, code)
         await parts.calls.end()
-        await self._keeper.end()
+        await self._supervisor.end()
         await asyncio.to_thread(parts.files.remove)
 
     def _note_gone(self, parts: _Parts, why: str, code: GoneCode) -> None:

@@ -104,7 +104,7 @@ class Conductor:
     def __init__(
         self,
         ledger: Ledger,
-        keeper: EngineSupervisor,
+        supervisor: EngineSupervisor,
         request: StartRequest,
         order: OpenRun,
         *,
@@ -118,7 +118,7 @@ class Conductor:
         self.standing: RunStatus | None = None
         self.admission: Admission | None = None
         self._ledger = ledger
-        self._keeper = keeper
+        self._supervisor = supervisor
         self._order = order
         self._most_open = most_open
         self._changed = changed
@@ -181,7 +181,7 @@ class Conductor:
     async def begin(self) -> RunStatus:
         """Open the run with its first engine. Raises what is wrong with it; of a new one nothing is left then."""
         if self._order.run is None:
-            self._engine, opened = await self._keeper.open(self._order)
+            self._engine, opened = await self._supervisor.open(self._order)
             self._order = replace(self._order, run=opened.run)
             self._place(opened)
         else:
@@ -241,7 +241,7 @@ class Conductor:
             await self._fail(str(error) or repr(error))
         finally:
             self._engine = None
-            await self._keeper.end()
+            await self._supervisor.end()
             self._close_room()
             self._changed.beat()
 
@@ -262,7 +262,7 @@ class Conductor:
     async def _may_begin_another(self, error: GroupwiseError) -> bool:
         self._engine = None
         self.last_error = str(error)
-        await self._keeper.end()
+        await self._supervisor.end()
         if self._leaving is not None:
             logger.warning("the engine was lost while the run was left: %s", error)
             return False
@@ -271,9 +271,9 @@ class Conductor:
         self._changed.beat()
         try:
             if is_full(error):
-                await self._keeper.room_on(self.now.folder)
+                await self._supervisor.room_on(self.now.folder)
             else:
-                await self._keeper.pause(error)
+                await self._supervisor.pause(error)
             await self._tell(EventKind.ENGINE_LOST, message=str(error))
         except TooManyRestarts as too_many:
             await self._fail(str(too_many))
@@ -313,7 +313,7 @@ class Conductor:
     async def _recovered(self) -> Engine:
         """A new engine that stands where the run stood."""
         self.phase = "recovering"
-        engine, opened = await self._keeper.open(self._order)
+        engine, opened = await self._supervisor.open(self._order)
         self._place(opened)
         await self._note_committed(engine, opened)
         exact = True

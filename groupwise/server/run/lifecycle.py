@@ -54,13 +54,17 @@ class StartStop:
     """The beginning and the end of runs."""
 
     def __init__(
-        self, current: Current, ledger: Ledger, keeper: EngineSupervisor, checkpoints: Checkpoints
+        self,
+        current: Current,
+        ledger: Ledger,
+        supervisor: EngineSupervisor,
+        checkpoints: Checkpoints,
     ) -> None:
         config = current.config
         self._current = current
         self._config = config
         self._ledger = ledger
-        self._keeper = keeper
+        self._supervisor = supervisor
         self._checkpoints = checkpoints
         self._allowed = Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models))
         self.turn = asyncio.Lock()
@@ -170,7 +174,7 @@ class StartStop:
             async with asyncio.timeout(limit):
                 return await conductor.begin()
         except TimeoutError:
-            await self._keeper.end()
+            await self._supervisor.end()
             raise Refusal(
                 "timed_out",
                 f"the run was not ready after {limit:g} seconds (the server's start_time_limit).",
@@ -181,7 +185,7 @@ class StartStop:
             # It may have been killed because memory was short that is free again.
             raise Refusal("engine_recovering", str(error), retry_after=2) from None
         except GroupwiseError as error:
-            await self._keeper.end()
+            await self._supervisor.end()
             raise refusal_of(error, otherwise="engine_failed") from None
 
     async def _keep_tokenizer(self, conductor: Conductor, standing: RunStatus) -> None:
@@ -201,7 +205,7 @@ class StartStop:
     def _conductor_of(self, request: StartRequest, order: OpenRun) -> Conductor:
         return Conductor(
             self._ledger,
-            self._keeper,
+            self._supervisor,
             request,
             order,
             most_open=self._config.max_open_groups,

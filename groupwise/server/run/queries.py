@@ -30,9 +30,9 @@ class Reading:
     """Queries about the current or last run."""
 
     def __init__(
-        self, current: Current, ledger: Ledger, keeper: EngineSupervisor, clockwork: Clockwork
+        self, current: Current, ledger: Ledger, supervisor: EngineSupervisor, clockwork: Clockwork
     ) -> None:
-        self._keeper = keeper
+        self._supervisor = supervisor
         self._clockwork = clockwork
         self._current = current
         self._ledger = ledger
@@ -46,7 +46,9 @@ class Reading:
         told = await self._ledger.do(
             ledger_operations.told, row.run
         )  # last, so that it fits the phase
-        return status_of(told, conductor, self._clockwork.probed, versions, self._keeper.restarts)
+        return status_of(
+            told, conductor, self._clockwork.probed, versions, self._supervisor.restarts
+        )
 
     async def events(self, after: int | None, limit: int) -> list[EventData]:
         """Up to `limit` events after this one, oldest first; None: those that come from now on."""

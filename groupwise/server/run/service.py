@@ -72,16 +72,16 @@ class Service:
         """`make_engine` begins an engine process in which nothing is open."""
         self._config = config
         self._ledger = ledger
-        self._keeper = EngineSupervisor(
+        self._supervisor = EngineSupervisor(
             make_engine, Limits(restarts=config.max_engine_restarts, window=config.restart_window)
         )
         self._current = Current(config)
         self._checkpoints = Checkpoints(self._current, ledger)
-        self._start_stop = StartStop(self._current, ledger, self._keeper, self._checkpoints)
+        self._start_stop = StartStop(self._current, ledger, self._supervisor, self._checkpoints)
         self._ask_post = AskPost(self._current, ledger)
         self._clockwork = Clockwork(self._current, ledger)
         self._activity = Activity(self._current, ledger)
-        self._reading = Reading(self._current, ledger, self._keeper, self._clockwork)
+        self._reading = Reading(self._current, ledger, self._supervisor, self._clockwork)
         self.beside: dict[str, Beside] = {}
         """Other users of the machine, by name: models of clients, parts of a loop elsewhere."""
         self.by_verbs: Callable[[], ByVerbs] = ByVerbs
@@ -107,7 +107,7 @@ class Service:
         if self._current.conductor is not None:
             await self._current.conductor.leave("shut down", seconds)
         await self._clockwork.stop()
-        await self._keeper.end()
+        await self._supervisor.end()
         await self._ledger.close()
 
     def ready(self) -> str | None:

@@ -103,16 +103,16 @@ class Host:
         self,
         *,
         runs: Runs,
-        keeper: EngineSupervisor,
+        supervisor: EngineSupervisor,
         journal: Journal,
         allowed: Allowed,
         folder: str,
         most: int,
         longest: int,
     ) -> None:
-        """`keeper`: of the verbs' own engine; `most` models at once, a run among them; `longest`: see `OpenModels`."""
+        """`supervisor`: of the verbs' own engine; `most` models at once, a run among them; `longest`: see `OpenModels`."""
         self._runs = runs
-        self._keeper = keeper
+        self._supervisor = supervisor
         self._journal = journal
         self._allowed = allowed
         self._folder = folder
@@ -141,11 +141,11 @@ class Host:
             )
         if self._standing is not None and self._standing.run is None:
             self._standing = None
-        await self._keeper.end()
+        await self._supervisor.end()
 
     async def close(self) -> None:
         """End the engine, if it is the verbs' own."""
-        await self._keeper.end()
+        await self._supervisor.end()
 
     # --- which bases -----------------------------------------------------------------------------
 
@@ -377,14 +377,14 @@ class Host:
                 raise UsageError(refusal.message) from None
             self.admit(base)
             self._standing = None
-            engine = cast("Called", await self._keeper.begin())
+            engine = cast("Called", await self._supervisor.begin())
             try:
                 return await self._opened(engine, loads, None)
             except EngineLost as error:
-                await self._keeper.pause(error)
+                await self._supervisor.pause(error)
                 return None
             except BaseException:
-                await self._keeper.end()
+                await self._supervisor.end()
                 raise
 
     async def _opened(self, engine: Called, loads: str, run: Conductor | None) -> _Standing:
@@ -403,7 +403,7 @@ class Host:
                 await asyncio.sleep(LOOK_AGAIN)
             elif not is_full(error):
                 logger.warning("the engine of the models is begun again: %s", error)
-                await self._keeper.pause(error)
+                await self._supervisor.pause(error)
 
 
 async def _repeated(standing: _Standing, model: str, kind: str, content: bytes) -> None:

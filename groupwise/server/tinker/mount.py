@@ -52,7 +52,7 @@ class Verbs:
         limits = Limits(restarts=config.max_engine_restarts, window=config.restart_window)
         self._host = Host(
             runs=runs,
-            keeper=EngineSupervisor(make_engine, limits),
+            supervisor=EngineSupervisor(make_engine, limits),
             journal=journal,
             allowed=Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models)),
             folder=str(config.folder / FOLDER),

@@ -65,7 +65,7 @@ class Signals:
         self._rewards: tuple[float, float] | None = None
         """The lowest and the highest reward so far."""
         self._least: dict[str, float] = {}
-        """Least value of each part so far, weight × value."""
+        """The lowest weighted value of each part so far."""
         self._active: set[str] = set()
 
     def observe(self, groups: Sequence[Group], step: int, entropy: float | None = None) -> Seen:

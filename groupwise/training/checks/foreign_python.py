@@ -257,7 +257,7 @@ class _Reader:
         *,
         new_is_sure: bool = False,
     ) -> None:
-        """Set a value. If a condition decides it, it counts as unread, unless it is the same in any case."""
+        """Set a name to a value. Under a condition it becomes `Unread`, unless it had that value before, or is new and `new_is_sure`."""
         before = into.get(name)
         new = name not in into and new_is_sure
         if self.unsure and not new and not (name in into and before == value):

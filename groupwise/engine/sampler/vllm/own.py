@@ -121,14 +121,14 @@ class OwnServer:
             f"http://{HOST}:{self._port}", wanted.name, timeout=timeout, secret=self._secret
         )
         self._process: subprocess.Popen[bytes] | None = None
-        self._keeper: threading.Thread | None = None
+        self._supervisor: threading.Thread | None = None
         self._closing = threading.Event()
         self._answered = threading.Event()
         self._gave_up = False
 
     async def up(self, server: Server, patience: float, timing: Timing) -> None:
         """Start it unless it runs, and wait until it answers. Raises UsageError, with its last words, if it does not."""
-        if self._keeper is None:
+        if self._supervisor is None:
             self._begin()
         until = timing.clock() + patience
         while not self._answered.is_set():
@@ -150,8 +150,8 @@ class OwnServer:
     def close(self) -> None:
         """End it. May be repeated."""
         self._closing.set()
-        if self._keeper is not None:
-            self._keeper.join()
+        if self._supervisor is not None:
+            self._supervisor.join()
 
     def _begin(self) -> None:
         python = Path(self._wanted.python).expanduser()
@@ -162,8 +162,8 @@ class OwnServer:
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_bytes(b"")
-        self._keeper = threading.Thread(target=self._keep, name="vllm", daemon=True)
-        self._keeper.start()
+        self._supervisor = threading.Thread(target=self._keep, name="vllm", daemon=True)
+        self._supervisor.start()
 
     def _keep(self) -> None:
         """Keep one running until it is closed; the thread that started a server lives as long as that does."""

@@ -683,7 +683,7 @@ def missed_at(facts: Mapping[str, Any]) -> float:
 
 
 def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:
-    """A member that may still be on a machine which was declared lost."""
+    """Members of ended attempts that may still run on this machine, because it was declared lost."""
     rows = session.execute(
         select(Attempt.job_id, Member.epoch, Member.rank)
         .join(Attempt, Attempt.epoch == Member.epoch)

@@ -131,8 +131,8 @@ class NatsLink:
         self._there = asyncio.Event()
         self._tried = asyncio.Event()
         self._stirred = asyncio.Event()
-        """Something for the keeper to look at."""
-        self._keeper: asyncio.Task[None] | None = None
+        """Set when there is something for the task `_connecting` to look at."""
+        self._connecting: asyncio.Task[None] | None = None
         self._was_there: bool | None = None
         self._last_error: Exception | None = None
         self._complained: set[str] = set()
@@ -158,8 +158,8 @@ class NatsLink:
 
     def open(self) -> None:
         """Connect in the background, and stay connected."""
-        if self._keeper is None:
-            self._keeper = asyncio.create_task(self._keep())
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(self._keep())
 
     def listen(self) -> None:
         """Begin to receive what is published on the subject."""
@@ -202,8 +202,8 @@ class NatsLink:
 
     async def close(self) -> None:
         """End the connection."""
-        await cancel_and_wait(self._keeper)
-        self._keeper = None
+        await cancel_and_wait(self._connecting)
+        self._connecting = None
 
     async def _keep(self) -> None:
         pause = FIRST_PAUSE

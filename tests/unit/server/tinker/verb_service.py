@@ -179,7 +179,7 @@ class Server:
 
         self.host = Host(
             runs=cast("Any", NoRuns()),
-            keeper=EngineSupervisor(make, Limits(restarts=10), Time(sleep=_at_once)),
+            supervisor=EngineSupervisor(make, Limits(restarts=10), Time(sleep=_at_once)),
             journal=journal,
             allowed=Allowed(folder / "models", ()),
             folder=str(folder),
