@@ -345,9 +345,9 @@ class _Hooks:
         if own is None:
             return {}
         if isinstance(own, Router):
-            return {label: _weighted(rubric) for label, rubric in own.rubrics.items()}
+            return {label: _weighted_functions(rubric) for label, rubric in own.rubrics.items()}
         sources = [entry for entry in self._data.mixture if entry.source]
-        return {entry.label or entry.name: _weighted(own) for entry in sources}
+        return {entry.label or entry.name: _weighted_functions(own) for entry in sources}
 
     def get_rl_callbacks(self, config: View, tokenizer: Any, output_dir: str) -> list[object]:
         """The callbacks of all tasks."""
@@ -385,7 +385,7 @@ class _Hooks:
         return {"metrics": metrics, **details}
 
 
-def _weighted(rubric: Rubric) -> list[Any]:
+def _weighted_functions(rubric: Rubric) -> list[Any]:
     return list(zip(rubric.functions, rubric.weights, strict=True))
 
 

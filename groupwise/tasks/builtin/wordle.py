@@ -119,13 +119,13 @@ def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training rows with what a solver answers: a word that all marks allow, and why."""
-    return [_taught(row) for row in get_rl_dataset(config)]
+    return [_sft_row(row) for row in get_rl_dataset(config)]
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation rows, likewise."""
     own = _own(config)
-    return [_taught(row) for row in _rows(own, "validation", own.validation_size)]
+    return [_sft_row(row) for row in _rows(own, "validation", own.validation_size)]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
@@ -306,12 +306,12 @@ class Turn:
 def _rows(own: TaskConfig, split: Split, size: int) -> list[dict[str, Any]]:
     """The first `size` rows of a split, no two with the same prompt; a larger size begins with the same rows."""
     words = tuple(words_of(own.secrets, own.dictionary).of(split, own.seed))
-    turns = _drawn(words, split, own.seed, own.min_history, own.max_history, own.choices, size)
+    turns = _draw_turns(words, split, own.seed, own.min_history, own.max_history, own.choices, size)
     return [turn.row for turn in turns]
 
 
 @lru_cache(maxsize=3)  # the splits: the same rows are rewarded and taught
-def _drawn(
+def _draw_turns(
     words: tuple[str, ...],
     split: Split,
     seed: int,
@@ -375,5 +375,5 @@ def _from_anywhere(words: Sequence[str], stream: Stream) -> list[str]:
     return [*words[begin:], *words[:begin]]
 
 
-def _taught(row: dict[str, Any]) -> dict[str, Any]:
+def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "completion": row["gold_completion"]}

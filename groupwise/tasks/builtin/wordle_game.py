@@ -97,12 +97,12 @@ def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training rows with games that a solver won."""
-    return _taught(_own(config), "train")
+    return _sft_rows(_own(config), "train")
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """Such games of the secrets of the validation."""
-    return _taught(_own(config), "validation")
+    return _sft_rows(_own(config), "validation")
 
 
 def get_environment(config: Any) -> Callable[[], Game]:
@@ -293,7 +293,7 @@ def _rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
     return rows
 
 
-def _taught(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
+def _sft_rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
     """The rows of a split with a game each in which every guess is a word of that split which all marks allow."""
     words = words_of(own.secrets, own.dictionary)
     pool, stream = words.of(split, own.seed), Stream("wordle games", split, own.seed)
@@ -318,12 +318,12 @@ def _won_game(
     while True:
         game = begin()
         game.reset(secret)
-        said = list(_solved(game, stream.sample(pool, len(pool))))
+        said = list(_solve(game, stream.sample(pool, len(pool))))
         if game.won:
             return said[:-1]  # the marks of the last guess come after the end
 
 
-def _solved(game: Game, pool: Sequence[str]) -> Iterator[Message]:
+def _solve(game: Game, pool: Sequence[str]) -> Iterator[Message]:
     """The messages of a game: always the first word of the pool that the marks allow."""
     while not game.over:
         known = Knowledge.of(game.guesses, game.marks)

@@ -82,12 +82,12 @@ def _problems(given: dict[str, Any]) -> Iterator[str]:
         entry = mixture_entry(given)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            yield _worded(str(detail["loc"][0]), given)
+            yield _describe_problem(str(detail["loc"][0]), given)
     else:
         yield from entry.problems()
 
 
-def _worded(key: str, given: Mapping[str, Any]) -> str:
+def _describe_problem(key: str, given: Mapping[str, Any]) -> str:
     known = MixtureEntry.model_fields
     if key in known:
         allowed = describe(known[key]) or "text, or a section with keys of its own"

@@ -79,7 +79,7 @@ class Signals:
         found = symptoms(fresh)
         if entropy is not None:
             found["entropy"] = entropy
-        started = self._started
+        started = self._reward_is_ready
         for name, value in found.items():
             gauge = self._gauges.setdefault(name, Gauge())
             gauge.observe(value, self.config.start_steps, self.config.memory)
@@ -94,7 +94,7 @@ class Signals:
             parts = dict.fromkeys(p.name for g in fresh for r in g.scored for p in r.parts)
             if text := nobody_tells(self.config, parts):
                 logger.info("%s", text)
-        if self._started and not started:
+        if self._reward_is_ready and not started:
             self._warn_of_unknown_part()
         warnings = self._changes(step + 1)
         return Seen(self._metrics(found), warnings)
@@ -121,7 +121,7 @@ class Signals:
         self._unfilled = {each: None for each in self._unfilled if each in known}
 
     @property
-    def _started(self) -> bool:
+    def _reward_is_ready(self) -> bool:
         reward = self._gauges.get("reward")
         return reward is not None and reward.ready
 

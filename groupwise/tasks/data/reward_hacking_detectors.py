@@ -312,7 +312,7 @@ def accuracy(sight: Sight) -> Finding | None:
     gain = sight.gauges[f"gain/{name}"]
     strength = min(
         sight.moved(reward),
-        max(-sight.moved(gain), min(_not_risen(sight, gain), _saturated(sight, name))),
+        max(-sight.moved(gain), min(_not_risen(sight, gain), _saturation(sight, name))),
     )
     text = f"the reward rises, and {name} does not: what is earned may not be what is meant"
     values = {
@@ -340,7 +340,7 @@ def _left_to_earn(sight: Sight, reward: Gauge) -> float:
     return (sight.highest - reward.now) / seen / LEFT_TO_EARN if seen > 0 else 0.0
 
 
-def _saturated(sight: Sight, but: str) -> float:
+def _saturation(sight: Sight, but: str) -> float:
     """1 or more where another part than `but` has risen, and hardly differs within groups any more."""
     gains, spreads = sight.parts("gain"), sight.parts("spread")
     return max(

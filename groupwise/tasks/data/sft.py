@@ -190,7 +190,7 @@ def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
     ids = _integers(row["input_ids"], where, "input_ids")
     if row.get("labels") is not None:
         labels = _integers(row["labels"], where, "labels")
-        tokens = _checked(Tokens(ids, tuple(int(label != IGNORED) for label in labels)), where)
+        tokens = _check_mask(Tokens(ids, tuple(int(label != IGNORED) for label in labels)), where)
         for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
             if label not in (token, IGNORED):
                 raise TaskError(
@@ -199,7 +199,7 @@ def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
                 )
     else:
         mask = next((row[name] for name in MASKS if row.get(name) is not None), [1] * len(ids))
-        tokens = _checked(Tokens(ids, _integers(mask, where, "completion_mask")), where)
+        tokens = _check_mask(Tokens(ids, _integers(mask, where, "completion_mask")), where)
     seen = row.get("attention_mask")
     if seen is None:
         return tokens
@@ -214,7 +214,7 @@ def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
     )
 
 
-def _checked(tokens: Tokens, where: str) -> Tokens:
+def _check_mask(tokens: Tokens, where: str) -> Tokens:
     if len(tokens.mask) != len(tokens.ids):
         raise TaskError(
             f"{where}: there are {len(tokens.ids)} input_ids, but {len(tokens.mask)} labels or mask entries."

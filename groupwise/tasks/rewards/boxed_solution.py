@@ -130,13 +130,13 @@ class _Solution:
         """The kind and value of a name; an exception's class becomes its own name and that of its nearest built-in base class."""
         value: Any = vars(self._module).get(name, self)
         if value is self:
-            value = getattr(self._wrapped, name)
+            value = getattr(self._wrapper, name)
         if isinstance(value, type) and issubclass(value, Exception):
             return "error", (value.__name__, builtin_of(value))
         return "value", cast("Any", value)
 
     @cached_property
-    def _wrapped(self) -> Any:
+    def _wrapper(self) -> Any:
         """The object whose methods are meant where the module has no function of a name."""
         return vars(self._module)[WRAPPER]()
 

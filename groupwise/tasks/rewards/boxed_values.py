@@ -194,7 +194,7 @@ class Ledger:
         if isinstance(value, str):
             return str.__str__(value)
         if isinstance(value, MUTABLE):
-            return self._shown(value) if shown else self.content(value)
+            return self._show(value) if shown else self.content(value)
         return self._of_other_kind(value, shown)
 
     def content(self, value: Any, *, shown: bool = False) -> dict[str, Json]:
@@ -213,7 +213,7 @@ class Ledger:
             case _:
                 return {"bytearray": bytes(value).hex()}
 
-    def _shown(self, value: Any) -> Json:
+    def _show(self, value: Any) -> Json:
         number = self.number_of(value)
         if number in self.showing:
             return {"again": number}
@@ -280,12 +280,12 @@ class Ledger:
 
     def _read_one(self, told: dict[str, Json]) -> Any:
         (kind, content), *_ = told.items()
-        value = self._made(kind, content)
+        value = self._build(kind, content)
         if "at" in told:
             self._represent(told["at"], value)
         return value
 
-    def _made(self, kind: str, content: Json) -> Any:
+    def _build(self, kind: str, content: Json) -> Any:
         match kind:
             case "yours":
                 return self._own[content]

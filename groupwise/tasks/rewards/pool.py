@@ -116,7 +116,7 @@ class WorkerPool:
 
     async def start(self) -> None:
         """Start the workers and wait until they are ready; optional. Raises the kind's error if one cannot be."""
-        self._launched()
+        self._threads_of_pool()
         for slot in self._slots:
             await asyncio.wrap_future(slot.ready)
 
@@ -127,7 +127,7 @@ class WorkerPool:
         Raises the kind's error where no worker can be started, or one reports that it cannot work.
         """
         ended = await asyncio.wrap_future(
-            self._launched().submit(_Call(payload, limit, repeat_limit))
+            self._threads_of_pool().submit(_Call(payload, limit, repeat_limit))
         )
         if isinstance(ended, Answered) and "error" in ended.message:
             raise self._kind.error(f"{_a(self._kind)} reports: {ended.message['error']}")
@@ -144,7 +144,7 @@ class WorkerPool:
             slot.stop()
         await asyncio.to_thread(threads.join, _REAP_LIMIT)
 
-    def _launched(self) -> DaemonThreads[_Call]:
+    def _threads_of_pool(self) -> DaemonThreads[_Call]:
         if self._closed:
             raise self._kind.error(f"The {self._kind.name}s are closed.")
         if self._threads is None:
@@ -226,7 +226,7 @@ class _Slot:
         try:
             how = ""
             for _ in range(START_ATTEMPTS):
-                process = self._spawned()
+                process = self._spawn()
                 ended = process.begin(self._setup, self._start_limit)
                 match ended:
                     case Answered({"start_failed": message}):
@@ -250,7 +250,7 @@ class _Slot:
             self._discard()
             raise
 
-    def _spawned(self) -> _Process:
+    def _spawn(self) -> _Process:
         with self._lock:
             if self._stopped:
                 raise self._kind.error(f"The {self._kind.name}s are closed.")

@@ -165,7 +165,7 @@ class Box:
         self._control.setblocking(False)
         try:
             with theirs:
-                self._process = self._started(theirs)
+                self._process = self._start_warden(theirs)
         except OSError as error:
             self._control.close()
             _delete(self._folder)
@@ -257,7 +257,7 @@ class Box:
                 for stream in self._streams:
                     await stream.ended()
 
-    def _started(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+    def _start_warden(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         """The warden. Its interpreter finds the standard library and this package, no site packages, and no secrets."""
         numbers = [theirs.fileno(), *(channel.fileno() for channel in self._channels)]
         given = self._folder / "stdin"

@@ -227,7 +227,7 @@ class ChatDialogue:
             raise Unrenderable("the environment is not done, but gave no observation")
         said = list(map(self._as_template_knows, self._messages))
         rendered = self._render(joined(self._prompt, said))
-        added = self._added(rendered)
+        added = self._template_suffix(rendered)
         ids = text_ids(self._tokenizer, rendered if added is None else added)
         context = ids if added is None else self._context + ids
         if len(context) > longest:
@@ -255,7 +255,7 @@ class ChatDialogue:
         """See `Dialogue.messages`."""
         return tuple(self._messages)
 
-    def _added(self, rendered: str) -> str | None:
+    def _template_suffix(self, rendered: str) -> str | None:
         """The text that the template put after the policy's words; None if it rewrote the text before them."""
         if not rendered.startswith(self._rendered):
             return None

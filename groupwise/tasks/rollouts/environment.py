@@ -120,7 +120,9 @@ class EnvironmentRollouts:
 
     async def sample(self, sampler: Sampler, ask: Ask) -> Group:
         """See `RolloutKind.sample`."""
-        attempts = await gather_all(self._begun(ask, member) for member in range(ask.members))
+        attempts = await gather_all(
+            self._begin_attempt(ask, member) for member in range(ask.members)
+        )
         alive = [attempt for attempt in attempts if not attempt.ended]
         for attempt in alive:
             if attempt.first != alive[0].first:
@@ -132,7 +134,7 @@ class EnvironmentRollouts:
         example = replace(ask.example, prompt=alive[0].prompt) if alive else ask.example
         drawn = await self._first_completions(sampler, ask, attempts)
         await gather_all(
-            self._played(sampler, ask, attempt, completion)
+            self._play_turns(sampler, ask, attempt, completion)
             for attempt, completion in zip(attempts, drawn, strict=True)
         )
         rollouts = tuple(_rollout(ask, attempt) for attempt in attempts)
@@ -140,7 +142,7 @@ class EnvironmentRollouts:
 
     async def opening(self, ask: Ask) -> tuple[int, ...]:
         """Tokens of the prompt that an example's environment begins with. Raises TaskError where it gives none."""
-        attempt = await self._begun(ask, 0)
+        attempt = await self._begin_attempt(ask, 0)
         if attempt.outcome != "pending":
             raise TaskError(f"the first prompt of row {ask.example.row_number}: {attempt.reason}")
         ending = replace(self._call_of(ask, attempt), ending=True)
@@ -149,7 +151,7 @@ class EnvironmentRollouts:
 
     # --- one rollout --------------------------------------------------------------------------------
 
-    async def _begun(self, ask: Ask, member: int) -> _Attempt:
+    async def _begin_attempt(self, ask: Ask, member: int) -> _Attempt:
         """The attempt with its first prompt; failed where there is none."""
         session = next(self._sessions)
         call = self._call(ask, member, session)
@@ -187,7 +189,7 @@ class EnvironmentRollouts:
     ) -> Dialogue:
         return begin(self._tokenizer, prompt, tools, ask.example.columns, ids)
 
-    async def _played(
+    async def _play_turns(
         self, sampler: Sampler, ask: Ask, attempt: _Attempt, completion: Completion | None
     ) -> None:
         """Plays all turns, from the first completion on."""

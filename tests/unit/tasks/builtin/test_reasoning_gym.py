@@ -64,7 +64,7 @@ in_own_process = reasoning_gym._make
 def _here_and_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(reasoning_gym, "_make", at_once)
-    reasoning_gym._known.cache_clear()
+    reasoning_gym._cached_splits.cache_clear()
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_too_few_different_problems_are_told() -> None:
 def test_what_took_long_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasoning_gym, "KEPT_ABOVE", 0.0)
     first = reasoning_gym.get_eval_dataset(config())
-    reasoning_gym._known.cache_clear()
+    reasoning_gym._cached_splits.cache_clear()
     monkeypatch.setattr(reasoning_gym, "_make", lambda *_: pytest.fail("made again"))
     assert reasoning_gym.get_eval_dataset(config()) == first
 
