@@ -152,7 +152,7 @@ def score(
     answers = [answer_in(completion_text(completion)) for completion in completions]
     record_answers(log_extra, answers)
     rows = zip(answers, dataset, entry, strict=True)
-    return [graded(answer, spec, text) for answer, spec, text in rows]
+    return [grade_answer(answer, spec, text) for answer, spec, text in rows]
 
 
 def answer_in(text: str) -> str:
@@ -161,7 +161,7 @@ def answer_in(text: str) -> str:
     return after_reasoning(text).strip() if tagged is None else tagged
 
 
-def graded(answer: str, spec: Mapping[str, Any], entry: str) -> float:
+def grade_answer(answer: str, spec: Mapping[str, Any], entry: str) -> float:
     """The grader's score. Raises ValueError where it could not grade even the entry's own answer."""
     grade, read = _grader(json.dumps(spec, sort_keys=True)), entry_of_text(entry)
     name = str(spec["name"])

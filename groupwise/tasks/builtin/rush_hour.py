@@ -35,7 +35,7 @@ from groupwise.tasks.rewards.rush_hour import (
     Move,
     Moves,
     board_of,
-    merged,
+    merge_steps,
     moves_in,
     play,
     read_moves,
@@ -172,7 +172,7 @@ def compute_metrics(
     pairs = list(zip(written, dataset_rows, strict=True))
     plays = [play(board_of(row["board"], row["size"]), moves or ()) for moves, row in pairs]
     exact = [
-        moves is not None and merged(moves) in map(read_moves, row["answer"])
+        moves is not None and merge_steps(moves) in map(read_moves, row["answer"])
         for moves, row in pairs
     ]
     excess = [

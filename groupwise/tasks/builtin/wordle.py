@@ -36,13 +36,13 @@ from groupwise.tasks.builtin.wordle_rules import (
     Knowledge,
     Split,
     answer,
+    choices_line,
     guess_in,
-    left,
+    guesses_left,
+    marked_guess,
     marks_of,
-    offered,
     reasoning,
     rules,
-    spelt,
     turns_met,
     words_of,
 )
@@ -148,7 +148,7 @@ def compute_metrics(
     own = _own(config)
     real = words_of(own.secrets, own.dictionary).dictionary
     verdicts = [
-        judged(completion_text(completion), row["guesses"], row["feedback"], real)
+        judge_guess(completion_text(completion), row["guesses"], row["feedback"], real)
         for completion, row in zip(completions, dataset_rows, strict=True)
     ]
     secrets = [row["secret"] for row in dataset_rows]
@@ -183,7 +183,7 @@ class Verdict:
         return self.satisfied == 1
 
 
-def judged(
+def judge_guess(
     text: str,
     guesses: Sequence[str],
     marks: Sequence[str],
@@ -228,7 +228,7 @@ class Part:
         **_: Any,
     ) -> list[float]:
         turns = zip(completions, guesses, feedback, strict=True)
-        verdicts = [judged(completion_text(c), g, f, self.real) for c, g, f in turns]
+        verdicts = [judge_guess(completion_text(c), g, f, self.real) for c, g, f in turns]
         log_extra("extracted_answer", [verdict.guess for verdict in verdicts])
         return [self.of(verdict) for verdict in verdicts]
 
@@ -289,11 +289,17 @@ class Turn:
         """The row for training and evaluation."""
         known = Knowledge.of(self.guesses, self.marks)
         marked = zip(self.guesses, self.marks, strict=True)
-        lines = [*offered(self.choices), *(spelt(guess, marks) for guess, marks in marked)]
+        lines = [
+            *choices_line(self.choices),
+            *(marked_guess(guess, marks) for guess, marks in marked),
+        ]
         return {
             "prompt": [
                 {"role": "system", "content": rules()},
-                {"role": "user", "content": "\n".join([*lines, left(GUESSES - len(self.guesses))])},
+                {
+                    "role": "user",
+                    "content": "\n".join([*lines, guesses_left(GUESSES - len(self.guesses))]),
+                },
             ],
             "guesses": list(self.guesses),
             "feedback": list(self.marks),

@@ -103,7 +103,9 @@ def with_prompts(
     return _make_rows(rows, made, ("prompt",), way, where, strict=strict)
 
 
-def prepared(rows: Sequence[Row], step: Callable[[Row], Row], where: str, *, strict: bool) -> Rows:
+def prepare_rows(
+    rows: Sequence[Row], step: Callable[[Row], Row], where: str, *, strict: bool
+) -> Rows:
     """The rows as a step makes them, which raises Unusable for those to be left out. Raises TaskError as `with_prompts` does."""
 
     def made(row: Row, changes: list[str]) -> Row:

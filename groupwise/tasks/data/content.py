@@ -50,7 +50,7 @@ def canonical(value: Any) -> Any:
         )
 
 
-def untold(told: Any) -> Iterator[str]:
+def unsupported_parts(told: Any) -> Iterator[str]:
     """Descriptions of the parts that `canonical` could not tell, from its result."""
     waiting = [told]
     while waiting:

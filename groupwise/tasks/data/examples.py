@@ -13,7 +13,7 @@ from typing import Any, cast
 from groupwise.core.errors import TaskError
 from groupwise.core.plugins import printable
 from groupwise.core.types import Example, NumberedRow, Prompt, like, number_of
-from groupwise.tasks.data.content import canonical, untold
+from groupwise.tasks.data.content import canonical, unsupported_parts
 from groupwise.tasks.data.messages import Unusable, prompt_of
 from groupwise.tasks.data.sources import row_numbers
 
@@ -75,7 +75,7 @@ def fingerprint(examples: Iterable[Example]) -> str:
         told = [prompt, {"dict": list(columns.items())}]
         digest.update(json.dumps(told).encode() + b"\n")
         for column, value in [("prompt", prompt), *columns.items()]:
-            for what in untold(value):
+            for what in unsupported_parts(value):
                 _warn_of_untold(column, what)
     return digest.hexdigest()
 

@@ -209,7 +209,7 @@ def named_messages(row: dict[str, Any]) -> dict[str, Any]:
     return like(row, {**row, "messages": found})
 
 
-def joined(prompt: Sequence[Message], said: Sequence[Message]) -> list[Message]:
+def join_conversation(prompt: Sequence[Message], said: Sequence[Message]) -> list[Message]:
     """A conversation, where the first words of the assistant may go on with those that the prompt ends with."""
     begun = begun_words(prompt, said)
     if begun is None:

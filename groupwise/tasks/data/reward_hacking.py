@@ -141,7 +141,9 @@ class Signals:
         lowest, highest = self._rewards or (0.0, 0.0)
         sight = Sight(self.config, self._gauges, lowest, highest, self._least)
         found = {name: suspicion(sight) for name, suspicion in SUSPICIONS.items()}
-        found["unfilled"] = Finding(float(bool(self._unfilled)), unfilled(self._unfilled))
+        found["unfilled"] = Finding(
+            float(bool(self._unfilled)), unfilled_arguments_warning(self._unfilled)
+        )
         changes = [
             change(name, finding, steps, was=name in self._active)
             for name, finding in found.items()
@@ -180,7 +182,7 @@ def change(name: str, finding: Finding, steps: int, *, was: bool) -> WarningReco
     return WarningRecord(steps, name, "begins" if begins else "ends", told, finding.values)
 
 
-def unfilled(arguments: Iterable[Argument]) -> str:
+def unfilled_arguments_warning(arguments: Iterable[Argument]) -> str:
     """A warning about arguments of rewards that are None in every row."""
     named = ", ".join(f"`{argument}` of the reward `{reward}`" for reward, argument in arguments)
     return f"{named} has been None in every row: the column is empty or not there"

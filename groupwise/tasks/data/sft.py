@@ -22,7 +22,7 @@ from groupwise.tasks.data.examples import checked_prompt
 from groupwise.tasks.data.messages import (
     Unusable,
     begun_words,
-    joined,
+    join_conversation,
     messages_in,
     messages_of,
     named_messages,
@@ -150,7 +150,9 @@ def _completion(row: Mapping[str, Any], where: str) -> Content:
         completion = [{"role": "assistant", "content": completion}]
     answer = _messages(completion, where, "completion")
     begun = begun_words(prompt, answer)
-    chat = _conversation(joined(prompt, answer), len(prompt) - (begun is not None), row, where)
+    chat = _conversation(
+        join_conversation(prompt, answer), len(prompt) - (begun is not None), row, where
+    )
     return replace(chat, prefill=begun or "")
 
 

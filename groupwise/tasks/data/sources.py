@@ -71,7 +71,7 @@ def read_source(
         rows = _of_hub(source, config, split, revision, limit, seed)
     if not rows:
         raise TaskError(f"The dataset {source!r} has no rows in its split {split!r}.")
-    return renamed(rows, columns or {}, f"The dataset {source!r}")
+    return rename_columns(rows, columns or {}, f"The dataset {source!r}")
 
 
 def sample(count: int, limit: int | None, seed: int) -> list[int]:
@@ -92,7 +92,7 @@ def is_local(source: str) -> bool:
     )
 
 
-def renamed(rows: Sequence[Row], columns: Mapping[str, str], where: str) -> list[Row]:
+def rename_columns(rows: Sequence[Row], columns: Mapping[str, str], where: str) -> list[Row]:
     """The rows with columns under our names beside their own; a row that lacks one of them stays without it."""
     if not columns:
         return list(rows)

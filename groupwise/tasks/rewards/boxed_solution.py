@@ -99,7 +99,7 @@ class _Solution:
                 [[number, now] for number, now in after.items() if now != before[number]],
             )
             by_number = question["do"] == "call" and _has_methods(result)
-            told = self._ledger.by_number(result) if by_number else self._ledger.written(result)
+            told = self._ledger.by_number(result) if by_number else self._ledger.to_json(result)
             self._line.send({"result": told, "changes": changes})
         except Lost:
             raise
@@ -142,8 +142,8 @@ class _Solution:
 
     def _function_of_the_tests(self, number: int) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            told = [self._ledger.written(each) for each in arguments]
-            told_named = [[key, self._ledger.written(each)] for key, each in named.items()]
+            told = [self._ledger.to_json(each) for each in arguments]
+            told_named = [[key, self._ledger.to_json(each)] for key, each in named.items()]
             self._line.send({"call": number, "arguments": told, "named": told_named})
             while "answer" not in (message := self._line.receive()):
                 self._answer(message)

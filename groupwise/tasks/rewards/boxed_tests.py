@@ -500,7 +500,7 @@ class Far:
         if name not in self.names:
             raise NameError(f"the solution has no {name}", name=name)
         kind, value = self.ask("name", name)
-        return self._errors.named(*map(str, value)) if kind == "error" else value
+        return self._errors.class_named(*map(str, value)) if kind == "error" else value
 
     def as_module(self, own: Set[str]) -> types.ModuleType:
         """A module for tests that import the solution. Importing all of it replaces neither Python's names nor the tests' own."""
@@ -519,8 +519,8 @@ class Far:
         self._ledger.showing.clear()
         question = {
             "do": do,
-            "arguments": [self._ledger.written(each, shown=True) for each in arguments],
-            "named": [[key, self._ledger.written(each, shown=True)] for key, each in named.items()],
+            "arguments": [self._ledger.to_json(each, shown=True) for each in arguments],
+            "named": [[key, self._ledger.to_json(each, shown=True)] for key, each in named.items()],
         }
         shown = sorted(self._ledger.showing)
         self._line.send({**question, "shown": shown})
@@ -552,7 +552,7 @@ class Far:
             function = self._ledger.own(question["call"])
             arguments = [self._ledger.read(each) for each in question["arguments"]]
             named = {name: self._ledger.read(each) for name, each in question["named"]}
-            return {"result": self._ledger.written(function(*arguments, **named))}
+            return {"result": self._ledger.to_json(function(*arguments, **named))}
         except Exception as error:  # noqa: BLE001 — the solution's to catch, as it would be without a box
             return {"raised": written_error(self._ledger, error)}
 

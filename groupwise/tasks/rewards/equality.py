@@ -106,7 +106,7 @@ def _quotient(node: Node, point: Point) -> Value:
     over, under = (_value(part, point) for part in node.parts)
     if under == 0:
         raise Undecided("a division by zero")
-    return _require_bounded(divided(over, under, point))
+    return _require_bounded(divide(over, under, point))
 
 
 def _constant(node: Node, point: Point) -> Value:
@@ -391,7 +391,7 @@ def _difference(left: Value, right: Value, point: Point) -> tuple[Value, Value]:
     return abs(left - right), max(abs(left), abs(right))
 
 
-def divided(over: Value, under: Value, point: Point) -> Value:
+def divide(over: Value, under: Value, point: Point) -> Value:
     """A quotient, exact if both are."""
     return _both(lambda left, right: left / right, over, under, point)
 

@@ -20,7 +20,7 @@ from groupwise.tasks.rewards.equality import (
     Point,
     Undecided,
     Value,
-    divided,
+    divide,
     expressions_equal,
     names_in,
     nearly_equal,
@@ -686,7 +686,7 @@ def _multiple(gold: Node, answer: Node) -> Value | None:
         )
         if one == 0 or other == 0:
             return None
-        ratios.append(divided(other, one, Point(number, DIGITS, "e")))
+        ratios.append(divide(other, one, Point(number, DIGITS, "e")))
     return ratios[0] if all(nearly_equal(ratios[0], ratio) for ratio in ratios[1:]) else None
 
 

@@ -195,7 +195,7 @@ class _Slot:
 
     def do(self, job: _Call) -> Ended:
         """Have one request answered; a process that did not survive it is replaced for the next."""
-        if self._process is not None and self._process.ended:
+        if self._process is not None and self._process.has_ended:
             self._discard()
         process = self._process or self._start()
         self._calls += 1
@@ -298,7 +298,7 @@ class _Process:
         self._output = Output(self._process, f"{kind.name} {index}")
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """True if the process is gone."""
         return has_ended(self._process)
 
@@ -359,9 +359,9 @@ class _Process:
             return TimedOut(f"the call took longer than {allowed:g} s{self._while()}")
         except (OSError, EOFError):
             deadline = time.monotonic() + _LAST_BREATH
-            while not self.ended and time.monotonic() < deadline:
+            while not self.has_ended and time.monotonic() < deadline:
                 time.sleep(0.005)
-            by_itself = self.ended
+            by_itself = self.has_ended
             self.end()
             how = (
                 how_it_ended(self._process.returncode) if by_itself else "it closed its connection"
@@ -379,7 +379,7 @@ class _Process:
             patience = min(remaining, _LOOK_EVERY)
             # Before the look into the socket: what it sent before it ended is still there to read. The end of
             # the stream alone would not do, because what the worker forked holds the socket open.
-            ended = self.ended
+            ended = self.has_ended
             self._socket.settimeout(patience)
             try:
                 piece = self._socket.recv(1 << 16)

@@ -706,8 +706,8 @@ async def _run_tests(code: str, tests: RowTests, limits: Limits, require: Sequen
         async with solution, judge:
             for end in (theirs, line, verdicts):
                 end.close()
-            await solution.begun()
-            await judge.begun()
+            await solution.wait_until_running()
+            await judge.wait_until_running()
             docket = _Docket(ours)
             if not await docket.fill(limits.seconds):
                 ended = await judge.result()

@@ -66,7 +66,7 @@ def reward(name: str) -> Callable[[Kind], Kind]:
     """
 
     def enter(kind: Kind) -> Kind:
-        known = _REWARDS if kind.__module__.startswith(_OWN_PACKAGE) else registered()
+        known = _REWARDS if kind.__module__.startswith(_OWN_PACKAGE) else registered_rewards()
         there = known.get(name)
         if there is not None and there.__module__ != kind.__module__:
             raise ValueError(f"there is a reward {name!r} already, in {there.__module__}")
@@ -83,7 +83,7 @@ def reward(name: str) -> Callable[[Kind], Kind]:
     return enter
 
 
-def registered() -> dict[str, Callable[..., Any]]:
+def registered_rewards() -> dict[str, Callable[..., Any]]:
     """All rewards by name, those of the package included."""
     for module in FAMILIES:
         importlib.import_module(module)
@@ -165,7 +165,7 @@ def _configure_reward(entry: Any, answer_column: str | None, where: str) -> Weig
             f"the entry {entry!r:.60} does not say which reward it is; write a name, or a section with `name:` and parameters."
         )
     parameters = {key: value for key, value in section.items() if key not in OWN_KEYS}
-    found = registered().get(name) or _load_object(name)
+    found = registered_rewards().get(name) or _load_object(name)
     if inspect.isclass(found):
         shared = {"answer_column": answer_column} if answer_column is not None else {}
         taken = {parameter.name for parameter in taken_by(found)}
@@ -195,7 +195,7 @@ def _need_gold(reward: Any, row: Mapping[str, Any]) -> None:
 
 def _load_object(name: str) -> object:
     """The function, class or object that a name stands for."""
-    known = {each: kind.__module__ for each, kind in registered().items()}
+    known = {each: kind.__module__ for each, kind in registered_rewards().items()}
     if _is_nothing(name, known):
         raise TaskError(_unknown_name_message(name, known))
     try:
@@ -204,7 +204,7 @@ def _load_object(name: str) -> object:
         )
     except TaskError as error:
         meant = meant_by(name, known)
-        raise TaskError(f"{error}\n{meant.told}" if meant else str(error)) from error
+        raise TaskError(f"{error}\n{meant.hint}" if meant else str(error)) from error
     if isinstance(plugin.object, ModuleType):
         there = [
             each
@@ -222,7 +222,7 @@ def unknown_reward(name: str) -> str | None:
 
     What a module or a file has shows only when it runs. A name without a function is registered, or announced by an installed package.
     """
-    known = {each: kind.__module__ for each, kind in registered().items()}
+    known = {each: kind.__module__ for each, kind in registered_rewards().items()}
     return (
         None
         if ":" in name or name in known or name in _entry_point_names()
@@ -255,5 +255,5 @@ def _unknown_name_message(name: str, known: Mapping[str, str]) -> str:
         of_python = ", which is a module of Python itself" * (name in sys.stdlib_module_names)
         said = f"There is no reward {shown}{of_python}.{hint}"
     else:
-        said = f"There is no reward {shown}. {meant.told}"
+        said = f"There is no reward {shown}. {meant.hint}"
     return f"{said}\nBuilt-in: {', '.join(sorted(known))}.\nYour own are named path/to/file.py:function or module:function."

@@ -101,7 +101,7 @@ class Play:
 
     def length(self, moves: Moves) -> int:
         """Length of these moves, whose play this is: begun steps of one car in one direction count as one, each move after them as one."""
-        return len(merged(moves[: self.begun])) + len(moves[self.begun :])
+        return len(merge_steps(moves[: self.begun])) + len(moves[self.begun :])
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def moves_in(completion: CompletionText) -> Moves | None:
 
 def _one_spelling(completion: CompletionText) -> str:
     """The moves as text, merged; empty where there are none."""
-    return ",".join(map(str, merged(moves_in(completion) or ())))
+    return ",".join(map(str, merge_steps(moves_in(completion) or ())))
 
 
 def looks_like_a_move(completion: CompletionText) -> bool:
@@ -139,7 +139,7 @@ def read_moves(text: str) -> Moves | None:
     )
 
 
-def merged(moves: Moves) -> Moves:
+def merge_steps(moves: Moves) -> Moves:
     """Joins consecutive steps of one car in one direction into one move: the form in which solutions are compared."""
     return tuple(
         Move(car, direction, sum(step.cells for step in steps))
@@ -351,7 +351,7 @@ def _read_golds(forms: tuple[str, ...]) -> tuple[Moves, ...]:
             raise ValueError(
                 f"the gold solution {form!r:.60} is no list of moves such as `B^1,A>2`"
             )
-    return tuple(merged(moves) for moves in read.values() if moves is not None)
+    return tuple(merge_steps(moves) for moves in read.values() if moves is not None)
 
 
 @lru_cache(maxsize=256)
@@ -376,11 +376,11 @@ def _exact(completion: CompletionText, golds: Sequence[Moves]) -> float:
     moves = moves_in(completion)
     if moves is None:
         return LOOKS_LIKE_A_MOVE if looks_like_a_move(completion) else 0.0
-    return float(merged(moves) in golds)
+    return float(merge_steps(moves) in golds)
 
 
 def _matching_prefix_share(moves: Moves, gold: Moves) -> float:
     """The share of a gold solution that the moves begin with."""
-    pairs = zip(merged(moves), gold, strict=False)
+    pairs = zip(merge_steps(moves), gold, strict=False)
     same = takewhile(lambda pair: pair[0] == pair[1], pairs)
     return len(list(same)) / len(gold)

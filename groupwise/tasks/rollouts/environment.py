@@ -84,7 +84,7 @@ class _Attempt:
     reason: str | None = None
 
     @property
-    def ended(self) -> bool:
+    def is_over(self) -> bool:
         """True if no more is to be sampled."""
         return self.ended_by is not None or self.outcome != "pending"
 
@@ -123,7 +123,7 @@ class EnvironmentRollouts:
         attempts = await gather_all(
             self._begin_attempt(ask, member) for member in range(ask.members)
         )
-        alive = [attempt for attempt in attempts if not attempt.ended]
+        alive = [attempt for attempt in attempts if not attempt.is_over]
         for attempt in alive:
             if attempt.first != alive[0].first:
                 attempt.fail(
@@ -176,7 +176,7 @@ class EnvironmentRollouts:
         if problem is not None:
             attempt.fail("failed", problem)
         self._take(attempt, reply)
-        if not attempt.ended and len(attempt.first) >= attempt.longest:
+        if not attempt.is_over and len(attempt.first) >= attempt.longest:
             attempt.fail(
                 "failed",
                 f"the environment's first prompt has {len(attempt.first)} tokens, and the run was laid out for "
@@ -209,7 +209,7 @@ class EnvironmentRollouts:
                         attempt.ended_by = "tokens"
                 except Unrenderable as problem:
                     attempt.fail("failed", str(problem))
-            if attempt.ended:
+            if attempt.is_over:
                 break
             request = ask.request(
                 attempt.dialogue.context,
@@ -264,7 +264,7 @@ class EnvironmentRollouts:
         self, sampler: Sampler, ask: Ask, attempts: Sequence[_Attempt]
     ) -> list[Completion | None]:
         """First completions of all members, in one request, because they share their prompt; None for members that ended before."""
-        alive = [attempt for attempt in attempts if not attempt.ended]
+        alive = [attempt for attempt in attempts if not attempt.is_over]
         if not alive:
             return [None] * len(attempts)
         request = ask.request(
