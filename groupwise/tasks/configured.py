@@ -252,8 +252,10 @@ class _Hooks:
         if _is_supervised(config):
             return {"get_sft_dataset", *self._if_held_out("get_sft_eval_dataset")}
         hooks = {"get_rl_dataset", "compute_metrics", *self._if_held_out("get_eval_dataset")}
-        named = any(config["rewards"].get(key) is not None for key in ("reward_funcs", "router"))
-        if named or self._tasks:
+        names_rewards = any(
+            config["rewards"].get(key) is not None for key in ("reward_funcs", "router")
+        )
+        if names_rewards or self._tasks:
             hooks.add("get_reward_funcs")
         if any(one.task.has("get_rl_callbacks") for one in self._tasks):
             hooks.add("get_rl_callbacks")

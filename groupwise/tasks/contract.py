@@ -285,12 +285,12 @@ class Task:
         """The message that says that the hook is not there."""
         there = [name for name in dir(self._hooks) if self._is_hook_like(name)]
         close = [name for name in there if name not in HOOKS and _alike(name, hook)]
-        shown = ", ".join(there) or "none"
+        names = ", ".join(there) or "none"
         renamed = f"\n  Is it {' or '.join(f'`{n}`' for n in close)}? Rename it." if close else ""
         return (
             f"{self.described} has no {hook}, which `{verb}` needs.\n"
             f"  expected: def {_signature(hook)}\n"
-            f"  functions there are: {shown}{renamed}"
+            f"  functions there are: {names}{renamed}"
         )
 
     def _is_hook_like(self, name: str) -> bool:
@@ -403,8 +403,8 @@ def builtin_tasks() -> dict[str, str]:
     """The names of the built-in tasks and their modules."""
     folder = str(Path(__file__).with_name("builtin"))
     modules = pkgutil.iter_modules([folder], "groupwise.tasks.builtin.")
-    named = {module.name.rpartition(".")[2]: module.name for module in modules}
-    return {name: module for name, module in named.items() if name not in NO_TASKS}
+    modules_by_name = {module.name.rpartition(".")[2]: module.name for module in modules}
+    return {name: module for name, module in modules_by_name.items() if name not in NO_TASKS}
 
 
 def _importable(module: str) -> bool:
@@ -458,9 +458,9 @@ def _alike(name: str, hook: str) -> bool:
 def _refuse_columns(
     names: Sequence[str], examples: Sequence[Example], where: str, who_gets: str
 ) -> None:
-    taken = [name for name in names if any(name in example.columns for example in examples)]
-    if taken:
+    clashes = [name for name in names if any(name in example.columns for example in examples)]
+    if clashes:
         raise TaskError(
-            f"{where}: the dataset has a column {' and '.join(f'`{name}`' for name in taken)}, but {who_gets} "
+            f"{where}: the dataset has a column {' and '.join(f'`{name}`' for name in clashes)}, but {who_gets} "
             "arguments of that name. Rename the column."
         )

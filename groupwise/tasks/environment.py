@@ -169,12 +169,12 @@ def as_parts(given: object, turn: int | None, weight: float = 1.0) -> tuple[Rewa
     """A reward as parts by name; raises ValueError for what is no finite number."""
     if given is None:
         return ()
-    named = cast(
+    parts = cast(
         "Mapping[Any, Any]", given if isinstance(given, Mapping) else {DEFAULT_PART: given}
     )
     return tuple(
         RewardPart(printable(str(name)), _number(str(name), value), weight, turn)
-        for name, value in named.items()
+        for name, value in parts.items()
         if value is not None
     )
 
@@ -217,5 +217,5 @@ def _arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _short_repr(value: object) -> str:
-    shown = repr(value)
-    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -92,8 +92,8 @@ class HermesCalls:
         """See `CallForm.results`."""
         if chat:
             return [{"role": "tool", "name": name, "content": result} for name, result in results]
-        told = [f"<tool_response>\n{result}\n</tool_response>" for _, result in results]
-        return "\n" + "\n".join(told) + "\n"
+        responses = [f"<tool_response>\n{result}\n</tool_response>" for _, result in results]
+        return "\n" + "\n".join(responses) + "\n"
 
 
 @dataclass(frozen=True)
@@ -314,5 +314,5 @@ def _result_text(result: Any) -> str:
 
 
 def _validation(error: ValidationError) -> str:
-    told = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
-    return "; ".join(told)
+    lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+    return "; ".join(lines)

@@ -119,9 +119,9 @@ def compute_metrics(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Shares of answers that are right, as the reward sees it, that have the right number of letters, and that are there at all."""
-    written = [letters(THINK.last_answer(completion_text(each)) or "") for each in completions]
+    answers = [letters(THINK.last_answer(completion_text(each)) or "") for each in completions]
     golds = [letters(row["answer"]) for row in dataset_rows]
-    pairs = list(zip(written, golds, strict=True))
+    pairs = list(zip(answers, golds, strict=True))
     exact = PureAccuracy(word_bonus=0.0, occurrence=0.0)
     enumerations = [row["enumeration"] for row in dataset_rows]
     values = exact(
@@ -132,7 +132,7 @@ def compute_metrics(
         "metrics": {
             "accuracy": fmean(correct),
             "length_accuracy": fmean(len(answer) == len(gold) for answer, gold in pairs),
-            "answered": fmean(answer != "" for answer in written),
+            "answered": fmean(answer != "" for answer in answers),
         },
         "correct": correct,
     }
@@ -145,7 +145,7 @@ def _own(config: Any) -> TaskConfig:
     return TaskConfig.model_validate(copied(config.get("task") or {}))
 
 
-def _split(own: TaskConfig, wanted: str) -> Rows:
+def _split(own: TaskConfig, split_name: str) -> Rows:
     """The rows of one split. Rows with the same answer stay together, and a clue that an earlier split has is left out."""
     for ours in own.columns:
         if ours not in COLUMNS:
@@ -172,17 +172,17 @@ def _split(own: TaskConfig, wanted: str) -> Rows:
     sizes = {"eval": own.eval_size, "validation": own.validation_size, "train": own.train_size}
     met: set[str] = set()
     for split, size in sizes.items():
-        taken: list[dict[str, Any]] = []
-        while (size is None or len(taken) < size) and (group := next(groups, None)):
+        chosen: list[dict[str, Any]] = []
+        while (size is None or len(chosen) < size) and (group := next(groups, None)):
             fresh = [row for row in group if _normalise_case(row["clue"]) not in met]
             left_out["another split has the clue, with another answer"] += len(group) - len(fresh)
-            taken.extend(fresh)
-        if len(taken) < (size or 1):
+            chosen.extend(fresh)
+        if len(chosen) < (size or 1):
             raise TaskError(_too_few(own, len(rows)))
-        if split == wanted:
-            return Rows(_with_choices(taken[:size], own), Account(dict(+left_out)))
-        met.update(_normalise_case(row["clue"]) for row in taken[:size])
-    raise AssertionError(wanted)
+        if split == split_name:
+            return Rows(_with_choices(chosen[:size], own), Account(dict(+left_out)))
+        met.update(_normalise_case(row["clue"]) for row in chosen[:size])
+    raise AssertionError(split_name)
 
 
 def _with_choices(rows: list[dict[str, Any]], own: TaskConfig) -> list[dict[str, Any]]:
@@ -200,17 +200,19 @@ def _with_choices(rows: list[dict[str, Any]], own: TaskConfig) -> list[dict[str,
         others = stream.sample([other for other in answers if other != answer], len(answers) - 1)
         others.sort(key=lambda other: abs(len(letters(other)) - len(letters(answer))))
         choices = stream.among(answer, others[: own.choices - 1], own.choices)
-        told, asked = row["prompt"]
-        content = f"{asked['content']}\nOne of: {', '.join(choices)}"
-        found.append({**row, "prompt": [told, {**asked, "content": content}], "choices": choices})
+        system, question = row["prompt"]
+        content = f"{question['content']}\nOne of: {', '.join(choices)}"
+        found.append(
+            {**row, "prompt": [system, {**question, "content": content}], "choices": choices}
+        )
     return found
 
 
 def _too_few(own: TaskConfig, there: int) -> str:
-    asked = "what is left" if own.train_size is None else f"train_size {own.train_size}"
+    requested = "what is left" if own.train_size is None else f"train_size {own.train_size}"
     return (
         f"{_name(own)} has {there} usable clues, too few for eval_size {own.eval_size}, validation_size {own.validation_size} and "
-        f"{asked} to train on; clues with the same answer go together. Make the splits smaller, or name a larger source."
+        f"{requested} to train on; clues with the same answer go together. Make the splits smaller, or name a larger source."
     )
 
 

@@ -237,8 +237,8 @@ def _splits(own: TaskConfig) -> Splits:
         return _split_problems(shuffled, own, left_out)
     tested, left_out_there = _problems_of_split(own, own.source, own.eval_split)
     test = tested[: own.eval_size]
-    asked = {problem.key for problem in test}
-    rest = [problem for problem in shuffled if problem.key not in asked]
+    test_keys = {problem.key for problem in test}
+    rest = [problem for problem in shuffled if problem.key not in test_keys]
     left_out["the test split has the question"] += len(shuffled) - len(rest)
     splits = _split_problems([*test, *rest], own, left_out, len(test))
     return replace(splits, test=Rows(splits.test, Account(dict(left_out_there))))
@@ -308,8 +308,8 @@ def _column(rows: Sequence[Mapping[str, Any]], kind: str, source: str) -> str:
 
 
 def _text(cell: Any) -> str:
-    held = isinstance(cell, str | int | float) and cell == cell  # NaN, in tables, is a gap
-    return str(cell).strip() if held else ""
+    is_value = isinstance(cell, str | int | float) and cell == cell  # NaN, in tables, is a gap
+    return str(cell).strip() if is_value else ""
 
 
 def problem_of(own: TaskConfig, *cells: Any) -> Problem:
@@ -329,8 +329,8 @@ def problem_of(own: TaskConfig, *cells: Any) -> Problem:
     key = question_key(question)
     # The worked solution as a model may think it, without tags and calculator annotations.
     divided = at_mark(solution)
-    told = solution if divided is None else divided[0]
-    text = re.sub(r"<<[^<>]*>>|</?(?:think|answer)>", "", told).strip()
+    answer_text = solution if divided is None else divided[0]
+    text = re.sub(r"<<[^<>]*>>|</?(?:think|answer)>", "", answer_text).strip()
     worked = text if text not in ("", final) else f"The answer is {final}."
     return Problem(question, final, worked, key)
 

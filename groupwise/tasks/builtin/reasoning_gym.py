@@ -223,10 +223,10 @@ def _cached_splits(own: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _row(own: TaskConfig, problem: Mapping[str, Any]) -> dict[str, Any]:
-    asked = [{"role": "user", "content": problem["question"]}]
-    told = [{"role": "system", "content": own.system_prompt}] if own.system_prompt else []
+    question = [{"role": "user", "content": problem["question"]}]
+    system = [{"role": "system", "content": own.system_prompt}] if own.system_prompt else []
     return {
-        "prompt": told + asked,
+        "prompt": system + question,
         "answer": problem["answer"],
         "dataset": own.datasets[int(problem["source"])].model_dump(exclude={"weight"}),
         "entry": problem["entry"],
@@ -244,14 +244,14 @@ def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
 
 def _make_splits(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
     """The splits that a request asks for; what took long is kept in the cache."""
-    kept = cache_file(request)
-    if kept.is_file():
-        return json.loads(kept.read_text(encoding="utf-8"))
-    begun = time.monotonic()
+    cached = cache_file(request)
+    if cached.is_file():
+        return json.loads(cached.read_text(encoding="utf-8"))
+    started = time.monotonic()
     made = _make(request, limit)
-    if time.monotonic() - begun > KEPT_ABOVE:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_json(kept, made)
+    if time.monotonic() - started > KEPT_ABOVE:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_json(cached, made)
     return made
 
 

@@ -195,8 +195,8 @@ def _block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
             if entry["answer"] is not None:
                 # A right answer that a grader may not see, such as an unsolved integral, is none either.
                 gold = str(entry["answer"])
-                shown = is_harmless(gold, name)
-                if not shown or dataset.score_answer(entry["answer"], entry) < RIGHT:
+                shows_gold = is_harmless(gold, name)
+                if not shows_gold or dataset.score_answer(entry["answer"], entry) < RIGHT:
                     raise ValueError(f"its grader rejects its own answer, {entry['answer']!r:.80}")
             else:  # a right one may stand in the metadata
                 written = entry["metadata"].get(WRITTEN_ANSWERS.get(name))

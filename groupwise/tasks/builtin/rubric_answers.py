@@ -198,15 +198,15 @@ def _splits(own: TaskConfig) -> Splits:
         revision=own.source_revision,
     )
     rows, left_out = rows_of(found, own)
-    held_out, wanted = own.eval_size + own.validation_size, own.train_size
-    if len(rows) < held_out + (wanted or 1):
-        asked = "what is left" if wanted is None else f"train_size {wanted}"
+    held_out, train_size = own.eval_size + own.validation_size, own.train_size
+    if len(rows) < held_out + (train_size or 1):
+        requested = "what is left" if train_size is None else f"train_size {train_size}"
         raise TaskError(
             f"{_name(own)} has {len(rows)} usable questions, too few for eval_size {own.eval_size}, validation_size "
-            f"{own.validation_size} and {asked} to train on. Make the splits smaller, or name a larger source."
+            f"{own.validation_size} and {requested} to train on. Make the splits smaller, or name a larger source."
         )
     mixed = Stream("rubric_answers", own.seed).sample(rows, len(rows))
-    parts = mixed[: own.eval_size], mixed[own.eval_size : held_out], mixed[held_out:][:wanted]
+    parts = mixed[: own.eval_size], mixed[own.eval_size : held_out], mixed[held_out:][:train_size]
     return Splits(*(Rows(part, Account(dict(left_out))) for part in parts))
 
 
@@ -258,11 +258,13 @@ def row_of(own: TaskConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, text in {"question": question, "rubric": rubric, "reference": reference}.items():
         if not text:
             raise Unusable(f"the {name} is empty")
-    asked = f"{question}\n\nA good answer mentions:\n{rubric}" if own.rubric_in_prompt else question
-    told = [{"role": "system", "content": own.system_prompt}] if own.system_prompt else []
+    content = (
+        f"{question}\n\nA good answer mentions:\n{rubric}" if own.rubric_in_prompt else question
+    )
+    system = [{"role": "system", "content": own.system_prompt}] if own.system_prompt else []
     score = {"score": given["score"]} if "score" in given else {}
     return {
-        "prompt": [*told, {"role": "user", "content": asked}],
+        "prompt": [*system, {"role": "user", "content": content}],
         "question": question,
         "rubric": rubric,
         "reference": reference,
@@ -280,9 +282,9 @@ def _text_of(value: Any, name: str, role: str) -> str:
         messages = cast(
             "list[dict[str, Any]]", [m for m in cast("list[Any]", value) if isinstance(m, dict)]
         )
-        said = [message.get("content") for message in messages if message.get("role") == role]
-        if said and isinstance(said[-1], str):
-            return said[-1].strip()
+        contents = [message.get("content") for message in messages if message.get("role") == role]
+        if contents and isinstance(contents[-1], str):
+            return contents[-1].strip()
     raise Unusable(f"the {name} is neither text nor messages of which one has the role {role}")
 
 

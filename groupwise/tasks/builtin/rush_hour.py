@@ -153,11 +153,11 @@ def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
     """The reward that the config asks for; the other one has no weight and is recorded only."""
     trained = _own(config).reward
-    named = [
+    functions = [
         {"name": f"rush_solution_{kind}", "weight": float(kind == trained)}
         for kind in ("shaped", "exact")
     ]
-    return rewards_named(named, config)
+    return rewards_named(functions, config)
 
 
 def compute_metrics(
@@ -168,8 +168,8 @@ def compute_metrics(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Shares of boards solved, of best solutions, and of lists of moves; superfluous moves of the solutions, where there are any."""
-    written = [moves_in(completion) for completion in completions]
-    pairs = list(zip(written, dataset_rows, strict=True))
+    answers = [moves_in(completion) for completion in completions]
+    pairs = list(zip(answers, dataset_rows, strict=True))
     plays = [play(board_of(row["board"], row["size"]), moves or ()) for moves, row in pairs]
     exact = [
         moves is not None and merge_steps(moves) in map(read_moves, row["answer"])
@@ -184,7 +184,7 @@ def compute_metrics(
         "metrics": {
             "solved": fmean(played.solved for played in plays),
             "exact": fmean(exact),
-            "readable": fmean(moves is not None for moves in written),
+            "readable": fmean(moves is not None for moves in answers),
             **({"excess_moves": fmean(excess)} if excess else {}),
         },
         "correct": exact,
@@ -199,17 +199,17 @@ def _own(config: Any) -> TaskConfig:
     return TaskConfig.model_validate(dict(section))
 
 
-def _split(own: TaskConfig, wanted: str) -> list[dict[str, Any]]:
+def _split(own: TaskConfig, split_name: str) -> list[dict[str, Any]]:
     """The rows of one split. What a layout has left over goes to no other."""
     sizes = {"eval": own.eval_size, "validation": own.validation_size, "train": own.train_size}
     layouts = _boards_of_layouts(own)
     for split, size in sizes.items():
         found = islice((each for layout in layouts for each in layout), size)
-        if split == wanted:
+        if split == split_name:
             return [_row(own, *each) for each in found]
         for _ in found:
             pass
-    raise AssertionError(wanted)
+    raise AssertionError(split_name)
 
 
 def _row(own: TaskConfig, board: Board, solutions: tuple[Moves, ...]) -> dict[str, Any]:
@@ -323,23 +323,23 @@ def draw_layout(stream: Stream, size: int, max_walls: int) -> tuple[Layout, Stat
     """
     row = stream.below(size)
     cars, places = [Car(True, row, 2)], [stream.below(size - 1)]
-    taken = _mask(size, cars[0], places[0])
+    occupied = _mask(size, cars[0], places[0])
     walls = 0
     for _ in range(stream.below(max_walls + 1)):
         cell = stream.below(size * size)
         if cell // size != row:
             walls |= 1 << cell
-    taken |= walls
+    occupied |= walls
     free = FREE_CELLS[stream.below(len(FREE_CELLS))]
     for _ in range(4 * size * size):
-        if size * size - taken.bit_count() <= free or len(cars) == len(LETTERS):
+        if size * size - occupied.bit_count() <= free or len(cars) == len(LETTERS):
             break
         length = 3 if size > 4 and stream.below(3) == 0 else 2
         car = Car(stream.below(2) == 0, stream.below(size), length)
         place = stream.below(size - length + 1)
         mask = _mask(size, car, place)
-        if not mask & taken and not (car.horizontal and car.line == row):
-            taken |= mask
+        if not mask & occupied and not (car.horizontal and car.line == row):
+            occupied |= mask
             cars.append(car)
             places.append(place)
     return _layout(size, cars, places, walls)
@@ -401,11 +401,11 @@ def _reachable(layout: Layout, start: State) -> Graph | None:
         cells |= masks[_place(start, car)]
     graph: Graph = {start: []}
     reached = [(start, cells)]
-    for state, taken in reached:  # grows as it is read
+    for state, steps in reached:  # grows as it is read
         near = graph[state]
         for shift, masks, room in cars:
             place = state >> shift & 7
-            others = taken ^ masks[place]
+            others = steps ^ masks[place]
             for step in (-1, 1):
                 to = place + step
                 while 0 <= to < room and not masks[to] & others:

@@ -137,12 +137,12 @@ def compute_metrics(
 ) -> dict[str, Any]:
     """Share of answers that are exactly right, share of true permutations, mean reward."""
     preset = _own(config).preset
-    asked = [row["words"] for row in dataset_rows]
-    written = [_answer_words(completion, preset) for completion in completions]
-    pairs = list(zip(written, asked, strict=True))
+    given_words = [row["words"] for row in dataset_rows]
+    answers = [_answer_words(completion, preset) for completion in completions]
+    pairs = list(zip(answers, given_words, strict=True))
     correct = [answer == sorted(words) for answer, words in pairs]
     weighted = [
-        [weight * value for value in function(completions=completions, words=asked)]
+        [weight * value for value in function(completions=completions, words=given_words)]
         for function, weight in PARTS[preset]
     ]
     return {

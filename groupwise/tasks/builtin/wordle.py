@@ -332,9 +332,9 @@ def _draw_turns(
     vain = 0
     while len(rows) < size:
         turn = _turn(words, stream, least, most, choices)
-        shown = (turn.guesses, turn.marks)
-        vain = vain + 1 if shown in rows else 0
-        rows.setdefault(shown, turn)
+        key = (turn.guesses, turn.marks)
+        vain = vain + 1 if key in rows else 0
+        rows.setdefault(key, turn)
         if vain == MAX_DUPLICATES_IN_A_ROW:
             raise TaskError(
                 f"The {len(words)} secrets of the {split} split seem to make no more than {len(rows)} different prompts, and {size} "

@@ -279,12 +279,12 @@ def _rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for secret in words[:size]:
         choices = stream.among(secret, words, own.choices) if own.choices else []
-        asked = "\n".join([*choices_line(choices), guesses_left(own.guesses)])
+        prompt = "\n".join([*choices_line(choices), guesses_left(own.guesses)])
         rows.append(
             {
                 "prompt": [
                     {"role": "system", "content": rules(own.guesses)},
-                    {"role": "user", "content": asked},
+                    {"role": "user", "content": prompt},
                 ],
                 "secret": secret,
                 **({"choices": choices} if choices else {}),
@@ -319,9 +319,9 @@ def _won_game(
     while True:
         game = begin()
         game.reset(secret)
-        said = list(_solve(game, stream.sample(pool, len(pool))))
+        messages = list(_solve(game, stream.sample(pool, len(pool))))
         if game.won:
-            return said[:-1]  # the marks of the last guess come after the end
+            return messages[:-1]  # the marks of the last guess come after the end
 
 
 def _solve(game: Game, pool: Sequence[str]) -> Iterator[Message]:
@@ -329,6 +329,6 @@ def _solve(game: Game, pool: Sequence[str]) -> Iterator[Message]:
     while not game.over:
         known = Knowledge.of(game.guesses, game.marks)
         guess = next(word for word in pool if known.allows(word))
-        written = answer(reasoning(known, guess), guess)
-        yield {"role": "assistant", "content": written}
-        yield {"role": "user", "content": str(game.step(written).observation)}
+        content = answer(reasoning(known, guess), guess)
+        yield {"role": "assistant", "content": content}
+        yield {"role": "user", "content": str(game.step(content).observation)}

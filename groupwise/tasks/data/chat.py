@@ -192,14 +192,14 @@ def _make_rows(
 
 def key_of(row: Row, columns: Sequence[str]) -> str:
     """Equal for rows that hold the same in these columns; in all, where they hold nothing in these."""
-    told = {name: row[name] for name in columns if row.get(name) is not None}
-    return json.dumps(told or row, sort_keys=True, default=str)
+    values = {name: row[name] for name in columns if row.get(name) is not None}
+    return json.dumps(values or row, sort_keys=True, default=str)
 
 
 def _places(places: Sequence[int]) -> str:
-    shown = ", ".join(map(str, places[:MOST_PLACES]))
+    text = ", ".join(map(str, places[:MOST_PLACES]))
     more = " …" if len(places) > MOST_PLACES else ""
-    return f"row{'s' if len(places) > 1 else ''} {shown}{more}"
+    return f"row{'s' if len(places) > 1 else ''} {text}{more}"
 
 
 # --- one prompt ----------------------------------------------------------------------------------
@@ -220,23 +220,30 @@ def _prompt(value: Any, row: Row, way: PromptWay, changes: list[str]) -> Prompt:
         prompt = [{"role": "user", "content": prompt}]
     elif isinstance(value, str):
         changes.append("messages were read from text")
-    asked = _up_to_the_question(_strip_blocks(prompt, way, changes), way, changes)
-    last = max(place for place, message in enumerate(asked) if message["role"] == "user")
-    asked[last] = {**asked[last], "content": _with_lines(asked[last]["content"], row, way.lines)}
-    return _with_system(asked, way.system_prompt, changes)
+    messages = _up_to_the_question(_strip_blocks(prompt, way, changes), way, changes)
+    last = max(place for place, message in enumerate(messages) if message["role"] == "user")
+    messages[last] = {
+        **messages[last],
+        "content": _with_lines(messages[last]["content"], row, way.lines),
+    }
+    return _with_system(messages, way.system_prompt, changes)
 
 
 def _strip_blocks(messages: Sequence[Message], way: PromptWay, changes: list[str]) -> list[Message]:
     """Removes blocks of the config's `strip_tags` from messages of its `strip_roles`."""
     made: list[Message] = []
     for message in messages:
-        said = message.get("content", "")
-        text = without_blocks(said, way.strip_tags) if message["role"] in way.strip_roles else said
-        if text != said:
+        content = message.get("content", "")
+        text = (
+            without_blocks(content, way.strip_tags)
+            if message["role"] in way.strip_roles
+            else content
+        )
+        if text != content:
             changes.append(
                 f"blocks were taken out of what the {message['role']} says (data.strip_tags)"
             )
-        made.append(message if text == said else {**message, "content": text})
+        made.append(message if text == content else {**message, "content": text})
     return made
 
 
@@ -255,22 +262,22 @@ def _up_to_the_question(
     """Up to what is answered, or to the words of the assistant that the answer begins with."""
     if not any(message["role"] == "user" for message in messages):
         raise Unusable("no message is the user's")
-    asked = list(messages)
-    while asked[-1]["role"] == "assistant" and (
-        way.prefill == "drop" or not asked[-1].get("content", "").strip()
+    messages_left = list(messages)
+    while messages_left[-1]["role"] == "assistant" and (
+        way.prefill == "drop" or not messages_left[-1].get("content", "").strip()
     ):
-        asked.pop()
-    if len(asked) < len(messages):
+        messages_left.pop()
+    if len(messages_left) < len(messages):
         changes.append("turns of the assistant at the end were left out")
-    if asked[-1]["role"] == "assistant":
+    if messages_left[-1]["role"] == "assistant":
         changes.append(
             "the completion goes on with what the assistant says at the end (data.prefill)"
         )
-    elif asked[-1]["role"] not in ("user", "tool"):
+    elif messages_left[-1]["role"] not in ("user", "tool"):
         raise Unusable("the messages do not end with the user")
-    elif not asked[-1]["content"].strip():
+    elif not messages_left[-1]["content"].strip():
         raise Unusable("the prompt is empty")
-    return asked
+    return messages_left
 
 
 def _with_lines(text: str, row: Row, columns: Sequence[str]) -> str:

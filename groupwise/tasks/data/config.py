@@ -213,8 +213,8 @@ class DatasetConfig(Strict):
 
     def renamed_columns(self, answer: str) -> dict[str, str]:
         """All columns that are renamed, the prompt's and the answer's among them; the latter is called `answer`."""
-        named = {"prompt": self.prompt_column, answer: self.answer_column}
-        return {**self.columns, **{ours: theirs for ours, theirs in named.items() if theirs}}
+        required = {"prompt": self.prompt_column, answer: self.answer_column}
+        return {**self.columns, **{ours: theirs for ours, theirs in required.items() if theirs}}
 
     def in_vain_beside_a_task(self) -> list[str]:
         """The keys that are set, and say which data are meant, or how rows become prompts."""

@@ -50,9 +50,9 @@ def canonical(value: Any) -> Any:
         )
 
 
-def unsupported_parts(told: Any) -> Iterator[str]:
+def unsupported_parts(canonical: Any) -> Iterator[str]:
     """Descriptions of the parts that `canonical` could not tell, from its result."""
-    waiting = [told]
+    waiting = [canonical]
     while waiting:
         entry = waiting.pop()
         if isinstance(entry, list):
@@ -109,16 +109,16 @@ class _Walk:
         self.above[name] = len(self.above)
         before = self.dependent
         try:
-            told = self._content(value, kind)
+            content = self._content(value, kind)
         except _TangledError:
             raise
         except Exception:  # noqa: BLE001 — the code of any class may run here
-            told = _unsupported_part(f"objects of {_qualified_name(kind)}")
+            content = _unsupported_part(f"objects of {_qualified_name(kind)}")
         finally:
             del self.above[name]
         if self.dependent == before:
-            self.known[name] = told
-        return told
+            self.known[name] = content
+        return content
 
     def _content(self, value: Any, kind: Any) -> Any:
         if issubclass(kind, Enum):
@@ -169,8 +169,8 @@ def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
     """The parts of a value, if they are certain; None for anything else."""
     if issubclass(kind, BaseModel):
         # Past its attributes, which warn where a field is deprecated, and its `__iter__`, which may be redefined.
-        held = cast("dict[str, Any]", value.__dict__)
-        told = {name: each for name, each in held.items() if name in kind.model_fields}
+        own_attributes = cast("dict[str, Any]", value.__dict__)
+        told = {name: each for name, each in own_attributes.items() if name in kind.model_fields}
         return told | (value.__pydantic_extra__ or {})
     if is_dataclass(kind):
         return _set_attributes(value, (each.name for each in fields(kind)))

@@ -72,8 +72,8 @@ def fingerprint(examples: Iterable[Example]) -> str:
     for example in examples:
         prompt = canonical(example.prompt)
         columns = {name: canonical(value) for name, value in sorted(example.columns.items())}
-        told = [prompt, {"dict": list(columns.items())}]
-        digest.update(json.dumps(told).encode() + b"\n")
+        content = [prompt, {"dict": list(columns.items())}]
+        digest.update(json.dumps(content).encode() + b"\n")
         for column, value in [("prompt", prompt), *columns.items()]:
             for what in unsupported_parts(value):
                 _warn_of_untold(column, what)

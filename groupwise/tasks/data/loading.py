@@ -69,8 +69,8 @@ def place_of(data: DatasetConfig, number: int) -> str:
 
 def with_label(row: Row, entry: MixtureEntry, label: str | None) -> Row:
     """The row, saying which set it is from and, where there is a label, whose rewards it has."""
-    named = {**row, DATASET_COLUMN: entry.name}
-    return like(row, named if label is None else {**named, TASK_COLUMN: label})
+    labelled = {**row, DATASET_COLUMN: entry.name}
+    return like(row, labelled if label is None else {**labelled, TASK_COLUMN: label})
 
 
 def as_prompts(
@@ -116,18 +116,18 @@ def _parts_of_split(
     account = Account()
     step = _pipeline(data, teacher=teacher)  # before anything is read, which may take long
     for number, entry in enumerate(data.mixture):
-        wanted = split_of(entry)
-        if entry.source is None or wanted is None:
+        split = split_of(entry)
+        if entry.source is None or split is None:
             continue
         where = place_of(data, number)
-        given = _rows(data, entry, wanted, where, step, teacher=teacher)
+        given = _rows(data, entry, split, where, step, teacher=teacher)
         if teacher:
             rows = with_teacher(given, _way(data), where, strict=data.strict)
         else:
             why = partial(_why_not, unscorable, entry)
             rows = with_prompts(given, _way(data), where, strict=data.strict, unscorable=why)
-        told = given.account + rows.account
-        account += told if data.dataset_mixture is None else told.under(where)
+        whole_account = given.account + rows.account
+        account += whole_account if data.dataset_mixture is None else whole_account.under(where)
         own = [with_label(row, entry, entry.label) for row in rows]
         theirs = _our_names(data, entry, teacher=teacher).values()
         parts.append(Part(where, own, entry.weight, frozenset(n.partition(".")[0] for n in theirs)))

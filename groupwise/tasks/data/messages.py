@@ -209,17 +209,21 @@ def named_messages(row: dict[str, Any]) -> dict[str, Any]:
     return like(row, {**row, "messages": found})
 
 
-def join_conversation(prompt: Sequence[Message], said: Sequence[Message]) -> list[Message]:
+def join_conversation(prompt: Sequence[Message], completion: Sequence[Message]) -> list[Message]:
     """A conversation, where the first words of the assistant may go on with those that the prompt ends with."""
-    begun = begun_words(prompt, said)
-    if begun is None:
-        return [*prompt, *said]
-    first, *later = said
-    return [*prompt[:-1], {**first, "content": begun + first.get("content", "")}, *later]
+    prefix = begun_words(prompt, completion)
+    if prefix is None:
+        return [*prompt, *completion]
+    first, *later = completion
+    return [*prompt[:-1], {**first, "content": prefix + first.get("content", "")}, *later]
 
 
-def begun_words(prompt: Sequence[Message], said: Sequence[Message]) -> str | None:
+def begun_words(prompt: Sequence[Message], completion: Sequence[Message]) -> str | None:
     """The assistant's words at the end of a prompt that `said` continues; None if `said` is no such answer, or they end in a call."""
     if not ends_begun(prompt) or prompt[-1].get("tool_calls"):
         return None
-    return prompt[-1].get("content", "") if said and said[0].get("role") == "assistant" else None
+    return (
+        prompt[-1].get("content", "")
+        if completion and completion[0].get("role") == "assistant"
+        else None
+    )

@@ -42,8 +42,8 @@ def split(
         keys = list(dict.fromkeys(map(key, part.rows)))
         new = [each for each in keys if each not in held_out]
         there = sum(held_out.get(each, False) for each in keys)
-        wanted = min(max(round(share * len(keys)) - there, 0), len(new))
-        chosen = set(Stream("held out", seed, part.name).sample(new, wanted))
+        count = min(max(round(share * len(keys)) - there, 0), len(new))
+        chosen = set(Stream("held out", seed, part.name).sample(new, count))
         held_out |= {each: each in chosen for each in new}
     train = [_those(part, lambda row: not held_out[key(row)]) for part in parts]
     test = [_those(part, lambda row: held_out[key(row)]) for part in parts]

@@ -111,8 +111,10 @@ class Entry:
 def key_of(prompt: Prompt) -> str:
     """Equal for prompts with the same roles and the same text up to white space: 32 hexadecimal digits."""
     messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
-    told = [[m.get("role", ""), " ".join(str(m.get("content") or "").split())] for m in messages]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+    messages_key = [
+        [m.get("role", ""), " ".join(str(m.get("content") or "").split())] for m in messages
+    ]
+    return hashlib.sha256(json.dumps(messages_key).encode()).hexdigest()[:32]
 
 
 class ReplayBuffer:

@@ -178,11 +178,11 @@ def change(name: str, finding: Finding, steps: int, *, was: bool) -> WarningReco
         return None
     numbers = ", ".join(f"{what} {value:.3g}" for what, value in finding.values.items())
     text = finding.text if begins else "no longer so"
-    told = f"{text} ({numbers})" if numbers else text
-    return WarningRecord(steps, name, "begins" if begins else "ends", told, finding.values)
+    line = f"{text} ({numbers})" if numbers else text
+    return WarningRecord(steps, name, "begins" if begins else "ends", line, finding.values)
 
 
 def unfilled_arguments_warning(arguments: Iterable[Argument]) -> str:
     """A warning about arguments of rewards that are None in every row."""
-    named = ", ".join(f"`{argument}` of the reward `{reward}`" for reward, argument in arguments)
-    return f"{named} has been None in every row: the column is empty or not there"
+    listed = ", ".join(f"`{argument}` of the reward `{reward}`" for reward, argument in arguments)
+    return f"{listed} has been None in every row: the column is empty or not there"

@@ -42,12 +42,12 @@ TIED = 1e-9
 
 def symptoms(groups: Sequence[Group]) -> dict[str, float]:
     """The statistics above that these groups have, if finite."""
-    written = [[_Written.of(r) for r in group.rollouts if r.written] for group in groups]
+    texts = [[_Written.of(r) for r in group.rollouts if r.written] for group in groups]
     found = {
         **_lengths(groups),
-        **_repetition([each for group in written for each in group]),
-        **_diversity(written),
-        "same_answers": _same_answers(groups, written),
+        **_repetition([each for group in texts for each in group]),
+        **_diversity(texts),
+        "same_answers": _same_answers(groups, texts),
         **_parts(groups),
     }
     return {
@@ -78,8 +78,8 @@ class _Written:
 def _text(rollout: Rollout) -> str:
     if rollout.messages is None:
         return rollout.completion.strip()
-    said = [m.get("content") for m in rollout.messages if m.get("role") == "assistant"]
-    return "\n".join(str(content) for content in said if content).strip()
+    contents = [m.get("content") for m in rollout.messages if m.get("role") == "assistant"]
+    return "\n".join(str(content) for content in contents if content).strip()
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -110,10 +110,10 @@ def _correlation(groups: Iterable[Sequence[tuple[float, float]]]) -> float | Non
     return both / (math.sqrt(first) * math.sqrt(second)) if first and second else None
 
 
-def _repetition(written: Sequence[_Written]) -> dict[str, float | None]:
-    lines = [[line.strip() for line in each.text.splitlines() if line.strip()] for each in written]
+def _repetition(texts: Sequence[_Written]) -> dict[str, float | None]:
+    lines = [[line.strip() for line in each.text.splitlines() if line.strip()] for each in texts]
     return {
-        "repetition": _mean(1 - len(each.ngrams) / each.count for each in written if each.count),
+        "repetition": _mean(1 - len(each.ngrams) / each.count for each in texts if each.count),
         "repeated_lines": _mean(1 - len(set(each)) / len(each) for each in lines if each),
     }
 
@@ -133,10 +133,12 @@ def _not_shared(sets: Sequence[frozenset[tuple[int, ...]]]) -> float:
     return (len(frozenset[tuple[int, ...]]().union(*sets)) - largest) / (sum(sizes) - largest)
 
 
-def _same_answers(groups: Sequence[Group], written: Sequence[Sequence[_Written]]) -> float | None:
+def _same_answers(
+    groups: Sequence[Group], texts_of_groups: Sequence[Sequence[_Written]]
+) -> float | None:
     """Over all pairs of completions of two examples: how many are the same."""
     of_example: dict[int, Counter[str]] = {}
-    for group, texts in zip(groups, written, strict=True):
+    for group, texts in zip(groups, texts_of_groups, strict=True):
         counts = of_example.setdefault(group.example.index, Counter())
         counts.update(each.text for each in texts)
     together: Counter[str] = Counter()

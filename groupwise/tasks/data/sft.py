@@ -149,11 +149,11 @@ def _completion(row: Mapping[str, Any], where: str) -> Content:
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
     answer = _messages(completion, where, "completion")
-    begun = begun_words(prompt, answer)
+    prefix = begun_words(prompt, answer)
     chat = _conversation(
-        join_conversation(prompt, answer), len(prompt) - (begun is not None), row, where
+        join_conversation(prompt, answer), len(prompt) - (prefix is not None), row, where
     )
-    return replace(chat, prefill=begun or "")
+    return replace(chat, prefill=prefix or "")
 
 
 def _conversation(
@@ -210,9 +210,9 @@ def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
         raise TaskError(
             f"{where}: there are {len(tokens.ids)} input_ids, but {len(attention)} entries in attention_mask."
         )
-    kept = [place for place, mark in enumerate(attention) if mark]
+    places = [place for place, mark in enumerate(attention) if mark]
     return Tokens(
-        tuple(tokens.ids[place] for place in kept), tuple(tokens.mask[place] for place in kept)
+        tuple(tokens.ids[place] for place in places), tuple(tokens.mask[place] for place in places)
     )
 
 

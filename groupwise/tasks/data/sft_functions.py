@@ -113,8 +113,8 @@ def _with_formatted(row: dict[str, Any], made: Any, text_field: str, where: str)
         raise TaskError(
             f"{where}: get_sft_formatting_func's function made {type(made).__name__} of it. Expected text or chat messages."
         )
-    kept = {name: value for name, value in row.items() if name not in (*FORMLESS, text_field)}
-    return like(row, {**kept, (text_field if isinstance(made, str) else "messages"): made})
+    others = {name: value for name, value in row.items() if name not in (*FORMLESS, text_field)}
+    return like(row, {**others, (text_field if isinstance(made, str) else "messages"): made})
 
 
 def _of_collator(batch: Any, where: str) -> Tokens:

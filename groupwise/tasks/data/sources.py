@@ -102,9 +102,9 @@ def rename_columns(rows: Sequence[Row], columns: Mapping[str, str], where: str) 
             raise TaskError(no_column(where, theirs, list(there), f" as {ours!r}"))
     found: list[Row] = []
     for row in rows:
-        named = {ours: _at(row, theirs) for ours, theirs in columns.items() if _has(row, theirs)}
+        renamed = {ours: _at(row, theirs) for ours, theirs in columns.items() if _has(row, theirs)}
         others = {name: value for name, value in row.items() if name not in columns}
-        found.append(like(row, {**named, **others}))
+        found.append(like(row, {**renamed, **others}))
     return found
 
 
@@ -112,8 +112,8 @@ def no_column(where: str, name: str, there: Sequence[str], use: str = "") -> str
     """The message that no row has a column; `use` says what it was wanted for."""
     near = nearest(name, there)
     hint = f" Did you mean {' or '.join(repr(each) for each in near)}?" if near else ""
-    shown = ", ".join(there) or "none"
-    return f"{where} has no column {name!r}, which the config names{use}.{hint} It has: {shown}."
+    columns = ", ".join(there) or "none"
+    return f"{where} has no column {name!r}, which the config names{use}.{hint} It has: {columns}."
 
 
 def _has(row: Row, path: str) -> bool:
@@ -325,8 +325,8 @@ def _arrow(file: Path) -> Iterator[Row]:
     arrow = _pyarrow(file, "pyarrow")
     with (
         _reading_as(file, "Arrow"),
-        arrow.memory_map(str(file)) as held,
-        arrow.ipc.open_stream(held) as batches,
+        arrow.memory_map(str(file)) as memory,
+        arrow.ipc.open_stream(memory) as batches,
     ):
         for batch in batches:
             batch.validate(full=True)  # else offsets that lie read beyond the file's end
@@ -420,7 +420,7 @@ def _of_hub(
             f"The dataset {source!r} is no file here, and the hub's need the package datasets: pip install 'groupwise[train]'."
         ) from missing
     library: Any = datasets
-    shown = library.is_progress_bar_enabled()
+    was_enabled = library.is_progress_bar_enabled()
     library.disable_progress_bars()
     try:
         found = library.load_dataset(source, config, split=split, revision=revision)
@@ -429,7 +429,7 @@ def _of_hub(
             _not_had(source, config, split, revision, error), temporary=hub_errors.will_pass(error)
         ) from error
     finally:
-        if shown:
+        if was_enabled:
             library.enable_progress_bars()
     numbers = row_numbers(found) or range(len(found))
     if limit is None:
@@ -446,12 +446,12 @@ def row_numbers(dataset: Any) -> Sequence[int] | None:
     A Dataset of the library datasets remembers which slice was loaded, and how it was filtered, shuffled or selected from; only where one
     piece was selected, it forgets where that began.
     """
-    wanted = _SPLIT.fullmatch(str(getattr(dataset, "split", None)))
+    match = _SPLIT.fullmatch(str(getattr(dataset, "split", None)))
     splits: Mapping[str, Any] = getattr(getattr(dataset, "info", None), "splits", None) or {}
     first = 0
-    if wanted is not None and wanted["name"] in splits:
-        whole = range(splits[wanted["name"]].num_examples)
-        loaded = whole[_place(wanted["start"], len(whole)) : _place(wanted["stop"], len(whole))]
+    if match is not None and match["name"] in splits:
+        whole = range(splits[match["name"]].num_examples)
+        loaded = whole[_place(match["start"], len(whole)) : _place(match["stop"], len(whole))]
         first = loaded.start if len(loaded) == dataset.data.num_rows else 0
     indices: Any = getattr(dataset, "_indices", None)
     if not hasattr(indices, "column"):
@@ -462,8 +462,10 @@ def row_numbers(dataset: Any) -> Sequence[int] | None:
 def _not_had(
     source: str, config: str | None, split: str, revision: str | None, error: Exception
 ) -> str:
-    asked = {"config": config, "split": split, "revision": revision}
-    said = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
+    options = {"config": config, "split": split, "revision": revision}
+    described = ", ".join(
+        f"{name} {value!r}" for name, value in options.items() if value is not None
+    )
     reason = str(error).strip() or repr(error)
     offline = isinstance(error, ConnectionError)
     advice = (
@@ -472,6 +474,6 @@ def _not_had(
         else "Look at its page for its configs and splits, or give a file"
     )
     return (
-        f"The dataset {source!r} ({said}) could not be had from the hub, after looking for a file or folder of that name in "
+        f"The dataset {source!r} ({described}) could not be had from the hub, after looking for a file or folder of that name in "
         f"{Path.cwd()}:\n  {reason}\n{advice} ({', '.join(_READERS)})."
     )

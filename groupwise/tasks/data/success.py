@@ -50,8 +50,8 @@ def part_of_success(names: Iterable[str]) -> str | None:
     The first with accuracy in its name, else the first of SOLVED, with or without the label of a task before it.
     """
     there = list(names)
-    named = (name for name in there if name.rpartition("/")[2] in SOLVED)
-    return next((name for name in there if ACCURACY in name), None) or next(named, None)
+    candidates = (name for name in there if name.rpartition("/")[2] in SOLVED)
+    return next((name for name in there if ACCURACY in name), None) or next(candidates, None)
 
 
 def check_part(key: str, part: str | None, names: Collection[str], described: str) -> None:

@@ -41,8 +41,8 @@ def final_line_answer(text: str) -> str | None:
     found = _ANNOUNCED.search(lines[-1]) if lines else None
     if found is None or _DENIED.search(lines[-1][: found.start()]):
         return None
-    said = re.sub(r"(?<!\*)\*++(?=[.\s]*$)", "", found[1].removesuffix(" I hope it is correct."))
-    return said.strip("* ") or None
+    answer = re.sub(r"(?<!\*)\*++(?=[.\s]*$)", "", found[1].removesuffix(" I hope it is correct."))
+    return answer.strip("* ") or None
 
 
 _AMOUNT = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+"
@@ -132,9 +132,9 @@ def _without_announcement(text: str) -> str:
     upright = _UPRIGHT.match(text)
     if upright and _SAID_FIRST.match(upright[1]):
         text = upright[1] + text[upright.end() :]
-    said = _SAID_FIRST.match(text)
-    counts = said and (said["what"] is None or is_unit(said["what"], upright=False))
-    return text[said.end() :] if said and counts else text
+    match = _SAID_FIRST.match(text)
+    counts = match and (match["what"] is None or is_unit(match["what"], upright=False))
+    return text[match.end() :] if match and counts else text
 
 
 def _without_full_stop(text: str) -> str:

@@ -40,8 +40,8 @@ def serve(code: str, *, common_imports: bool) -> None:
     os._exit(0)  # no thread of the solution is waited for
 
 
-def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    return function(*arguments, **named)
+def _call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    return function(*arguments, **keywords)
 
 
 def _has_methods(value: Any) -> bool:
@@ -90,17 +90,17 @@ class _Solution:
         try:
             # The answer, and those of the shown arguments that it changed.
             arguments = [self._ledger.read(each) for each in question["arguments"]]
-            named = {name: self._ledger.read(each) for name, each in question["named"]}
+            keywords = {name: self._ledger.read(each) for name, each in question["named"]}
             before = self._contents(question["shown"])
-            answer = self._operations[question["do"]](*arguments, **named)
+            answer = self._operations[question["do"]](*arguments, **keywords)
             after = self._contents(question["shown"])
             result, changes = (
                 answer,
                 [[number, now] for number, now in after.items() if now != before[number]],
             )
             by_number = question["do"] == "call" and _has_methods(result)
-            told = self._ledger.by_number(result) if by_number else self._ledger.to_json(result)
-            self._line.send({"result": told, "changes": changes})
+            reply = self._ledger.by_number(result) if by_number else self._ledger.to_json(result)
+            self._line.send({"result": reply, "changes": changes})
         except Lost:
             raise
         except BaseException as error:  # noqa: BLE001 — a solution may raise anything; the tests see it
@@ -141,10 +141,10 @@ class _Solution:
         return vars(self._module)[WRAPPER]()
 
     def _function_of_the_tests(self, number: int) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            told = [self._ledger.to_json(each) for each in arguments]
-            told_named = [[key, self._ledger.to_json(each)] for key, each in named.items()]
-            self._line.send({"call": number, "arguments": told, "named": told_named})
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            encoded = [self._ledger.to_json(each) for each in arguments]
+            encoded_keywords = [[key, self._ledger.to_json(each)] for key, each in keywords.items()]
+            self._line.send({"call": number, "arguments": encoded, "named": encoded_keywords})
             while "answer" not in (message := self._line.receive()):
                 self._answer(message)
             if "raised" in message["answer"]:

@@ -492,8 +492,8 @@ class Far:
 
     def load(self) -> None:
         """Have the solution's text run."""
-        told = map(str, self.ask("load"))
-        self.names = frozenset(n for n in told if n.isidentifier() and not n.startswith("__"))
+        names = map(str, self.ask("load"))
+        self.names = frozenset(n for n in names if n.isidentifier() and not n.startswith("__"))
 
     def name(self, name: str) -> Any:
         """The value of a name of the solution. Raises NameError if the solution does not have it."""
@@ -514,13 +514,15 @@ class Far:
             raise AttributeError(name)
         return self.name(name)
 
-    def ask(self, do: str, *arguments: Any, **named: Any) -> Any:
+    def ask(self, do: str, *arguments: Any, **keywords: Any) -> Any:
         """Have something done over there; its result, or what it raises."""
         self._ledger.showing.clear()
         question = {
             "do": do,
             "arguments": [self._ledger.to_json(each, shown=True) for each in arguments],
-            "named": [[key, self._ledger.to_json(each, shown=True)] for key, each in named.items()],
+            "named": [
+                [key, self._ledger.to_json(each, shown=True)] for key, each in keywords.items()
+            ],
         }
         shown = sorted(self._ledger.showing)
         self._line.send({**question, "shown": shown})
@@ -551,8 +553,8 @@ class Far:
         try:
             function = self._ledger.own(question["call"])
             arguments = [self._ledger.read(each) for each in question["arguments"]]
-            named = {name: self._ledger.read(each) for name, each in question["named"]}
-            return {"result": self._ledger.to_json(function(*arguments, **named))}
+            keywords = {name: self._ledger.read(each) for name, each in question["named"]}
+            return {"result": self._ledger.to_json(function(*arguments, **keywords))}
         except Exception as error:  # noqa: BLE001 — the solution's to catch, as it would be without a box
             return {"raised": written_error(self._ledger, error)}
 
@@ -576,9 +578,9 @@ def _between_remotes(do: str) -> Callable[..., Any]:
     return ask
 
 
-def _ask(remote: Remote, do: str, *arguments: Any, **named: Any) -> Any:
+def _ask(remote: Remote, do: str, *arguments: Any, **keywords: Any) -> Any:
     far: Far = object.__getattribute__(remote, "_far")
-    return far.ask(do, remote, *arguments, **named)
+    return far.ask(do, remote, *arguments, **keywords)
 
 
 class Remote:
@@ -599,8 +601,8 @@ class Remote:
     def __setattr__(self, name: str, value: Any) -> None:
         _ask(self, "assign", name, value)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return _ask(self, "call", *arguments, **named)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return _ask(self, "call", *arguments, **keywords)
 
     def __hash__(self) -> int:
         return _ask(self, "hash")

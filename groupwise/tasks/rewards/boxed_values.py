@@ -208,8 +208,8 @@ class Ledger:
             case set():
                 return {"set": self._each(cast("set[Any]", value), shown)}
             case collections.deque():
-                held = cast("collections.deque[Any]", value)
-                return {"deque": [self._each(held, shown), held.maxlen]}
+                queue = cast("collections.deque[Any]", value)
+                return {"deque": [self._each(queue, shown), queue.maxlen]}
             case _:
                 return {"bytearray": bytes(value).hex()}
 
@@ -257,8 +257,8 @@ class Ledger:
 
     def _by_number(self, value: Any) -> Json:
         if self._of_tests and isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
-            held = self._each(islice(cast("Iterable[Any]", value), MOST_ITEMS), shown=False)
-            return {"iterator" if isinstance(value, Iterator) else "list": held}
+            items = self._each(islice(cast("Iterable[Any]", value), MOST_ITEMS), shown=False)
+            return {"iterator" if isinstance(value, Iterator) else "list": items}
         if not self._stays(value):
             raise NotPlain(f"{type(value).__name__}")
         return self.by_number(value)
@@ -269,20 +269,20 @@ class Ledger:
 
     # Values that come
 
-    def read(self, told: Json) -> Any:
+    def read(self, encoded: Json) -> Any:
         """The value that was written. Raises Lost for input that `written` never produces."""
-        if not isinstance(told, dict):
-            return told
+        if not isinstance(encoded, dict):
+            return encoded
         try:
-            return self._read_one(cast("dict[str, Json]", told))
+            return self._read_one(cast("dict[str, Json]", encoded))
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise Lost(f"no value: {error}") from error
 
-    def _read_one(self, told: dict[str, Json]) -> Any:
-        (kind, content), *_ = told.items()
+    def _read_one(self, encoded: dict[str, Json]) -> Any:
+        (kind, content), *_ = encoded.items()
         value = self._build(kind, content)
-        if "at" in told:
-            self._represent(told["at"], value)
+        if "at" in encoded:
+            self._represent(encoded["at"], value)
         return value
 
     def _build(self, kind: str, content: Json) -> Any:
@@ -321,9 +321,9 @@ class Ledger:
         self._stand_ins[number] = value
         self._theirs[id(value)] = number
 
-    def put(self, number: int, told: dict[str, Json]) -> None:
+    def put(self, number: int, encoded: dict[str, Json]) -> None:
         """Make an object here hold what the other side has made of it."""
-        target, value = self._own[number], self.read(told)
+        target, value = self._own[number], self.read(encoded)
         if isinstance(target, dict | set):
             cast("dict[Any, Any]", target).clear()
             cast("dict[Any, Any]", target).update(value)

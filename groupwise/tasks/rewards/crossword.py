@@ -82,8 +82,8 @@ class CrosswordAccuracy:
 
     def value(self, text: str, forms: Sequence[str]) -> float:
         """The reward of a completion, given the accepted forms of its gold answer."""
-        said = text if self.scaled else after_reasoning(text, self.reasoning_tag)
-        found = any(occurs(form, said, self.mode) for form in forms)
+        answer_text = text if self.scaled else after_reasoning(text, self.reasoning_tag)
+        found = any(occurs(form, answer_text, self.mode) for form in forms)
         if not (found and self.scaled):
             return float(found)
         tags = Tags(self.reasoning_tag, self.answer_tag)
@@ -126,15 +126,15 @@ class PureAccuracy:
         Raises ValueError for a row without a gold answer in letters, and for one whose enumeration no gold answer has.
         """
         golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
-        said = {name: columns[name] for name in ENUMERATIONS if name in columns}
-        wanted = [
-            _fitting(forms, _length({name: values[at] for name, values in said.items()}))
+        enumerations = {name: columns[name] for name in ENUMERATIONS if name in columns}
+        lengths = [
+            _fitting(forms, _length({name: values[at] for name, values in enumerations.items()}))
             for at, forms in enumerate(golds)
         ]
         texts = completion_texts(completions, columns, self.reasoning_tag)
         answers = (last_tagged(text, self.answer_tag) or "" for text in texts)
         record_answers(log_extra, map(one_spelling, answers))
-        return each_alone(self._value, texts, golds, wanted)
+        return each_alone(self._value, texts, golds, lengths)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row that `__call__` would refuse."""
@@ -251,10 +251,10 @@ def _length(row: Mapping[str, Any]) -> int | None:
     """The number of letters that the row gives for its answer; None if it gives none."""
     for name in ENUMERATIONS:
         value = row.get(name)
-        said = (
+        enumeration = (
             "" if value is None else str(value).removesuffix(".0")
         )  # tables with gaps hold floats
-        numbers = [int(number) for number in re.findall(r"[0-9]+", said)]
+        numbers = [int(number) for number in re.findall(r"[0-9]+", enumeration)]
         if numbers:
             return sum(numbers)
     return None

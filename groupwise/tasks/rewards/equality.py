@@ -59,12 +59,12 @@ class Point:
 
     def of(self, name: str) -> Fraction:
         """The value of a letter: the same for the same name, positive at the last point."""
-        drawn = hashlib.sha256(f"{self.number}:{name}".encode()).digest()
+        digest = hashlib.sha256(f"{self.number}:{name}".encode()).digest()
         size = Fraction(
-            int.from_bytes(drawn[:2], "big") % 997 + 101,
-            int.from_bytes(drawn[2:4], "big") % 499 + 211,
+            int.from_bytes(digest[:2], "big") % 997 + 101,
+            int.from_bytes(digest[2:4], "big") % 499 + 211,
         )
-        return -size if drawn[4] & 1 and self.number < POINTS - 1 else size
+        return -size if digest[4] & 1 and self.number < POINTS - 1 else size
 
 
 def value_at(node: Node, point: Point) -> Value:

@@ -116,7 +116,7 @@ class Judge:
         """A number for each completion; `Failed` if the judge gave no verdict, None if there is no other completion to compare with."""
         texts = [printable(completion_text(each)) for each in completions]
         values: list[float | None] = [None] * len(texts)
-        said: list[str | None] = [None] * len(texts)
+        answers: list[str | None] = [None] * len(texts)
         groups: dict[tuple[str, str], list[int]] = {}
         for index, prompt in enumerate(prompts):
             try:
@@ -132,12 +132,12 @@ class Judge:
             ]
             for members, found in zip(groups.values(), await asyncio.gather(*judged), strict=True):
                 for index, opinion in zip(members, found, strict=True):
-                    values[index], said[index] = opinion.value, opinion.said
+                    values[index], answers[index] = opinion.value, opinion.said
         if log_metric is not None:
             for name, count in session.counts.items():
                 log_metric(f"judge/{name}", count)
         if log_extra is not None and self.mode != "pairs":
-            log_extra("judge", said)
+            log_extra("judge", answers)
         return values
 
     async def alone(
@@ -157,9 +157,9 @@ class Judge:
         self, session: _Session, prompt: str, rubric: str, texts: list[str]
     ) -> list[_Opinion]:
         """An opinion on each text from one look at all of them."""
-        asked = self._question(prompt, rubric, list(dict.fromkeys(texts)))
-        verdict = await session.ask(asked)
-        names = names_of(asked.mark, texts)
+        question = self._question(prompt, rubric, list(dict.fromkeys(texts)))
+        verdict = await session.ask(question)
+        names = names_of(question.mark, texts)
         return [self._opinion(verdict, name) for name in names]
 
     async def pairs(
@@ -259,7 +259,7 @@ class _Session:
         self._cache = cache
         self._deadline = deadline
 
-    async def ask(self, asked: Question) -> _Verdict:
+    async def ask(self, question: Question) -> _Verdict:
         """The verdict, from the cache or the judge; never raises for what the service does."""
         # The cache key: everything known here that an answer depends on.
         judge = self._judge
@@ -268,18 +268,18 @@ class _Session:
             "model": judge.model,
             "temperature": judge.temperature,
             "max_tokens": judge.max_tokens,
-            "messages": asked.messages,
+            "messages": question.messages,
         }
-        if (said := self._cache.get(key)) is not None and not _problem(asked, said):
+        if (answer := self._cache.get(key)) is not None and not _problem(question, answer):
             self.counts["cached"] += 1
-            return _Verdict(asked.read(said), said=said)
+            return _Verdict(question.read(answer), said=answer)
         try:
             async with asyncio.timeout_at(self._deadline):
                 # Ask once more after a bad answer; of a group, keep the scores that there are.
-                text, problem, scores = await self._heard(asked, asked.messages)
+                text, problem, scores = await self._heard(question, question.messages)
                 if problem:
-                    again = asked.again(text, problem)
-                    text, problem, later = await self._heard(asked, again)
+                    again = question.again(text, problem)
+                    text, problem, later = await self._heard(question, again)
                     scores = later or scores
                 failure = (
                     Failed(f"got no verdict: {problem}, in {text[:_MAX_CHARACTERS_OF_ANSWER]!r}")
@@ -297,7 +297,7 @@ class _Session:
         return verdict
 
     async def _heard(
-        self, asked: Question, messages: list[Message]
+        self, question: Question, messages: list[Message]
     ) -> tuple[str, str | None, dict[str, float]]:
         """The judge's answer, the reason why it is not a whole verdict (None if it is), and the scores in it."""
         # A cut-off answer gives no verdict: the missing rest might have taken back what stands in this part.
@@ -307,24 +307,24 @@ class _Session:
         )
         self.counts["prompt_tokens"] += answer.usage.prompt_tokens or 0
         self.counts["completion_tokens"] += answer.usage.completion_tokens or 0
-        said, whole = printable(answer.texts[0]), answer.finish_reasons[0] != "length"
+        text, whole = printable(answer.texts[0]), answer.finish_reasons[0] != "length"
         if not whole:
-            return said, f"the answer was cut off (max_tokens is {self._judge.max_tokens})", {}
-        return said, _problem(asked, said), _partial(asked, said)
+            return text, f"the answer was cut off (max_tokens is {self._judge.max_tokens})", {}
+        return text, _problem(question, text), _partial(question, text)
 
 
-def _problem(asked: Question, said: str) -> str | None:
+def _problem(question: Question, text: str) -> str | None:
     """The reason why an answer is not the whole verdict; None if it is."""
     try:
-        missing = [name for name in asked.names if name not in asked.read(said)]
+        missing = [name for name in question.names if name not in question.read(text)]
     except Malformed as malformed:
         return str(malformed)
-    return f"there is no {asked.scale_text} for {', '.join(missing)}" if missing else None
+    return f"there is no {question.scale_text} for {', '.join(missing)}" if missing else None
 
 
-def _partial(asked: Question, said: str) -> dict[str, float]:
+def _partial(question: Question, text: str) -> dict[str, float]:
     try:
-        return asked.read(said)
+        return question.read(text)
     except Malformed:
         return {}
 
@@ -347,24 +347,24 @@ class JudgeCache:
         self._folder = (folder or cache_folder("judge")).expanduser()
         self._writable = True
 
-    def get(self, asked: dict[str, Any]) -> str | None:
+    def get(self, key: dict[str, Any]) -> str | None:
         """The stored answer to this question; None if there is none."""
         try:
-            stored: object = json.loads(self._file(asked).read_bytes())
+            stored: object = json.loads(self._file(key).read_bytes())
         except (OSError, ValueError):
             return None
         if not isinstance(stored, dict):
             return None
         entry = cast("dict[str, object]", stored)
-        said = entry.get("said")
-        return said if entry.get("format") == CACHE_FORMAT and isinstance(said, str) else None
+        answer = entry.get("said")
+        return answer if entry.get("format") == CACHE_FORMAT and isinstance(answer, str) else None
 
-    def put(self, asked: dict[str, Any], said: str) -> None:
+    def put(self, key: dict[str, Any], answer: str) -> None:
         """Keep an answer. A full or closed disk is warned of once: the verdict is there all the same."""
-        file = self._file(asked)
+        file = self._file(key)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, {"format": CACHE_FORMAT, "asked": asked, "said": said})
+            write_json(file, {"format": CACHE_FORMAT, "asked": key, "said": answer})
         except (OSError, StoreError) as error:
             if self._writable:
                 logger.warning(

@@ -79,13 +79,13 @@ class Question:
         """The question as messages for a chat model."""
         return [{"role": "user", "content": self.text}]
 
-    def again(self, said: str, problem: str) -> list[Message]:
+    def again(self, answer: str, problem: str) -> list[Message]:
         """The conversation that asks for a readable verdict, after an answer that was none."""
-        wanted = f"That could not be read: {problem}. Answer with this line of JSON alone:\n\n{self.form}"
+        request = f"That could not be read: {problem}. Answer with this line of JSON alone:\n\n{self.form}"
         return [
             *self.messages,
-            {"role": "assistant", "content": said},
-            {"role": "user", "content": wanted},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": request},
         ]
 
     @property
@@ -93,13 +93,13 @@ class Question:
         """The line of JSON that a verdict consists of, as shown to the judge."""
         return _form(self.mode, self.mark, self.names, self.scale)
 
-    def read(self, said: str) -> dict[str, float]:
+    def read(self, answer: str) -> dict[str, float]:
         """Name → score of each completion; of a pair 1 for the better one, 0.5 for both in a tie. Of a group those may be missing that have
         no score on the scale.
 
         Raises Malformed for an answer without a verdict, or with several that differ.
         """
-        verdicts = [each for each in _objects(said) if each.get("id") == self.mark]
+        verdicts = [each for each in _objects(answer) if each.get("id") == self.mark]
         if not verdicts:
             raise Malformed(f'there is no JSON object with "id": "{self.mark}" in it')
         if any(each != verdicts[0] for each in verdicts):
@@ -223,17 +223,17 @@ MOST_BRACES = 200
 """Most braces tried as the beginning of a verdict, counted from the end of a judge's answer."""
 
 
-def _objects(said: str) -> list[dict[str, Any]]:
+def _objects(text: str) -> list[dict[str, Any]]:
     """The JSON objects in a text, those within others left out."""
     found: list[dict[str, Any]] = []
-    begins = [match.start() for match in re.finditer("{", said)][-MOST_BRACES:]
+    begins = [match.start() for match in re.finditer("{", text)][-MOST_BRACES:]
     decoder, place = json.JSONDecoder(object_pairs_hook=once_each), begins[0] if begins else -1
     while place != -1:
         try:
-            value, end = decoder.raw_decode(said, place)
+            value, end = decoder.raw_decode(text, place)
         except (ValueError, RecursionError):
             end = place + 1
         else:
             found += [value] if isinstance(value, dict) else []
-        place = said.find("{", end)
+        place = text.find("{", end)
     return found

@@ -91,15 +91,15 @@ def keyword_match(
 
     The column `keywords` holds a list, or text with commas between them.
     """
-    said = map(after_reasoning, completion_texts(completions, columns))
-    pairs = zip(said, keywords, strict=True)
+    texts = map(after_reasoning, completion_texts(completions, columns))
+    pairs = zip(texts, keywords, strict=True)
     return [keyword_share(text, _keywords(value)) for text, value in pairs]
 
 
 def keyword_share(text: str, keywords: Iterable[str]) -> float | None:
     """Share of the keywords that a text contains, ignoring case; None where there are none."""
-    sought, said = {word.casefold() for word in keywords}, text.casefold()
-    return sum(word in said for word in sought) / len(sought) if sought else None
+    sought, folded = {word.casefold() for word in keywords}, text.casefold()
+    return sum(word in folded for word in sought) / len(sought) if sought else None
 
 
 def _keywords(value: Any) -> set[str]:

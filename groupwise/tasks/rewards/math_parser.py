@@ -669,12 +669,12 @@ class _Parser:
         letter = self._next().text
         if letter in _CONSTANTS and not self._is("_"):
             return Node("constant", name=_CONSTANTS[letter])
-        named = self._subscript(Node("name", name=letter))
+        name_node = self._subscript(Node("name", name=letter))
         if letter in _APPLIED and self._is("("):
             inside = self._bracket_group()
             arguments = inside.parts if inside.kind == "tuple" else (inside,)
-            return Node("applied", arguments, name=named.name)
-        return named
+            return Node("applied", arguments, name=name_node.name)
+        return name_node
 
     def _base(self) -> Node:
         token = self._peek()
@@ -797,8 +797,8 @@ class _Parser:
             return self._subscript(Node("name", name=text))
         raise ParseError(f"the words {text!r}")
 
-    def _subscript(self, named: Node) -> Node:
-        name = named.name
+    def _subscript(self, name_node: Node) -> Node:
+        name = name_node.name
         if self._take("_"):
             if not self._take("{"):
                 index = self._next().text

@@ -181,10 +181,12 @@ def answer_of(text: str, tag: Tag, *reasoning: Tag, untagged: bool = True) -> st
 
     What stands in `reasoning` tags, or in those that models use, is none. None where there is none or nothing is in it.
     """
-    said = after_reasoning(text, *reasoning)
-    found = last_tagged(said, tag, listed=True)
+    answer_text = after_reasoning(text, *reasoning)
+    found = last_tagged(answer_text, tag, listed=True)
     if found is None and untagged:
-        found = final_line_answer(said) if (inner := last_boxed(said)) is None else inner
+        found = (
+            final_line_answer(answer_text) if (inner := last_boxed(answer_text)) is None else inner
+        )
     return (found or "").strip() or None
 
 

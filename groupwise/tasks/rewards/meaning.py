@@ -235,11 +235,11 @@ def trees_match(gold: Node, answer: Node) -> bool:
     """True if an answer means the same as the gold one. A name on the left, `x =`, may be missing on one side."""
     try:
         expected, given = _meant(gold), _meant(answer)
-        named = _named_value(expected), _named_value(given)
-        if named[0] and not named[1] and given.kind != "relation":
-            expected = _meant(named[0][1])
-        elif named[1] and not named[0] and expected.kind != "relation":
-            given = _meant(named[1][1])
+        values = _named_value(expected), _named_value(given)
+        if values[0] and not values[1] and given.kind != "relation":
+            expected = _meant(values[0][1])
+        elif values[1] and not values[0] and expected.kind != "relation":
+            given = _meant(values[1][1])
         return _matches(expected, given)
     except Undecided:
         return False
@@ -260,11 +260,11 @@ def _meant(node: Node) -> Node:
     if node.kind == "relation" and set(node.name) == {"="} and (numbers or len(node.parts) > 2):
         # `x = 2 + 3 = 5`: a name and one value, however often that is written. Raises Undecided where the values differ.
         first, *rest = node.parts
-        named = first.kind in ("name", "applied")
-        values = [each for each in rest if each.kind != "name"] or rest if named else node.parts
+        is_name = first.kind in ("name", "applied")
+        values = [each for each in rest if each.kind != "name"] or rest if is_name else node.parts
         if any(not expressions_equal(values[0], each) for each in values[1:]):
             raise Undecided("a chain of different values")
-        return Node("relation", (first, values[-1]), name="=") if named else values[-1]
+        return Node("relation", (first, values[-1]), name="=") if is_name else values[-1]
     if node.kind == "relation" and "≈" in node.name:
         return _approximate(node)
     if (pairs := _named_places(node)) is not None:
@@ -372,12 +372,12 @@ Verdict: TypeAlias = bool | None
 
 
 def _by_name(gold: Node, answer: Node) -> Verdict:
-    named, given = _named_value(gold), _named_value(answer)
-    if not named or not given:
+    gold_value, given = _named_value(gold), _named_value(answer)
+    if not gold_value or not given:
         return None
-    if named[0] != given[0]:
+    if gold_value[0] != given[0]:
         return gold.name == answer.name == "=" and _same_equations(gold, answer)
-    return _matches(_meant(named[1]), _meant(given[1]))
+    return _matches(_meant(gold_value[1]), _meant(given[1]))
 
 
 def _by_relation(gold: Node, answer: Node) -> Verdict:
@@ -653,10 +653,10 @@ def _assignments(node: Node) -> list[tuple[str, Node]] | None:
         return [("", node)]
     found: list[tuple[str, Node]] = []
     for part in node.parts:
-        named = _named_value(part)
-        if named is None and part.kind == "relation":
+        assignment = _named_value(part)
+        if assignment is None and part.kind == "relation":
             return None
-        found.append(named or ("", part))
+        found.append(assignment or ("", part))
     kinds = {bool(name) for name, _ in found}
     if kinds == {True, False}:  # `x = 1, 2`: the name is said once
         if found[0][0] and not any(name for name, _ in found[1:]):

@@ -26,8 +26,8 @@ def taking_nested(function: RewardCallable, name: str) -> RewardCallable:
     signature = inspect.signature(function)
 
     def reward(*arguments: Any, **keywords: Any) -> Any:
-        named = signature.bind_partial(*arguments).arguments
-        given = {**named, **keywords}
+        bound = signature.bind_partial(*arguments).arguments
+        given = {**bound, **keywords}
         shape = _shape(given.get("prompts"), given.get("completions"))
         if shape is None:
             return function(*arguments, **keywords)

@@ -62,8 +62,8 @@ class RubricOverlap:
         """Between 0 and the sum of both points. Raises ValueError without a column of rubrics, or a row without a reference."""
         rubrics = columns[self._rubric_in(columns)]
         references = gold_answers(columns, len(completions), self.answer_column)
-        said = map(after_reasoning, completion_texts(completions, {"prompts": prompts}))
-        return each_alone(self._value, prompts, said, rubrics, references)
+        texts = map(after_reasoning, completion_texts(completions, {"prompts": prompts}))
+        return each_alone(self._value, prompts, texts, rubrics, references)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row that `__call__` would refuse."""
@@ -86,14 +86,16 @@ class RubricOverlap:
         vocabulary = [word for word in words(_text(rubric)) if len(word) > _SHORT]
         if not vocabulary:
             return None
-        written, asked = words(text), words(_text(prompt))
+        answer_words, prompt_words = words(text), words(_text(prompt))
         models = [words(reference) for reference in references]
         if self.copied_run is None and stands_in(rubric, prompt):
             points = self.rubric_points + self.reference_points
-            return points * max(likeness_of_own(written, model, asked) for model in models)
+            return points * max(
+                likeness_of_own(answer_words, model, prompt_words) for model in models
+            )
         run = COPIED_RUN if self.copied_run is None else self.copied_run
-        own = set(own_words(written, asked, run))
-        likeness = max(similarity(written, model) for model in models)
+        own = set(own_words(answer_words, prompt_words, run))
+        likeness = max(similarity(answer_words, model) for model in models)
         return self.rubric_points * overlap(own, vocabulary) + self.reference_points * likeness
 
 
@@ -102,10 +104,10 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-def overlap(written: set[str], vocabulary: Sequence[str]) -> float:
+def overlap(answer_words: set[str], vocabulary: Sequence[str]) -> float:
     """Σ 1/count over the words of the vocabulary that are written / Σ 1/count over all of them."""
     counts = Counter(vocabulary)
-    found = sum(1 / count for word, count in counts.items() if word in written)
+    found = sum(1 / count for word, count in counts.items() if word in answer_words)
     return found / sum(1 / count for count in counts.values())
 
 
@@ -119,32 +121,36 @@ def similarity(one: Sequence[str], other: Sequence[str]) -> float:
 
 def stands_in(rubric: Any, prompt: Prompt) -> bool:
     """True if a prompt shows a rubric word by word: each of its lines or, of a list, some line of each criterion."""
-    asked = f" {' '.join(words(_text(prompt)))} "
+    prompt_text = f" {' '.join(words(_text(prompt)))} "
     listed = isinstance(rubric, list | tuple)
     criteria = cast("Sequence[Any]", rubric) if listed else _text(rubric).splitlines()
     lines = [[words(line) for line in _text(each).splitlines()] for each in criteria]
-    told = [[" ".join(line) for line in each if line] for each in lines]
-    return any(told) and all(any(f" {line} " in asked for line in each) for each in told if each)
+    phrases = [[" ".join(line) for line in each if line] for each in lines]
+    return any(phrases) and all(
+        any(f" {line} " in prompt_text for line in each) for each in phrases if each
+    )
 
 
-def likeness_of_own(written: Sequence[str], model: Sequence[str], prompt: Sequence[str]) -> float:
+def likeness_of_own(
+    answer_words: Sequence[str], model: Sequence[str], prompt: Sequence[str]
+) -> float:
     """Similarity of the words that are not in the prompt; where the model has none, only the model itself is like it."""
     own = own_words(model, prompt, 1)
     if not own:
-        return float(written == model)
-    return similarity(own_words(written, prompt, 1), own)
+        return float(answer_words == model)
+    return similarity(own_words(answer_words, prompt, 1), own)
 
 
-def own_words(written: Sequence[str], prompt: Sequence[str], run: int) -> list[str]:
+def own_words(answer_words: Sequence[str], prompt: Sequence[str], run: int) -> list[str]:
     """The words without runs of `run` or more that also stand in the prompt; all of them if `run` is 0."""
     if run == 0:
-        return list(written)
+        return list(answer_words)
     there = {tuple(prompt[at : at + run]) for at in range(len(prompt) - run + 1)}
     copied: set[int] = set()
-    for at in range(len(written) - run + 1):
-        if tuple(written[at : at + run]) in there:
+    for at in range(len(answer_words) - run + 1):
+        if tuple(answer_words[at : at + run]) in there:
             copied.update(range(at, at + run))
-    return [word for at, word in enumerate(written) if at not in copied]
+    return [word for at, word in enumerate(answer_words) if at not in copied]
 
 
 def _text(value: Any) -> str:

@@ -341,7 +341,7 @@ class _Process:
         self,
         payload: bytes,
         limit: float,
-        wanted: Callable[[dict[str, Any]], bool],
+        accepts: Callable[[dict[str, Any]], bool],
         repeat_limit: float = 0.0,
     ) -> Ended:
         allowed = max(limit, repeat_limit)  # nothing has been named yet
@@ -349,7 +349,7 @@ class _Process:
         try:
             self._socket.settimeout(allowed)
             send_frame(self._socket, payload)
-            while not wanted(message := self._receive(deadline)):
+            while not accepts(message := self._receive(deadline)):
                 if "running" in message:
                     self._running = message["running"]
                     allowed = repeat_limit if message.get("repeated") else limit

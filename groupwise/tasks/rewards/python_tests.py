@@ -92,23 +92,23 @@ _LONG_STRINGS = ('"""', "'''")
 """Delimiters of long strings: code in a string of several lines may well have a fence at the end of a line."""
 
 
-def code_in(text: str, answer_tag: Tag = "answer", wanted: Collection[str] = ()) -> str:
+def code_in(text: str, answer_tag: Tag = "answer", names: Collection[str] = ()) -> str:
     """The code of a completion: of what follows its reasoning, or of its last answer tag, a fenced block, else all of it.
 
     Of blocks the last of those labelled as Python, else the last without a label; one that was cut off only where no other is. Where some
     of them define a name that is `wanted`, the last of these: a later one shows how it is used.
     """
-    said = after_reasoning(text)
-    said = last_tagged(said, answer_tag) or said
-    lines = iter(said.split("\n"))  # of which a block takes its own
+    answer = after_reasoning(text)
+    answer = last_tagged(answer, answer_tag) or answer
+    lines = iter(answer.split("\n"))  # of which a block takes its own
     blocks = [_block(opening, lines) for line in lines if (opening := _FENCE.fullmatch(line))]
     for labels in (_PYTHON, ("",)):
         for whole in (True, False):
             found = [each.code for each in blocks if each.label in labels and each.whole is whole]
             if found:
-                defining = [each for each in found if _defines(each, wanted)]
+                defining = [each for each in found if _defines(each, names)]
                 return (defining or found)[-1]
-    return said
+    return answer
 
 
 def _defines(code: str, names: Collection[str]) -> bool:
@@ -167,18 +167,18 @@ class Case:
         if result.ending != "finished" or result.cut:
             return False
         printed = result.output.decode(errors="replace").rstrip().splitlines()
-        wanted = self.output.rstrip().splitlines()
-        return len(printed) == len(wanted) and all(map(_same_line, printed, wanted))
+        expected = self.output.rstrip().splitlines()
+        return len(printed) == len(expected) and all(map(_same_line, printed, expected))
 
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,6})?", re.ASCII)
 
 
-def _same_line(printed: str, wanted: str) -> bool:
+def _same_line(printed: str, expected: str) -> bool:
     """White space at the end does not count. Numbers alone are compared as such, exactly: 0.50 is 0.5, and 0.5000001 is not."""
-    if printed.rstrip() == wanted.rstrip():
+    if printed.rstrip() == expected.rstrip():
         return True
-    both = printed.split(), wanted.split()
+    both = printed.split(), expected.split()
     if len(both[0]) != len(both[1]) or not all(map(_NUMBER.fullmatch, both[1] + both[0])):
         return False
     return [*map(Decimal, both[0])] == [*map(Decimal, both[1])]
@@ -346,8 +346,8 @@ def _case_list(cases: Any) -> list[Any]:
     if isinstance(cases, Mapping):
         table = cast("Mapping[str, Any]", cases)
         pairs = _pairs(table) if any(table.values()) else []
-        named = {"fn_name": table["fn_name"]} if "fn_name" in table else {}
-        return [{"input": given, "output": wanted, **named} for given, wanted in pairs]
+        shared = {"fn_name": table["fn_name"]} if "fn_name" in table else {}
+        return [{"input": given, "output": expected, **shared} for given, expected in pairs]
     if not isinstance(cases, list):
         raise ValueError(f"has test cases that are no list: {cases!r:.80}")
     return cast("list[Any]", cases)
@@ -508,7 +508,7 @@ def _name_in(case: Mapping[str, Any]) -> Any:
     return case.get("fn_name") or _function_named(_parse_nested_json(case.get("metadata")))
 
 
-def _call(given: Any, wanted: Any, *, listed: bool = False) -> _Call:
+def _call(given: Any, expected: Any, *, listed: bool = False) -> _Call:
     """A call whose arguments stand in a list or in text, of which each line is the JSON of one; a number is one alone.
 
     `listed`: text may also be the JSON of all of them in a list. A result in text beside arguments that are none may be JSON or itself.
@@ -517,8 +517,8 @@ def _call(given: Any, wanted: Any, *, listed: bool = False) -> _Call:
         arguments = _arguments(given)
         if listed and len(arguments) == 1 and isinstance(arguments[0], list):
             arguments = cast("list[Any]", arguments[0])
-        return arguments, [_result(wanted)]
-    right = [wanted, _result(wanted)] if listed and isinstance(wanted, str) else [wanted]
+        return arguments, [_result(expected)]
+    right = [expected, _result(expected)] if listed and isinstance(expected, str) else [expected]
     return ([given] if isinstance(given, int | float) else given), right
 
 
@@ -533,12 +533,12 @@ def _arguments(given: str) -> list[Any]:
         ) from error
 
 
-def _result(wanted: Any) -> Any:
-    if not isinstance(wanted, str):
-        return wanted
+def _result(expected: Any) -> Any:
+    if not isinstance(expected, str):
+        return expected
     with suppress(ValueError):
-        return json.loads(wanted)
-    return wanted
+        return json.loads(expected)
+    return expected
 
 
 def _cases(value: Any, name: str, *, numbers: bool) -> list[Case]:
@@ -549,19 +549,19 @@ def _cases(value: Any, name: str, *, numbers: bool) -> list[Case]:
         )
     if isinstance(value, Mapping):
         pairs = _pairs(cast("Mapping[str, Any]", value))
-        value = [{"input": given, "output": wanted} for given, wanted in pairs]
+        value = [{"input": given, "output": expected} for given, expected in pairs]
     return [_case(each, numbers=numbers) for each in value]
 
 
 def _pairs(table: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    given, wanted = (table.get(f"{name}s", table.get(name)) for name in ("input", "output"))
+    given, expected = (table.get(f"{name}s", table.get(name)) for name in ("input", "output"))
     if unknown := [key for key in table if key not in _OF_A_TABLE]:
         raise ValueError(
             f"has `test_cases` with the key {unknown[0]!r:.80}; expected `inputs`, `outputs` and, for calls, `fn_name`"
         )
-    if not (isinstance(given, list) and isinstance(wanted, list)):
+    if not (isinstance(given, list) and isinstance(expected, list)):
         raise ValueError(_NO_TABLE)
-    listed = cast("list[Any]", given), cast("list[Any]", wanted)
+    listed = cast("list[Any]", given), cast("list[Any]", expected)
     if not len(listed[0]) == len(listed[1]) > 0:
         raise ValueError(_NO_TABLE)
     return list(zip(*listed, strict=True))
@@ -819,13 +819,13 @@ class PythonTests:
     def check_machine(self) -> str:
         """Name the protections that hold on this machine. Raises ValueError if a required one is missing, or if no sandbox can run."""
         try:
-            held = _held_here()
+            protections = _held_here()
         except SandboxError as problem:
             raise ValueError(
                 f"runs code in a sandbox, which cannot be had here: {problem}"
             ) from problem
-        by = ", ".join(f"{name} ({' and '.join(how)})" for name, how in held.items() if how)
-        lacking = missing(held)
+        by = ", ".join(f"{name} ({' and '.join(how)})" for name, how in protections.items() if how)
+        lacking = missing(protections)
         if unmet := [name for name in self.require if name in lacking]:
             raise ValueError(
                 f"does not run code without {', '.join(unmet)} in its sandbox ({'; '.join(PROTECTIONS[name] for name in unmet)}), and this "
@@ -844,13 +844,13 @@ class PythonTests:
         count = len(completions)
         # Read the tests of each row once: the members of a group share them, and they may be large.
         names = (*FORMS_OF_TESTS, *FORMS_OF_CASES, *BESIDE, *NOT_READ)
-        named = [name for name in names if name in columns]
+        columns_used = [name for name in names if name in columns]
         read: dict[tuple[int, ...], RowTests | str] = {}
-        keys = [tuple(id(columns[name][index]) for name in named) for index in range(count)]
+        keys = [tuple(id(columns[name][index]) for name in columns_used) for index in range(count)]
         for index, key in enumerate(keys):
             if key not in read:
                 try:
-                    read[key] = RowTests.of({name: columns[name][index] for name in named})
+                    read[key] = RowTests.of({name: columns[name][index] for name in columns_used})
                 except (ValueError, RecursionError) as problem:
                     read[key] = str(problem)
         rows = [read[key] for key in keys]
@@ -859,18 +859,18 @@ class PythonTests:
         rows = [
             _with_prompt_definitions(row, prompt) for row, prompt in zip(rows, prompts, strict=True)
         ]
-        wanted = {row: () if isinstance(row, str) else row.names for row in set(rows)}
+        names_of_row = {row: () if isinstance(row, str) else row.names for row in set(rows)}
         codes = [
-            _gone_on_with(prompt, code_in(text, self.answer_tag, wanted[row]), row)
+            _gone_on_with(prompt, code_in(text, self.answer_tag, names_of_row[row]), row)
             for prompt, text, row in zip(prompts, texts, rows, strict=True)
         ]
         slots = asyncio.Semaphore(self.concurrency)
         async with asyncio.TaskGroup() as group:
-            asked = {  # the same code is run once, however many members of a group wrote it
+            jobs = {  # the same code is run once, however many members of a group wrote it
                 pair: group.create_task(self._verdict_for(*pair, slots))
                 for pair in dict.fromkeys(zip(codes, rows, strict=True))
             }
-        verdicts = [asked[pair].result() for pair in zip(codes, rows, strict=True)]
+        verdicts = [jobs[pair].result() for pair in zip(codes, rows, strict=True)]
         if log_extra is not None:
             log_extra("python_tests", [_note(each) for each in verdicts])
         return [each if isinstance(each, Failed) else self._value(each) for each in verdicts]
@@ -897,17 +897,17 @@ def _with_prompt_definitions(row: RowTests | str, prompt: Any) -> RowTests | str
     if isinstance(row, str) or row.entry_point is None or not isinstance(prompt, str):
         return row
     try:
-        begun = ast.parse(prompt).body
+        statements = ast.parse(prompt).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return row
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-    kept: list[ast.stmt] = [
+    definitions: list[ast.stmt] = [
         each
-        for each in begun
+        for each in statements
         if isinstance(each, kinds) and getattr(each, "name", "") != row.entry_point
     ]
     tests = (row.of_functions,) if isinstance(row.of_functions, str) else row.of_functions
-    helpers = ast.unparse(ast.Module(kept, type_ignores=[]))
+    helpers = ast.unparse(ast.Module(definitions, type_ignores=[]))
     if not helpers or not tests:
         return row
     joined = (
@@ -919,8 +919,10 @@ def _with_prompt_definitions(row: RowTests | str, prompt: Any) -> RowTests | str
 def _gone_on_with(prompt: Any, code: str, row: RowTests | str) -> str:
     """The code with its prompt before it, where that begins the function that is tested, as in HumanEval."""
     names = () if isinstance(row, str) or row.entry_point is None else (row.entry_point,)
-    begun = isinstance(prompt, str) and _defines(prompt, names) and not _defines(code, names)
-    return prompt + code if begun else code
+    prompt_begins_it = (
+        isinstance(prompt, str) and _defines(prompt, names) and not _defines(code, names)
+    )
+    return prompt + code if prompt_begins_it else code
 
 
 def _note(found: Verdict | Failed) -> dict[str, Any] | None:

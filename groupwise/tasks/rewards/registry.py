@@ -168,8 +168,8 @@ def _configure_reward(entry: Any, answer_column: str | None, where: str) -> Weig
     found = registered_rewards().get(name) or _load_object(name)
     if inspect.isclass(found):
         shared = {"answer_column": answer_column} if answer_column is not None else {}
-        taken = {parameter.name for parameter in taken_by(found)}
-        given = {key: value for key, value in shared.items() if key in taken}
+        accepted = {parameter.name for parameter in taken_by(found)}
+        given = {key: value for key, value in shared.items() if key in accepted}
         function = cast("RewardCallable", instance(found, {**given, **parameters}, name))
     else:
         if parameters:
@@ -248,12 +248,12 @@ def _is_nothing(name: str, known: Mapping[str, str]) -> bool:
 
 def _unknown_name_message(name: str, known: Mapping[str, str]) -> str:
     meant = meant_by(name, known)
-    shown = f"`{name:.80}`" if name.isprintable() else f"{name!r:.80}"
+    quoted = f"`{name:.80}`" if name.isprintable() else f"{name!r:.80}"
     if meant is None:
         near = nearest(name, known)
         hint = f" Did you mean {' or '.join(f'`{each}`' for each in near)}?" if near else ""
         of_python = ", which is a module of Python itself" * (name in sys.stdlib_module_names)
-        said = f"There is no reward {shown}{of_python}.{hint}"
+        message = f"There is no reward {quoted}{of_python}.{hint}"
     else:
-        said = f"There is no reward {shown}. {meant.hint}"
-    return f"{said}\nBuilt-in: {', '.join(sorted(known))}.\nYour own are named path/to/file.py:function or module:function."
+        message = f"There is no reward {quoted}. {meant.hint}"
+    return f"{message}\nBuilt-in: {', '.join(sorted(known))}.\nYour own are named path/to/file.py:function or module:function."

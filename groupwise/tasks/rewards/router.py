@@ -97,10 +97,10 @@ class Router(Rubric):
 
     def label_of(self, row: Row) -> str | None:
         """The label whose rewards a row has; None where the router knows none for it."""
-        said, source = (_column_text(row, column) for column in LABEL_COLUMNS)
-        if said in self.rubrics:
-            return said
-        if said is not None and said not in self._outer:
+        label, source = (_column_text(row, column) for column in LABEL_COLUMNS)
+        if label in self.rubrics:
+            return label
+        if label is not None and label not in self._outer:
             return None
         return source if source in self.rubrics else self.default
 
@@ -115,8 +115,8 @@ class Router(Rubric):
             raise TaskError(
                 f"{self.where}: {len(strangers)} of {len(rows)} rows have no rewards, row {first} first.\n  "
                 + "\n  ".join(
-                    f"{n} × {self._unknown_label_message(said)}"
-                    for said, n in counts.most_common(3)
+                    f"{n} × {self._unknown_label_message(problem)}"
+                    for problem, n in counts.most_common(3)
                 )
             )
         for label, rubric in self.rubrics.items():
@@ -125,7 +125,7 @@ class Router(Rubric):
     def check_machine(self, *, refuse: bool = True) -> list[str]:
         """See `Rubric.check_machine`."""
         every = [rubric.check_machine(refuse=refuse) for rubric in self.rubrics.values()]
-        return list(dict.fromkeys(said for each in every for said in each))
+        return list(dict.fromkeys(message for each in every for message in each))
 
     def unscorable(self, row: Row) -> str | None:
         """See `Rubric.unscorable`. A label without rewards is a mistake of the config, not of a row, and left to `check_rows`."""
@@ -173,24 +173,24 @@ class Router(Rubric):
     def _parts(self, own: Sequence[RewardPart]) -> tuple[RewardPart, ...]:
         """One part for each function of all labels; those of other labels do not apply."""
         there = {part.name: part for part in own}
-        named = zip(self.names, self.weights, strict=True)
-        return tuple(there.get(name) or RewardPart(name, None, weight) for name, weight in named)
+        weighted = zip(self.names, self.weights, strict=True)
+        return tuple(there.get(name) or RewardPart(name, None, weight) for name, weight in weighted)
 
     def _stranger(self, row: Row) -> MemberScore:
         return MemberScore(
             "failed", self._unknown_label_message(_label_in(row)), None, self._parts(())
         )
 
-    def _unknown_label_message(self, said: str | None) -> str:
+    def _unknown_label_message(self, label: str | None) -> str:
         known = f"The router has rewards for {', '.join(self.rubrics)}."
-        if said is None:
+        if label is None:
             return (
                 f"no label: nothing in the columns {' and '.join(LABEL_COLUMNS)}, and no default. {known} Fill the column "
                 f"`{TASK_COLUMN}`, or set rewards.default_task."
             )
-        near = nearest(said, self.rubrics)
+        near = nearest(label, self.rubrics)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        return f"no rewards for the label `{printable(said)}`.{hint} {known}"
+        return f"no rewards for the label `{printable(label)}`.{hint} {known}"
 
 
 def _label_in(row: Row) -> str | None:

@@ -93,13 +93,13 @@ class Rubric:
 
     def without(self, names: Collection[str]) -> Rubric:
         """The same but for the parts of these names. Raises TaskError where none is left, or none that counts."""
-        kept = [number for number, name in enumerate(self.names) if name not in names]
-        if not kept:
+        numbers = [number for number, name in enumerate(self.names) if name not in names]
+        if not numbers:
             raise TaskError(f"{self.where}: no other reward is left.")
         changed = copy.copy(self)
-        changed.functions = tuple(self.functions[number] for number in kept)
-        changed.names = tuple(self.names[number] for number in kept)
-        weights = tuple(self.weights[number] for number in kept)
+        changed.functions = tuple(self.functions[number] for number in numbers)
+        changed.names = tuple(self.names[number] for number in numbers)
+        weights = tuple(self.weights[number] for number in numbers)
         changed.weights = checked_weights(weights, changed.names, self.where)
         return changed
 
@@ -159,22 +159,22 @@ class Rubric:
 
         A reward that needs something of the machine has a method `check_machine()`, which returns a sentence, or raises ValueError.
         """
-        said: list[str] = []
+        messages: list[str] = []
         for name, function in zip(self.names, self.functions, strict=True):
             if check := getattr(function, "check_machine", None):
                 try:
-                    said.append(f"`{name}` {check()}")
+                    messages.append(f"`{name}` {check()}")
                 except ValueError as problem:
                     if refuse:
                         raise TaskError(f"{self.where}: `{name}` {problem}") from problem
-                    said.append(f"`{name}` {problem}")
-        return said
+                    messages.append(f"`{name}` {problem}")
+        return messages
 
     @property
     def columns_meant(self) -> list[tuple[str, str]]:
         """Each argument that a function means a column by, behind the function's name."""
-        named = zip(self.names, self.functions, strict=True)
-        return [(name, each) for name, function in named for each in column_arguments(function)]
+        functions = zip(self.names, self.functions, strict=True)
+        return [(name, each) for name, function in functions for each in column_arguments(function)]
 
     def never_filled(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
         """The parameters that are None for all of these rows, because their column is empty or missing."""
@@ -200,8 +200,8 @@ class Rubric:
 
         `started` hears the name of each function just before it runs. Never raises for what a function does.
         """
-        named = zip(self.names, self.functions, strict=True)
-        calls = [call(name, function, request, started) for name, function in named]
+        functions = zip(self.names, self.functions, strict=True)
+        calls = [call(name, function, request, started) for name, function in functions]
         results = await asyncio.gather(*calls, return_exceptions=True)
         answers = [
             _as_function_result(n, r, request) for n, r in zip(self.names, results, strict=True)

@@ -113,9 +113,9 @@ def moves_in(completion: CompletionText) -> Moves | None:
     tagged = THINK.last_answer(text)
     if tagged is not None:
         return read_moves(tagged)
-    said = after_reasoning(text)
-    lines = reversed(said.splitlines())
-    return next((found for each in (said, *lines) if (found := read_moves(each))), None)
+    answer_text = after_reasoning(text)
+    lines = reversed(answer_text.splitlines())
+    return next((found for each in (answer_text, *lines) if (found := read_moves(each))), None)
 
 
 def _one_spelling(completion: CompletionText) -> str:
@@ -156,8 +156,8 @@ def board_of(value: Any, size: Any = None) -> Board:
     side = isqrt(len(cells))
     sought = _whole(size, "size")
     if side < 2 or side**2 != len(cells) or sought not in (None, side):
-        wanted = "a square" if sought is None else f"{sought}×{sought}"
-        raise ValueError(f"the board {cells!r:.60} has {len(cells)} cells; expected {wanted}")
+        size_text = "a square" if sought is None else f"{sought}×{sought}"
+        raise ValueError(f"the board {cells!r:.60} has {len(cells)} cells; expected {size_text}")
     return _checked_board(side, cells)
 
 
@@ -202,15 +202,15 @@ def _checked_board(size: int, cells: str) -> Board:
 def play(board: Board, moves: Sequence[Move]) -> Play:
     """Play moves until A stands at the right edge, one is not legal, or there are no more."""
     grid, cars = list(board.cells), _cars(board)
-    begun, legal, solved = 0, 0, False
+    moves_begun, legal, solved = 0, 0, False
     for move in moves:
-        begun += 1
+        moves_begun += 1
         whole = all(_step(grid, cars, board.size, move) for _ in range(move.cells))
         legal += whole
         solved = cars[LEAVING][-1] % board.size == board.size - 1
         if solved or not whole:
             break
-    return Play(Board(board.size, "".join(grid)), begun, legal, solved)
+    return Play(Board(board.size, "".join(grid)), moves_begun, legal, solved)
 
 
 def _step(grid: list[str], cars: dict[str, list[int]], size: int, move: Move) -> bool:

@@ -103,9 +103,9 @@ class Result:
         return missing(self.held)
 
 
-def missing(held: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def missing(protections: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Protections that nothing provides."""
-    return tuple(name for name, by in held.items() if not by)
+    return tuple(name for name, by in protections.items() if not by)
 
 
 async def run(
@@ -210,15 +210,15 @@ class Box:
             )
         if report is None or "begun" not in report:
             await self._drain()
-            told = (report or {}).get("broken") or self._streams[1].text() or "it said nothing"
-            raise SandboxError(f"A sandbox could not be built: {_last_line(told)}")
+            problem = (report or {}).get("broken") or self._streams[1].text() or "it said nothing"
+            raise SandboxError(f"A sandbox could not be built: {_last_line(problem)}")
         self._held = {name: tuple(by) for name, by in report["begun"].items()}
         self._since = time.monotonic()
         return self._held
 
     async def result(self) -> Result:
         """Wait until the program has ended or its time is over. Raises SandboxError where the box could not be built."""
-        held = await self.wait_until_running()
+        protections = await self.wait_until_running()
         code: int | None = None
         ending: Ending = "timed_out"
         with suppress(TimeoutError):
@@ -230,7 +230,7 @@ class Box:
         await self._drain()
         output, errors = (bytes(stream.kept) for stream in self._streams)
         cut = self._streams[0].cut
-        return Result(ending, code, output, errors, cut, seconds, held)
+        return Result(ending, code, output, errors, cut, seconds, protections)
 
     async def _exit_code(self) -> int:
         """The program's exit code, read until the warden has reported that nothing is left; −SIGKILL if its first process was killed."""
@@ -282,10 +282,10 @@ class Box:
             )
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        variables = {name: os.environ[name] for name in _KEPT if name in os.environ}
         home = str(self._folder / "home")
         places = {"HOME": home, "TMPDIR": home, "PYTHONPATH": str(_PACKAGE)}
-        return {**kept, **_ENVIRONMENT, **places, MARK: self._mark}
+        return {**variables, **_ENVIRONMENT, **places, MARK: self._mark}
 
     def _orders(self) -> bytes:
         orders = {

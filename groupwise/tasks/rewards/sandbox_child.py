@@ -53,7 +53,9 @@ def main() -> Callable[[], None]:
     """The program; only its process returns from here."""
     control = socket.socket(fileno=int(sys.argv[1]))
     orders = _orders(control)
-    held: Held = {name: [] for name in ("network", "files", "disk", "processes", "user", "calls")}
+    protections: Held = {
+        name: [] for name in ("network", "files", "disk", "processes", "user", "calls")
+    }
     with suppress(OSError):  # where memory runs out, Linux ends this process before all others
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
@@ -65,23 +67,23 @@ def main() -> Callable[[], None]:
         if "namespaces" not in without and _works(kernel.leave_namespaces):
             with suppress(OSError):
                 kernel.leave_namespaces()
-                held["network"].append("namespace")
-                held["processes"].append("namespace")
+                protections["network"].append("namespace")
+                protections["processes"].append("namespace")
                 kernel.mount_memory(home, orders["limits"]["disk"])
-                held["disk"].append("file system in memory")
+                protections["disk"].append("file system in memory")
                 os.chown(home, orders["user"], -1)
                 kernel.mount_again(_STANDARD_LIBRARY, library)
                 _import_from(library)
         if "user" not in without and orders["user"] != os.geteuid() and _readable_by_all(sys.path):
             os.chown(home, orders["user"], -1)
-            held["user"].append(f"number {orders['user']}")
-        status, told = os.pipe()
+            protections["user"].append(f"number {orders['user']}")
+        status, status_pipe = os.pipe()
         child = os.fork()
         if child == 0:
             control.close()
             os.close(status)
-            return _first(orders, held, told)
-        _close([told, *orders["channels"]])
+            return _first(orders, protections, status_pipe)
+        _close([status_pipe, *orders["channels"]])
         _watch(control, status, child)
     except BaseException:  # noqa: BLE001 — the cause is told; a box that was not built runs nothing
         _tell(control, {"broken": traceback.format_exc()})
@@ -135,7 +137,7 @@ def _readable_by_all(folders: list[str]) -> bool:
 
 def _watch(control: socket.socket, status: int, child: int) -> None:
     """Wait for the program's end or for the order to end it; pass on what the first process says."""
-    told, ended = b"", False
+    received, ended = b"", False
     with os.fdopen(status, "rb", buffering=0) as pipe:
         while not ended:
             ready, _, _ = select.select([control, pipe], [], [])
@@ -143,7 +145,7 @@ def _watch(control: socket.socket, status: int, child: int) -> None:
                 break
             piece = pipe.read(1 << 16)
             ended = not piece
-            *lines, told = (told + piece).split(b"\n")
+            *lines, received = (received + piece).split(b"\n")
             for line in lines:
                 _tell(control, json.loads(line))
     with suppress(ProcessLookupError):
@@ -195,52 +197,52 @@ def _descendants() -> list[int]:
 # The first process
 
 
-def _first(orders: dict[str, Any], held: Held, told: int) -> Callable[[], None]:
+def _first(orders: dict[str, Any], protections: Held, status_pipe: int) -> Callable[[], None]:
     """Start the program and see it end; only the program returns."""
     with suppress(OSError):
         kernel.end_with_parent()
     child = os.fork()
     if child == 0:
-        return _program(orders, held, told)
+        return _program(orders, protections, status_pipe)
     _close(orders["channels"])
     while (ended := os.wait())[0] != child:
         pass
-    _say(told, {"ended": os.waitstatus_to_exitcode(ended[1])})
+    _say(status_pipe, {"ended": os.waitstatus_to_exitcode(ended[1])})
     os._exit(0)
 
 
 # The program
 
 
-def _program(orders: dict[str, Any], held: Held, told: int) -> Callable[[], None]:
+def _program(orders: dict[str, Any], protections: Held, status_pipe: int) -> Callable[[], None]:
     """Give up every right, say so, and return what is to be run."""
     # Close every descriptor except the standard ones, the channels (renumbered) and `told` (the number after theirs).
     channels = orders["channels"]
     first = kernel.FIRST_CHANNEL
-    high = [fcntl.fcntl(each, fcntl.F_DUPFD, _HIGH) for each in (*channels, told)]
+    high = [fcntl.fcntl(each, fcntl.F_DUPFD, _HIGH) for each in (*channels, status_pipe)]
     os.closerange(first, _HIGH)
     for number, descriptor in enumerate(high, first):
         os.dup2(descriptor, number, inheritable=False)
     os.closerange(_HIGH, _HIGH + len(high) + 1)
-    told = first + len(channels)
+    status_pipe = first + len(channels)
     try:
         program = _prepare_program(orders["program"])
         os.setsid()
         os.chdir(f"{orders['folder']}/home")
-        _confine(orders, held)
+        _confine(orders, protections)
     except BaseException:  # noqa: BLE001 — reported to the parent; nothing is run
-        _say(told, {"broken": traceback.format_exc()})
+        _say(status_pipe, {"broken": traceback.format_exc()})
         os._exit(1)
-    refused = [name for name in orders["require"] if not held[name]]
-    _say(told, {"refused": refused} if refused else {"begun": held})
+    refused = [name for name in orders["require"] if not protections[name]]
+    _say(status_pipe, {"refused": refused} if refused else {"begun": protections})
     if refused:
         os._exit(1)
-    os.close(told)
+    os.close(status_pipe)
     return program
 
 
-def _say(told: int, report: Report) -> None:
-    os.write(told, json.dumps(report).encode() + b"\n")
+def _say(status_pipe: int, report: Report) -> None:
+    os.write(status_pipe, json.dumps(report).encode() + b"\n")
 
 
 def _close(descriptors: list[int]) -> None:
@@ -300,30 +302,30 @@ def _run_script(source: str, *, common_imports: bool) -> None:
         sys.exit(1)
 
 
-def _confine(orders: dict[str, Any], held: Held) -> None:
+def _confine(orders: dict[str, Any], protections: Held) -> None:
     without = orders["without"]
     os.environ.pop("PYTHONPATH", None)
     if sys.path[0] != f"{orders['folder']}/python":
         _import_from(_STANDARD_LIBRARY)
-    own_count = "namespace" in held["processes"] or bool(held["user"])
+    own_count = "namespace" in protections["processes"] or bool(protections["user"])
     _limit(orders["limits"], shared=not own_count)
-    if held["user"]:
+    if protections["user"]:
         kernel.become(orders["user"])
     with suppress(OSError):
         kernel.give_up_privileges()
-    signals = bool(held["user"]) or "namespace" in held["processes"]
+    signals = bool(protections["user"]) or "namespace" in protections["processes"]
     if "landlock" not in without:
         with suppress(OSError):
             readable = (*sys.path, *_READABLE, *_READABLE_TOO)
             version = kernel.restrict_files(readable, [os.getcwd()], _DEVICES)
-            held["files"].append("Landlock")
+            protections["files"].append("Landlock")
             signals = signals or version >= 6
     if "seccomp" not in without:
         with suppress(OSError):
             # No limit binds root, so it starts no process at all.
             kernel.restrict_calls(signals=signals, processes=os.geteuid() != 0)
-            held["network"].append("seccomp")
-            held["calls"].append("seccomp")
+            protections["network"].append("seccomp")
+            protections["calls"].append("seccomp")
 
 
 def _limit(limits: dict[str, int], *, shared: bool) -> None:

@@ -107,8 +107,8 @@ class RolloutConfig(Strict):
         if self.type == "two_stage":
             return self.max_reasoning_length + self.max_answer_length
         if self.type == "environment":
-            written = self.max_turns * max_completion_length
-            return min(written, self.max_rollout_length or written)
+            tokens = self.max_turns * max_completion_length
+            return min(tokens, self.max_rollout_length or tokens)
         return max_completion_length
 
 

@@ -94,8 +94,8 @@ def first_ids(
         return prompt_ids(tokenizer, prompt, own.tools, own.arguments)
     given = _for_template(tools, columns)
     if given.tools and not knows_tools(tokenizer):
-        told = told_of_tools(prompt, given.tools)
-        return prompt_ids(tokenizer, told, (), given.arguments)
+        messages = told_of_tools(prompt, given.tools)
+        return prompt_ids(tokenizer, messages, (), given.arguments)
     try:
         return prompt_ids(tokenizer, prompt, given.tools, given.arguments)
     except TaskError as problem:
@@ -125,11 +125,11 @@ def knows_tools(tokenizer: Any) -> bool:
 
 def told_of_tools(messages: Sequence[Message], tools: Sequence[Schema]) -> list[Message]:
     """The chat with the tools described in its system message."""
-    told = instructions(tools)
+    tool_text = instructions(tools)
     if messages and messages[0].get("role") in ("system", "developer"):
-        said = "\n\n".join(filter(str.strip, (messages[0].get("content") or "", told)))
-        return [{**messages[0], "content": said}, *messages[1:]]
-    return [{"role": "system", "content": told}, *messages]
+        system = "\n\n".join(filter(str.strip, (messages[0].get("content") or "", tool_text)))
+        return [{**messages[0], "content": system}, *messages[1:]]
+    return [{"role": "system", "content": tool_text}, *messages]
 
 
 class TextDialogue:
@@ -225,8 +225,8 @@ class ChatDialogue:
         self.record(observation)
         if not observation:
             raise Unrenderable("the environment is not done, but gave no observation")
-        said = list(map(self._as_template_knows, self._messages))
-        rendered = self._render(join_conversation(self._prompt, said))
+        messages = list(map(self._as_template_knows, self._messages))
+        rendered = self._render(join_conversation(self._prompt, messages))
         added = self._template_suffix(rendered)
         ids = text_ids(self._tokenizer, rendered if added is None else added)
         context = ids if added is None else self._context + ids
@@ -263,8 +263,8 @@ class ChatDialogue:
         verbatim = self._tokenizer.decode(list(self._last), skip_special_tokens=False)
         if rest.startswith(verbatim):
             return rest[len(verbatim) :]
-        said = completion_text(self._tokenizer, self._last).strip()
-        rest, words = rest.lstrip(), spelled(self._tokenizer, said)
+        text = completion_text(self._tokenizer, self._last).strip()
+        rest, words = rest.lstrip(), spelled(self._tokenizer, text)
         if not rest.startswith(words):
             return None
         return rest[len(words) :].removeprefix(self._end_of_turn())

@@ -132,10 +132,10 @@ class EnvironmentRollouts:
                     "`reset` returns may depend on the row and `seed`, not on `member`",
                 )
         example = replace(ask.example, prompt=alive[0].prompt) if alive else ask.example
-        drawn = await self._first_completions(sampler, ask, attempts)
+        completions = await self._first_completions(sampler, ask, attempts)
         await gather_all(
             self._play_turns(sampler, ask, attempt, completion)
-            for attempt, completion in zip(attempts, drawn, strict=True)
+            for attempt, completion in zip(attempts, completions, strict=True)
         )
         rollouts = tuple(_rollout(ask, attempt) for attempt in attempts)
         return Group(ask.draw, example, rollouts)
@@ -273,11 +273,11 @@ class EnvironmentRollouts:
             max_tokens=self._params(ask, alive[0]).max_tokens,
         )
         completions = await sampler.generate(request)
-        drawn = {
+        by_attempt = {
             attempt.member: completion
             for attempt, completion in zip(alive, completions, strict=True)
         }
-        return [drawn.get(attempt.member) for attempt in attempts]
+        return [by_attempt.get(attempt.member) for attempt in attempts]
 
 
 def _rollout(ask: Ask, attempt: _Attempt) -> Rollout:

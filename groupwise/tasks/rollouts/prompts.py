@@ -57,19 +57,19 @@ def tokenise(
         )
     ids = [_ids(tokenizer, example, tools, where) for example in examples]
     limit = max_prompt_length or max(map(len, ids))
-    kept = [index for index, prompt in enumerate(ids) if len(prompt) <= limit]
+    indices = [index for index, prompt in enumerate(ids) if len(prompt) <= limit]
     longest = max(map(len, ids))
-    if not kept:
+    if not indices:
         raise TaskError(
             f"{where}: all {len(ids)} prompts are longer than data.max_prompt_length = {max_prompt_length} tokens; "
             f"the shortest has {min(map(len, ids))}, the longest {longest}."
         )
-    if strict and len(kept) < len(ids):
+    if strict and len(indices) < len(ids):
         raise TaskError(
-            f"{where}: {len(ids) - len(kept)} of {len(ids)} prompts are longer than data.max_prompt_length = {max_prompt_length} tokens, "
-            f"the longest has {longest}, and data.strict is true. Raise the limit, or set data.strict to false to leave them out."
+            f"{where}: {len(ids) - len(indices)} of {len(ids)} prompts are longer than data.max_prompt_length = {max_prompt_length} "
+            f"tokens, the longest has {longest}, and data.strict is true. Raise the limit, or set data.strict to false to leave them out."
         )
-    too_long = [len(ids[index]) for index in kept if len(ids[index]) > room]
+    too_long = [len(ids[index]) for index in indices if len(ids[index]) > room]
     if too_long:
         raise TaskError(
             f"{where}: {len(too_long)} of {len(ids)} prompts do not fit: the longest has {max(too_long)} tokens, and the model "
@@ -77,9 +77,9 @@ def tokenise(
             "shorten sampler.max_completion_length (rollout.max_rollout_length in environments)."
         )
     return PromptSet(
-        tuple(examples[index] for index in kept),
-        tuple(ids[index] for index in kept),
-        len(ids) - len(kept),
+        tuple(examples[index] for index in indices),
+        tuple(ids[index] for index in indices),
+        len(ids) - len(indices),
     )
 
 
@@ -101,14 +101,14 @@ def odd_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
     """Warnings about prompts that are probably not what their author means."""
     marks = _marks(tokenizer)
     texts = [e.prompt for e in examples if isinstance(e.prompt, str)]
-    said = [
+    problems = [
         str(m.get("content") or "")
         for e in examples
         if not isinstance(e.prompt, str)
         for m in e.prompt
     ]
     found: list[str] = []
-    if twice := [mark for text in said for mark in marks if mark in text]:
+    if twice := [mark for text in problems for mark in marks if mark in text]:
         found.append(
             f"messages hold {twice[0]!r}, which the chat template writes itself: they seem to have been through it already, and go through "
             "it once more. Give such a prompt as text, or the messages as they were before"

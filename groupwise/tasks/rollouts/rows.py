@@ -44,15 +44,15 @@ def with_others(rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = 
     places: defaultdict[tuple[int, int] | None, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         places[row.rollout].append(index)
-    told = list(rows)
+    with_stats = list(rows)
     for rollout, own in places.items():
         if rollout is None or len(own) == 1:
             continue
         sums = {index: _sums(rows[index], policy[index] if policy else None) for index in own}
         for index in own:
             others = _sum_stats([sums[other] for other in own if other != index])
-            told[index] = replace(rows[index], others=others)
-    return told
+            with_stats[index] = replace(rows[index], others=others)
+    return with_stats
 
 
 def with_advantages(group: Group, weights: Weights) -> Group:
@@ -65,14 +65,14 @@ def with_advantages(group: Group, weights: Weights) -> Group:
 
 
 def with_learner_logprobs(
-    group: Group, weights: Weights, told: Sequence[Sequence[float]] | None
+    group: Group, weights: Weights, logprobs: Sequence[Sequence[float]] | None
 ) -> Group:
     """The group with the learner's log-probabilities of the trained tokens, for the record.
 
     `told` has the log-probabilities of each row that `training_rows` makes of the group with these weights; None: none were kept.
     """
-    left = iter(told or ())
-    learnt = [weight is not None and told is not None for weight in weights]
+    left = iter(logprobs or ())
+    learnt = [weight is not None and logprobs is not None for weight in weights]
     rollouts = [
         replace(rollout, segments=tuple(_learnt(rollout, left))) if taught else rollout
         for rollout, taught in zip(group.rollouts, learnt, strict=True)
@@ -81,10 +81,10 @@ def with_learner_logprobs(
     return replace(group, rollouts=tuple(rollouts))
 
 
-def _learnt(rollout: Rollout, told: Iterator[Sequence[float]]) -> Iterator[Segment]:
+def _learnt(rollout: Rollout, logprobs: Iterator[Sequence[float]]) -> Iterator[Segment]:
     """The segments of a rollout whose rows come next."""
     for _, segments in _parts(rollout):
-        values = next(told) if any(map(_teaches, segments)) else ()
+        values = next(logprobs) if any(map(_teaches, segments)) else ()
         start = 0
         for segment in segments:
             end = start + len(segment.token_ids)
@@ -94,9 +94,9 @@ def _learnt(rollout: Rollout, told: Iterator[Sequence[float]]) -> Iterator[Segme
 
 
 def _rows(rollout: Rollout, weight: RolloutCredit) -> list[Row]:
-    written = [part for part in _parts(rollout) if any(map(_teaches, part[1]))]
+    parts = [part for part in _parts(rollout) if any(map(_teaches, part[1]))]
     key = (rollout.draw, rollout.member)
-    return [replace(_row(prompt, part, weight), rollout=key) for prompt, part in written]
+    return [replace(_row(prompt, part, weight), rollout=key) for prompt, part in parts]
 
 
 def _parts(rollout: Rollout) -> list[tuple[tuple[int, ...], list[Segment]]]:

@@ -66,9 +66,9 @@ def transcript(prompt: Prompt, rollout: Rollout) -> CompletionText:
 
 def _with_score(rollout: Rollout, score: MemberScore) -> Rollout:
     """The rollout with its score. A part of its environment that has the name of a reward function is renamed `environment/…`."""
-    taken = {part.name for part in score.parts}
+    names = {part.name for part in score.parts}
     earned = tuple(
-        replace(part, name=f"environment/{part.name}") if part.name in taken else part
+        replace(part, name=f"environment/{part.name}") if part.name in names else part
         for part in rollout.parts
     )
     counting = [

@@ -146,14 +146,14 @@ class Sessions:
         self, session: _Session, call: SessionCall, turn: int, started: Started
     ) -> Reply:
         """The beginning (turn 0), or the answer to the completion of a turn from 1."""
-        begun = time.perf_counter()
+        begun_at = time.perf_counter()
         reply = await (
             self._begin(session, call, started)
             if turn == 0
             else self._step(session, call.completions[turn - 1], turn, started)
         )
-        seconds = time.perf_counter() - begun
-        said = json.dumps(
+        seconds = time.perf_counter() - begun_at
+        call_json = json.dumps(
             [
                 reply.prompt,
                 reply.observation,
@@ -162,7 +162,7 @@ class Sessions:
             ]
         )
         return replace(
-            reply, seconds=seconds, digest=hashlib.sha256(said.encode()).hexdigest()[:16]
+            reply, seconds=seconds, digest=hashlib.sha256(call_json.encode()).hexdigest()[:16]
         )
 
     async def _begin(self, session: _Session, call: SessionCall, started: Started) -> Reply:
@@ -188,7 +188,7 @@ class Sessions:
 
     async def _end_session(self, session: _Session, call: SessionCall, started: Started) -> Reply:
         """The reward parts of the whole rollout."""
-        begun = time.perf_counter()
+        begun_at = time.perf_counter()
         parts: list[RewardPart] = []
         for method, weight in (("reward", 1.0), ("metrics", 0.0)):
             function = getattr(session.environment, method, None)
@@ -199,7 +199,7 @@ class Sessions:
                 with _checking_answer_of(name):
                     parts += as_parts(returned, None, weight)
         started(f"{_name(session.environment)}.close")
-        return Reply(parts=tuple(parts), seconds=time.perf_counter() - begun)
+        return Reply(parts=tuple(parts), seconds=time.perf_counter() - begun_at)
 
     async def _drop(self, session: int) -> None:
         """Forget an environment; what its `close` raises is of no interest any more."""

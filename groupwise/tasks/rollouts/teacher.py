@@ -227,8 +227,8 @@ def _whole(tokenizer: Any, content: Content) -> Masked:
 def _chat(tokenizer: Any, content: Conversation) -> Chat:
     """The template's input; if the template knows no tools, they are described in the system message."""
     if content.tools and not knows_tools(tokenizer):
-        told = told_of_tools(content.messages, content.tools)
-        return Chat(told, (), content.template_kwargs)
+        messages = told_of_tools(content.messages, content.tools)
+        return Chat(messages, (), content.template_kwargs)
     return Chat(content.messages, content.tools, content.template_kwargs)
 
 

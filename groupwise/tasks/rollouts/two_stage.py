@@ -59,8 +59,8 @@ class TwoStage:
     async def _sample_answer(
         self, sampler: Sampler, ask: Ask, member: int, reasoning: Segment
     ) -> Rollout:
-        written = self._tokenizer.decode(list(reasoning.token_ids), skip_special_tokens=False)
-        end = "" if self._config.reasoning_end in written else self._config.reasoning_end
+        text = self._tokenizer.decode(list(reasoning.token_ids), skip_special_tokens=False)
+        end = "" if self._config.reasoning_end in text else self._config.reasoning_end
         inserted = text_ids(self._tokenizer, end + self._config.answer_start)
         request = ask.request(
             (*ask.prompt_ids, *reasoning.token_ids, *inserted),

@@ -71,8 +71,8 @@ def test_code_is_found(text, code):
 
 def test_the_block_that_defines_what_is_tested_is_the_code():
     text = "```python\nclass Solution:\n    def add(self): ...\n```\nUse:\n```python\nSolution().add()\n```"
-    assert code_in(text, wanted={"add"}) == "class Solution:\n    def add(self): ...\n"
-    assert code_in(text, wanted={"sub"}) == code_in(text) == "Solution().add()\n"
+    assert code_in(text, names={"add"}) == "class Solution:\n    def add(self): ...\n"
+    assert code_in(text, names={"sub"}) == code_in(text) == "Solution().add()\n"
     assert RowTests.of({"tests": "assert add(1, 2) == abs(-3)"}).names == {"add"}
     assert RowTests.of({"tests": "assert f(1)", "entry_point": "g"}).names == {"g"}
 
