@@ -1,4 +1,4 @@
-"""A machine that gives jobs to an engine (Slurm, Ray): attempts are laid out on its disk, and the engine begins them where it likes.
+"""A machine that gives jobs to an engine (Slurm, Ray, Modal): attempts are laid out on its disk, and the engine begins them where it likes.
 
 As everywhere, an attempt's files tell its state (`runner.py`). The engine is asked only if they do not say enough: about a queued attempt,
 or one that seems lost because its supervisor runs on a machine that cannot be seen from here. One answer of an engine proves little: it may
@@ -8,7 +8,7 @@ submitted, because the first to take its token begins it; and it has ended only 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
@@ -19,6 +19,8 @@ from groupwise.jobs.hosts.port import HostError, HostUnreachable, RunnerRefused
 
 LOOK_SECONDS = 10.0
 """Time in seconds after which an engine is asked again about what only it can tell."""
+ON_ITS_WAY = 60.0
+"""Time in seconds during which the process that laid an attempt out may still be submitting it."""
 LIVING_BEAT = 60.0
 """Age in seconds up to which a supervisor's last sign proves that it lives, whatever its engine says. It writes one every 5."""
 FORGOTTEN = "its engine knows nothing of it any more"
@@ -46,6 +48,10 @@ Job = TypeVar("Job", bound=EngineJob)
 class EngineRunner(Runner, ABC, Generic[Job]):
     """A `Runner` whose `launch`, given an engine, submits the attempt to it."""
 
+    title: str
+    """The engine's name for people."""
+    carries_secrets = False
+    """True if the request to the engine carries the values of secrets. Nothing of them is laid out then."""
     _seen: dict[tuple[str, int], RunnerState] | None = None
     """The state of each attempt (job, epoch) by its files, when they were last read."""
 
@@ -55,12 +61,18 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         ...
 
     @abstractmethod
-    async def find_jobs(self, names: Collection[str]) -> Sequence[Job]:
-        """The engine's jobs with these names, the first submitted first. Raises HostUnreachable."""
+    async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[Job]:
+        """The engine's jobs for these attempts, the first submitted first. Raises HostUnreachable."""
         ...
 
+    async def _was_submitted(self, state: MemberState) -> bool:
+        """True if the engine has a job for this attempt, also one that has ended."""
+        return bool(await self.find_jobs([state]))
+
     @abstractmethod
-    async def _submit(self, state: MemberState, options: Sequence[str]) -> None:
+    async def _submit(
+        self, state: MemberState, options: Sequence[str], secrets: Mapping[str, str]
+    ) -> None:
         """Submit an attempt. Raises HostUnreachable if the engine may have accepted it, RunnerRefused if it refused."""
         ...
 
@@ -78,12 +90,15 @@ class EngineRunner(Runner, ABC, Generic[Job]):
 
     async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
         """See `Runner.launch`. RunnerRefused `engine`: the engine refuses it, and nothing of it is left."""
-        state = await super().launch(launch, timeout=timeout)
+        laid_out = launch
+        if self.carries_secrets:
+            laid_out = replace(launch, secrets={}, spec=replace(launch.spec, secrets=()))
+        state = await super().launch(laid_out, timeout=timeout)
         if state.state is not RunnerState.QUEUED or launch.engine is None:
             return await self._judge_one(state)
-        if not await self.find_jobs([name_of(state)]):
+        if not await self._was_submitted(state):
             try:
-                await self._submit(state, launch.engine.options)
+                await self._submit(state, launch.engine.options, launch.secrets)
             except RunnerRefused:
                 await super().void(state.job, state.epoch)
                 await self.forget(state.job, state.epoch)
@@ -123,7 +138,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         if state.state is RunnerState.VOIDED:
             with suppress(HostError):
                 if state.engine == await self.word():
-                    await self._cancel(await self.find_jobs([name_of(state)]))
+                    await self._cancel(await self.find_jobs([state]))
         return await self._judge_one(state)
 
     async def kill(
@@ -140,6 +155,11 @@ class EngineRunner(Runner, ABC, Generic[Job]):
 
     # --- judging --------------------------------------------------------------------------------
 
+    def _is_unsure(self, state: MemberState) -> bool:
+        """True if the engine has to be asked. If the attempt began on this very machine, its lock tells."""
+        here = state.state is RunnerState.LOST and state.same_boot
+        return state.engine is not None and state.state in UNSURE and not here
+
     async def _judge_one(self, state: MemberState) -> MemberState:
         return (await self._judge_all((state,)))[0]
 
@@ -148,14 +168,14 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         if self._seen is None:
             self._seen = {}
         self._seen.update({(each.job, each.epoch): each.state for each in states})
-        unsure = [each for each in states if _is_unsure(each)]
+        unsure = [each for each in states if self._is_unsure(each)]
         if unsure:
             word = await self.word()
             unsure = [each for each in unsure if each.engine == word]
         if not unsure:
             return tuple(states)
         try:
-            found = await self.find_jobs([name_of(each) for each in unsure])
+            found = await self.find_jobs(unsure)
         except HostUnreachable as error:
             return tuple(
                 [self._without_answer(each, error) if each in unsure else each for each in states]
@@ -216,9 +236,3 @@ def as_running(state: MemberState) -> MemberState:
 def name_of(state: MemberState) -> str:
     """The attempt's name in engines. It includes the root's, because two roots may have a job of the same name."""
     return f"{state.job}.{state.epoch}-{(state.place or '')[:8]}"
-
-
-def _is_unsure(state: MemberState) -> bool:
-    """True if the engine has to be asked. If it began on this very machine, the lock tells."""
-    here = state.state is RunnerState.LOST and state.same_boot
-    return state.engine is not None and state.state in UNSURE and not here

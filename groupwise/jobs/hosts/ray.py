@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -74,6 +75,7 @@ class RayJob:
 class RayRunner(EngineRunner[RayJob]):
     """The `EngineRunner` for Ray."""
 
+    title = "Ray"
     _word: str | None = None
 
     def __init__(
@@ -97,8 +99,9 @@ class RayRunner(EngineRunner[RayJob]):
             self._word = f"{NAME}:{name}:{where.port or ''}"
         return self._word
 
-    async def find_jobs(self, names: Collection[str]) -> Sequence[RayJob]:
+    async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[RayJob]:
         """See `EngineRunner.find_jobs`."""
+        names = [name_of(each) for each in attempts]
         of_each = await self._call(
             *(("GET", _path(name), None) for name in names), ("GET", "/api/cluster_status", None)
         )
@@ -128,7 +131,12 @@ class RayRunner(EngineRunner[RayJob]):
 
     # --- giving ---------------------------------------------------------------------------------
 
-    async def _submit(self, state: MemberState, options: Sequence[str]) -> None:
+    async def _submit(
+        self,
+        state: MemberState,
+        options: Sequence[str],
+        secrets: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """See `EngineRunner._submit`."""
         asked = _job_options(options)
         gang = asked.pop(GANG, None)

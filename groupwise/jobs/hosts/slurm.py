@@ -9,16 +9,14 @@ tends attempts to their end, as a fleet does, uses `TendedSlurm`."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from groupwise.jobs.hosts.answers import MemberState, Ran
-from groupwise.jobs.hosts.engines import EngineRunner, TendedRunner, name_of
+from groupwise.jobs.hosts.engines import ON_ITS_WAY, EngineRunner, TendedRunner, name_of
 from groupwise.jobs.hosts.port import HostUnreachable, RunnerRefused
 
 NAME = "slurm"
-ON_ITS_WAY = 60.0
-"""Time in seconds during which the process that laid an attempt out may still be submitting it."""
 ENDED = frozenset(
     {
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
@@ -54,12 +52,15 @@ class SlurmJob:
 class SlurmRunner(EngineRunner[SlurmJob]):
     """The `EngineRunner` for Slurm."""
 
+    title = "Slurm"
+
     async def word(self) -> str:
         """See `EngineRunner.word`."""
         return NAME
 
-    async def find_jobs(self, names: Collection[str]) -> Sequence[SlurmJob]:
+    async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[SlurmJob]:
         """See `EngineRunner.find_jobs`."""
+        names = {name_of(each) for each in attempts}
         return [each for each in await self.jobs() if each.name in names]
 
     async def jobs(self) -> list[SlurmJob]:
@@ -84,14 +85,16 @@ class SlurmRunner(EngineRunner[SlurmJob]):
 
     # --- giving ---------------------------------------------------------------------------------
 
-    async def _submit(self, state: MemberState, options: Sequence[str]) -> None:
+    async def _submit(
+        self, state: MemberState, options: Sequence[str], secrets: Mapping[str, str]
+    ) -> None:
         """See `EngineRunner._submit`."""
         named = (f"--job-name={name_of(state)}", f"--chdir={state.folder}", "--no-requeue")
         says = (f"--output={state.folder}/engine.log", "--open-mode=append")
         ran = await self._run_slurm("sbatch", *options, *named, *says, f"{state.folder}/begin.sh")
         _expect_taken(ran)
         # All but one are cancelled if several callers submitted it at once. If more of them began, only one would find the token.
-        living = [each for each in await self.find_jobs([name_of(state)]) if each.lives]
+        living = [each for each in await self.find_jobs([state]) if each.lives]
         await self._cancel(living[1:])
 
     async def _cancel(self, jobs: Iterable[SlurmJob]) -> None:
