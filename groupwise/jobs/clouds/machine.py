@@ -35,14 +35,13 @@ from groupwise.jobs.clouds.backend import (
 from groupwise.jobs.clouds.folder import ResultsFolder, may_come, results_folder
 from groupwise.jobs.hosts.answers import (
     ExitReason,
-    Hello,
     LogPart,
     MemberState,
     Ran,
     Refusal,
     RunnerState,
 )
-from groupwise.jobs.hosts.driver import USUAL, Known, Launch, Resume, Runner
+from groupwise.jobs.hosts.driver import USUAL, Engine, Known, Launch, Resume, Runner
 from groupwise.jobs.hosts.failures import FailureClass, classify, succeeded
 from groupwise.jobs.hosts.fetching import Changed, Fetching, to_its_end
 from groupwise.jobs.hosts.files import BlobStore
@@ -100,21 +99,26 @@ class MachineBackend:
     async def plan(self, order: Order) -> Plan:
         """See `Backend.plan`."""
         refuse(order)
-        hello, sends = await self._sending(order)
-        await self._free_gpus(order.gpus)
-        gpus = f"{order.gpus} of its GPUs, for it alone" if order.gpus else "no GPU"
-        steps = (sends, f"begin {order.name} below {hello.root}, with {gpus}")
-        return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
-
-    async def _sending(self, order: Order) -> tuple[Hello, str]:
-        """A description of the machine, and the step of sending it the files that it lacks."""
         sizes = {each.sha256: each.size for each in order.spec.files.values()}
         with self._cloud_errors():
+            engine = await self._engine(order)
             hello = await self._runner.hello()
             lacking = await self._runner.missing(sizes)
+            begins = await self._begin_steps(order, engine, hello.root)
         sent = sum(sizes[each] for each in lacking)
         files = f"{len(lacking)} of {len(sizes)} files ({sent} bytes)"
-        return hello, f"send {files}; the others are there"
+        steps = (f"send {files}; the others are there", *begins)
+        return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
+
+    async def _engine(self, order: Order) -> Engine | None:
+        """The engine that begins the job, and its options; None: the machine itself. Raises UsageError for options that do not exist."""
+        return None
+
+    async def _begin_steps(self, order: Order, engine: Engine | None, root: str) -> tuple[str, ...]:
+        """How the job is begun, for a plan. Raises CloudError or HostError if it would not be."""
+        await self._free_gpus(order.gpus)
+        gpus = f"{order.gpus} of its GPUs, for it alone" if order.gpus else "no GPU"
+        return (f"begin {order.name} below {root}, with {gpus}",)
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
@@ -248,14 +252,17 @@ class MachineBackend:
     async def _launch(
         self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
     ) -> Launch:
+        with self._cloud_errors():
+            engine = await self._engine(order)
         return Launch(
             order.name,
             epoch,
             spec,
-            gpus=await self._free_gpus(order.gpus),
+            gpus=await self._free_gpus(order.gpus) if engine is None else (),
             environment={"ATTEMPT": str(attempt)},
             secrets=order.secrets,
             resume=resume,
+            engine=engine,
             python=order.python,
         )
 

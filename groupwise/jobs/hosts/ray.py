@@ -119,6 +119,10 @@ class RayRunner(EngineRunner[RayJob]):
             raise self._no_answer(status, version)
         return _free(_resources(cluster), ("CPU", "GPU")) or "nothing yet"
 
+    async def try_options(self, options: Sequence[str]) -> str:
+        """What Ray says of a job with these options. It never says that one asks for too much: it waits for a node that may come."""
+        return f"try {options[0]}; free: {await self.free()}"
+
     def _waits_for(self, state: MemberState, job: RayJob) -> str:
         """See `EngineRunner._waits_for`. Lists wanted and free resources, because Ray does not say what a job lacks."""
         asked = _job_options(state.engine_options)

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.backend import Backend
+from groupwise.jobs.clouds.engines import EngineBackend
 from groupwise.jobs.clouds.gang import GangBackend
 from groupwise.jobs.clouds.machine import ROOT, MachineBackend
 from groupwise.jobs.clouds.modal.backend import ModalBackend
 from groupwise.jobs.clouds.modal.live import LiveModal
 from groupwise.jobs.clouds.modal.runner import ModalRunner
-from groupwise.jobs.clouds.ray import RayBackend
-from groupwise.jobs.clouds.slurm import SlurmBackend
+from groupwise.jobs.clouds.ray import ray_options
+from groupwise.jobs.clouds.slurm import sbatch_options
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.local import LocalHost
 from groupwise.jobs.hosts.port import Host
@@ -142,14 +143,14 @@ def _machine(place: JobBackend) -> Backend:
 def _slurm(place: JobBackend) -> Backend:
     host, where, python = _called_host(place)
     runner = SlurmRunner(host, root=place.root, python=python)
-    return SlurmBackend(place.kind, runner, f"Slurm, by {where}")
+    return EngineBackend(place.kind, runner, f"Slurm, by {where}", sbatch_options)
 
 
 def _ray(place: JobBackend) -> Backend:
     host, where, python = _called_host(place, also=TOKENS)
     address = place.detail.get("address") or ADDRESS
     runner = RayRunner(host, root=place.root, python=python, address=address)
-    return RayBackend(place.kind, runner, f"Ray, by {where}")
+    return EngineBackend(place.kind, runner, f"Ray, by {where}", ray_options)
 
 
 def _aws(place: JobBackend) -> Backend:

@@ -14,9 +14,9 @@ from groupwise.jobs.clouds.backend import Capabilities, Cost, Handle, Order, Pla
 from groupwise.jobs.clouds.machine import MachineBackend, refuse
 from groupwise.jobs.clouds.modal.port import MOST_SECONDS, NAMED, SPARE_SECONDS, Call, Image
 from groupwise.jobs.clouds.modal.runner import ModalRunner, engine_of
-from groupwise.jobs.hosts.driver import Launch, Resume
+from groupwise.jobs.hosts.driver import Engine
 from groupwise.jobs.hosts.files import BlobStore
-from groupwise.jobs.hosts.spec import FileEntry, JobSpec
+from groupwise.jobs.hosts.spec import FileEntry
 
 ENVIRONMENTS = "/opt/groupwise/environments"
 """The folder of the jobs' packages in images."""
@@ -142,18 +142,8 @@ class ModalBackend(MachineBackend):
         files = {path: store.read(each.sha256) for path, each in entries.items()}
         await self._modal.port.deploy(Image(asked["name"], asked["python"], files))
 
-    async def _launch(
-        self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
-    ) -> Launch:
-        return Launch(
-            order.name,
-            epoch,
-            spec,
-            environment={"ATTEMPT": str(attempt)},
-            secrets=order.secrets,
-            resume=resume,
-            engine=engine_of(self._call(order)),
-        )
+    async def _engine(self, order: Order) -> Engine:
+        return engine_of(self._call(order))
 
     def _call(self, order: Order) -> Call:
         """The call for this job; `ModalRunner` adds the attempt. Raises UsageError."""
