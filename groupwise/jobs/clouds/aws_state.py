@@ -7,18 +7,19 @@ to say how a job ended, and to begin its next attempt elsewhere. They hold no va
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from groupwise.core import atomic_files
 from groupwise.jobs.clouds.aws_costs import InstanceUsage, merge_usage
-from groupwise.jobs.clouds.backend import Ending, Order, Outcome
+from groupwise.jobs.clouds.backend import Ending, Order
 from groupwise.jobs.clouds.folder import EARLIER, INCOMING
 from groupwise.jobs.hosts.driver import Resume
-from groupwise.jobs.hosts.failures import FailureClass
-from groupwise.jobs.hosts.files import BlobStore, sync_folder
+from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.seal import MANIFEST
 from groupwise.jobs.hosts.spec import FileEntry, path_problems
 
@@ -36,8 +37,11 @@ class Record:
     """The folder to which its results were fetched last."""
     endings: Mapping[int, Ending] = field(default_factory=dict[int, Ending])
     """Endings by attempt, as its machine reported them."""
-    stays: Mapping[str, InstanceUsage] = field(default_factory=dict[str, InstanceUsage])
+    machines: Mapping[str, InstanceUsage] = field(default_factory=dict[str, InstanceUsage])
     """Usage of its machines by id, as far as they were seen from here."""
+
+
+_RECORD = TypeAdapter(Record)
 
 
 class JobRecords:
@@ -53,39 +57,15 @@ class JobRecords:
     def find(self, name: str) -> Record | None:
         """The record of this job; None if there is none that can be read."""
         try:
-            said = json.loads(self._file(name).read_bytes())
-            return Record(
-                said["name"],
-                said["order"],
-                said["attempt"],
-                said["results"],
-                {int(n): _ending(each) for n, each in said["endings"].items()},
-                {name: InstanceUsage(**each) for name, each in said.get("machines", {}).items()},
-            )
-        except (OSError, ValueError, KeyError, TypeError):
+            return _RECORD.validate_json(self._file(name).read_bytes())
+        except (OSError, ValueError):
             return None
 
     def write(self, record: Record) -> None:
         """Write a record durably."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        endings = {str(n): _document(each) for n, each in record.endings.items()}
-        document = {
-            "format": 1,
-            "name": record.name,
-            "order": record.order,
-            "attempt": record.attempt,
-            "results": record.results,
-            "endings": endings,
-            "machines": {name: asdict(each) for name, each in record.stays.items()},
-        }
-        path = self._file(record.name)
-        new = path.with_name(f"{path.name}.{os.getpid()}.new")
-        with new.open("w", encoding="utf-8") as file:
-            json.dump(document, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-        sync_folder(self.folder)
+        document = {"format": 1, **_RECORD.dump_python(record, mode="json")}
+        atomic_files.write_json(self._file(record.name), document)
 
     def note_begun(self, order: Order, attempt: int, store: BlobStore) -> None:
         """Record that an attempt begins, and keep its files for the next one. If not all are here, no other attempt can be begun from
@@ -113,8 +93,8 @@ class JobRecords:
         known = self.find(name)
         if known is None:
             return stays
-        found = merge_usage(known.stays, stays)
-        self.write(replace(known, stays=found))
+        found = merge_usage(known.machines, stays)
+        self.write(replace(known, machines=found))
         return found
 
     def remove(self, name: str) -> None:
@@ -189,24 +169,3 @@ def _whole(
         for name, entry in said.items()
     )
     return {f"{path}/{name}": entry for name, entry in kept.items()} if same else None
-
-
-def _document(ending: Ending) -> dict[str, Any]:
-    return {
-        "outcome": ending.outcome,
-        "reason": ending.reason,
-        "failure": ending.failure,
-        "code": ending.code,
-        "seconds": ending.seconds,
-    }
-
-
-def _ending(said: Mapping[str, Any]) -> Ending:
-    failure = said["failure"]
-    return Ending(
-        Outcome(said["outcome"]),
-        said["reason"],
-        None if failure is None else FailureClass(failure),
-        said["code"],
-        said["seconds"],
-    )

@@ -101,19 +101,6 @@ class JobBackend:
         """The machines beside the first one."""
         return self.detail.get("others", ())
 
-    def document(self) -> dict[str, Any]:
-        """The place as plain data, to be stored."""
-        return {"kind": self.kind, "detail": dict(self.detail)}
-
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> JobBackend:
-        """The place that `document` describes. Raises UsageError for a kind of another release."""
-        if document["kind"] not in WAYS:
-            raise UsageError(
-                f"{document['kind']} is no place that this release of groupwise knows: it knows {', '.join(WAYS)}."
-            )
-        return cls(document["kind"], document["detail"])
-
 
 def state_folder(kind: str) -> Path:
     """The folder in which this machine keeps records of launched jobs: `$XDG_STATE_HOME/groupwise/<kind>`, by default below
@@ -168,9 +155,9 @@ def _aws(place: JobBackend) -> Backend:
 @cache
 def _ec2(region: str, profile: str | None) -> Ec2:
     """The client of a region, cached for the whole command: reading the descriptions of AWS's services takes longer than a call."""
-    from groupwise.jobs.clouds.ec2 import BotoEc2
+    from groupwise.jobs.clouds.ec2 import Ec2
 
-    return BotoEc2(region, profile)
+    return Ec2(region, profile)
 
 
 def _modal(place: JobBackend) -> Backend:

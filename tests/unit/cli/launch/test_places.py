@@ -18,7 +18,6 @@ def test_a_place_is_found_by_the_word_that_it_has(word: str, root: str) -> None:
     assert str(place) == word
     assert place.is_here
     assert place.root == root
-    assert JobBackend.from_document(place.document()) == place
     backend = reach(place)
     assert isinstance(backend, EngineBackend)
     assert backend.name == word.partition(":")[0]
