@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.backend import Backend
 from groupwise.jobs.clouds.engines import EngineBackend
 from groupwise.jobs.clouds.gang import GangBackend
