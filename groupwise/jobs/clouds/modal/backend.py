@@ -11,7 +11,7 @@ from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.backend import Capabilities, Cost, Handle, Order, Plan
-from groupwise.jobs.clouds.machine import MachineBackend, refuse
+from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.clouds.modal.port import MOST_SECONDS, NAMED, SPARE_SECONDS, Call, Image
 from groupwise.jobs.clouds.modal.runner import ModalRunner, engine_of
 from groupwise.jobs.hosts.driver import Engine
@@ -57,7 +57,7 @@ class ModalBackend(MachineBackend):
 
     async def plan(self, order: Order) -> Plan:
         """See `Backend.plan`. It needs no token; if there is one, Modal is asked only for its owner."""
-        refuse(order)
+        order.check()
         call = self._call(order)
         files = {each.sha256: each.size for each in order.spec.files.values()}
         with self._cloud_errors():
@@ -93,7 +93,7 @@ class ModalBackend(MachineBackend):
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
-        refuse(order)
+        order.check()
         with self._cloud_errors():
             await self._modal.port.expect_secrets(order.asks.get(NAMED) or {})
             await self._deploy(order, store)
