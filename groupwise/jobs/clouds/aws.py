@@ -124,7 +124,7 @@ class AwsBackend:
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
         order.check()
-        before = await self._machines.count(order.name)
+        before = len(await self._machines.every(order.name))
         machine, record = await self._known(order.name)
         if machine is None and record is None:
             return await self._on_new_machine(order, store, 1, None, before)
@@ -135,7 +135,7 @@ class AwsBackend:
 
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
         """See `Backend.resume`. It continues on its machine if that still exists, else on a new one."""
-        before = await self._machines.count(name)
+        before = len(await self._machines.every(name))
         machine, record = await self._known(name)
         if machine is not None and machine.lives:
             going_on = await self._resumed_there(machine, name, secrets, store)

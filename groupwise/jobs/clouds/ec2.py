@@ -337,21 +337,18 @@ class Ec2:
 
     def _client(self, service: str, region: str) -> Any:
         if (service, region) not in self._clients:
+            connect, read = WAITS_FOR_AWS
+            config = _boto("botocore.config").Config(
+                retries={"total_max_attempts": 1, "mode": "standard"},
+                connect_timeout=connect,
+                read_timeout=read,
+            )
             with cloud_errors(self.region):
-                self._clients[service, region] = self._new_client(service, region)
+                if self._session is None:
+                    self._session = _boto("boto3").Session(profile_name=self.profile)
+                client = self._session.client(service, region_name=region, config=config)
+            self._clients[service, region] = client
         return self._clients[service, region]
-
-    def _new_client(self, service: str, region: str) -> Any:
-        boto3, config_of = _boto("boto3"), _boto("botocore.config").Config
-        if self._session is None:
-            self._session = boto3.Session(profile_name=self.profile)
-        connect, read = WAITS_FOR_AWS
-        config = config_of(
-            retries={"total_max_attempts": 1, "mode": "standard"},
-            connect_timeout=connect,
-            read_timeout=read,
-        )
-        return self._session.client(service, region_name=region, config=config)
 
 
 def _boto(module: str) -> Any:
