@@ -15,10 +15,10 @@ from groupwise.jobs.clouds.backend import Capabilities, Order
 from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.hosts.driver import Engine, Runner
 from groupwise.jobs.hosts.port import Host
-from groupwise.jobs.hosts.ray import ADDRESS, TOKENS, RayRunner, TendedRay
+from groupwise.jobs.hosts.ray import ADDRESS, TOKENS, RayRunner
 from groupwise.jobs.hosts.ray import NAME as RAY
 from groupwise.jobs.hosts.slurm import NAME as SLURM
-from groupwise.jobs.hosts.slurm import SlurmRunner, TendedSlurm
+from groupwise.jobs.hosts.slurm import SlurmRunner
 from groupwise.jobs.hosts.spec import Limits
 
 LITTLE = 0.001
@@ -112,7 +112,7 @@ class EngineKind:
 
 
 def _slurm(way: Way) -> Door:
-    runner = TendedSlurm(way.host, root=way.root, python=way.python)
+    runner = SlurmRunner(way.host, root=way.root, python=way.python, tended=True)
     return Door(runner, runner.jobs, runner.try_options)
 
 
@@ -132,7 +132,7 @@ def _no_address(word: str) -> None:
 
 def _ray(way: Way) -> Door:
     address = (way.address or ADDRESS).rstrip("/")
-    runner = TendedRay(way.host, root=way.root, python=way.python, address=address)
+    runner = RayRunner(way.host, root=way.root, python=way.python, tended=True, address=address)
 
     return Door(runner, runner.free, runner.try_options)
 

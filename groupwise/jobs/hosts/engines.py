@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from groupwise.jobs.hosts.answers import MemberState, Observation, RunnerState
 from groupwise.jobs.hosts.driver import USUAL, Known, Launch, Runner
-from groupwise.jobs.hosts.port import HostError, HostUnreachable, RunnerRefused
+from groupwise.jobs.hosts.port import Host, HostError, HostUnreachable, RunnerRefused
 
 LOOK_SECONDS = 10.0
 """Time in seconds after which an engine is asked again about what only it can tell."""
@@ -52,8 +52,23 @@ class EngineRunner(Runner, ABC, Generic[Job]):
     """The engine's name for people."""
     carries_secrets = False
     """True if the request to the engine carries the values of secrets. Nothing of them is laid out then."""
-    _seen: dict[tuple[str, int], RunnerState] | None = None
-    """The state of each attempt (job, epoch) by its files, when they were last read."""
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        root: str = "groupwise-fleet",
+        python: str = "python3",
+        tended: bool = False,
+    ) -> None:
+        """`tended`: the caller tends attempts to their end, as a fleet does.
+
+        Such a caller submits again whatever the engine does not have (`MemberState.engine_has`), however long ago it was laid out. While
+        the engine is silent, queued attempts wait and begun ones count as running. Any other caller gets an error then."""
+        super().__init__(host, root=root, python=python)
+        self.tended = tended
+        self._seen: dict[tuple[str, int], RunnerState] = {}
+        """The state of each attempt (job, epoch) by its files, when they were last read."""
 
     @abstractmethod
     async def word(self) -> str:
@@ -89,19 +104,25 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         return str(job)
 
     async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
-        """See `Runner.launch`. RunnerRefused `engine`: the engine refuses it, and nothing of it is left."""
+        """See `Runner.launch`. RunnerRefused `engine`: the engine refuses it, and nothing of it is left.
+
+        A tended attempt is laid out and waits if the engine does not answer."""
         laid_out = launch
         if self.carries_secrets:
             laid_out = replace(launch, secrets={}, spec=replace(launch.spec, secrets=()))
         state = await super().launch(laid_out, timeout=timeout)
         if state.state is not RunnerState.QUEUED or launch.engine is None:
             return await self._judge_one(state)
-        if not await self._was_submitted(state):
-            try:
-                await self._submit(state, launch.engine.options, launch.secrets)
-            except RunnerRefused:
-                await super().void(state.job, state.epoch)
-                await self.forget(state.job, state.epoch)
+        try:
+            if not await self._was_submitted(state):
+                try:
+                    await self._submit(state, launch.engine.options, launch.secrets)
+                except RunnerRefused:
+                    await super().void(state.job, state.epoch)
+                    await self.forget(state.job, state.epoch)
+                    raise
+        except HostUnreachable:
+            if not self.tended:
                 raise
         return await self._judge_one(state)
 
@@ -124,8 +145,9 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
     ) -> tuple[MemberState, ...]:
         """See `Runner.wait`. The machine compares with the files; the engine is asked again every LOOK_SECONDS."""
-        seen = self._seen or {}
-        told = {key: replace(each, state=seen.get(key, each.state)) for key, each in known.items()}
+        told = {
+            key: replace(each, state=self._seen.get(key, each.state)) for key, each in known.items()
+        }
         if any(each.state in UNSURE for each in told.values()):
             seconds = min(seconds, LOOK_SECONDS)
         return await self._judge_all(await super().wait(told, seconds=seconds, margin=margin))
@@ -165,8 +187,6 @@ class EngineRunner(Runner, ABC, Generic[Job]):
 
     async def _judge_all(self, states: Sequence[MemberState]) -> tuple[MemberState, ...]:
         """The true state of each, by its files and, if they cannot settle it, by the engine."""
-        if self._seen is None:
-            self._seen = {}
         self._seen.update({(each.job, each.epoch): each.state for each in states})
         unsure = [each for each in states if self._is_unsure(each)]
         if unsure:
@@ -203,25 +223,11 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         return await self._not_queued(state, jobs)
 
     def _without_answer(self, state: MemberState, error: HostUnreachable) -> MemberState:
-        """The state of an attempt while the engine does not answer. Raises the error if that cannot be known."""
-        raise error
+        """The state of an attempt while the engine does not answer. Raises the error if that cannot be known.
 
-
-class TendedRunner(EngineRunner[Job]):
-    """Used by a caller that tends attempts to their end, as a fleet does.
-
-    The caller submits again whatever the engine does not have (`MemberState.engine_has`), however long ago it was laid out. While the
-    engine is silent, queued attempts wait and begun ones count as running: an attempt has ended only if its supervisor is silent and the
-    engine has said that it is over."""
-
-    async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
-        """See `EngineRunner.launch`. If the engine does not answer, the attempt is laid out and waits."""
-        try:
-            return await super().launch(launch, timeout=timeout)
-        except HostUnreachable:
-            return await self.status(launch.job, launch.epoch)
-
-    def _without_answer(self, state: MemberState, error: HostUnreachable) -> MemberState:
+        A tended one has ended only if its supervisor is silent and the engine has said that it is over."""
+        if not self.tended:
+            raise error
         if state.state is RunnerState.QUEUED:
             return replace(state, engine_says=str(error))
         return as_running(state)

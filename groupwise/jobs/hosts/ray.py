@@ -3,8 +3,7 @@
 `engines.py` says when an engine is asked and what its answers are worth. Ray is asked by the HTTP API of its head (the Jobs API), with the
 attempt's name as the job's id, so that Ray has each attempt once. Ray keeps all its state in the head: after a restart it knows nothing of
 the jobs that waited, and it gives up a job that has waited for a quarter of an hour. The next caller that looks submits both again, since
-their options stand with the attempt and its token decides whether it begins. A caller that tends its attempts does so itself
-(`TendedRay`)."""
+their options stand with the attempt and its token decides whether it begins. A caller that tends its attempts does so itself."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from groupwise.jobs.hosts.answers import MemberState
-from groupwise.jobs.hosts.engines import EngineRunner, TendedRunner, name_of
+from groupwise.jobs.hosts.engines import EngineRunner, name_of
 from groupwise.jobs.hosts.port import Host, HostUnreachable, RunnerRefused
 
 NAME = "ray"
@@ -84,14 +83,19 @@ class RayRunner(EngineRunner[RayJob]):
         *,
         root: str = "groupwise-fleet",
         python: str = "python3",
+        tended: bool = False,
         address: str = ADDRESS,
     ) -> None:
         """`address`: of Ray's head, as that machine reaches it."""
-        super().__init__(host, root=root, python=python)
+        super().__init__(host, root=root, python=python, tended=tended)
         self.address = address
 
     async def word(self) -> str:
-        """See `EngineRunner.word`. It names the machine, since machines that share a folder may have a Ray each, under the same address."""
+        """See `EngineRunner.word`. It names the machine, since machines that share a folder may have a Ray each, under the same address.
+
+        A fleet's folder is used by no other engine: its attempts stay its own even if Ray's address changes."""
+        if self.tended:
+            return NAME
         if self._word is None:
             where = urlsplit(self.address)
             here = where.hostname in HERE
@@ -172,10 +176,9 @@ class RayRunner(EngineRunner[RayJob]):
         if any(not each.gave_up for each in jobs):
             return await self._never_begins(state, str(jobs[-1]))
         await self._call(*(("DELETE", _path(each.name), None) for each in jobs))
-        return await self._unknown(replace(state, engine_says="it is on its way to Ray"))
-
-    async def _unknown(self, state: MemberState) -> MemberState:
-        """Decide about an attempt that Ray does not have: submit it."""
+        state = replace(state, engine_says="it is on its way to Ray")
+        if self.tended:
+            return replace(state, engine_has=False)
         try:
             await self._submit(state, state.engine_options)
         except RunnerRefused as refusal:
@@ -202,17 +205,6 @@ class RayRunner(EngineRunner[RayJob]):
         return HostUnreachable(
             f"what answers there at {self.address} is no head of Ray, or not well: {status} {_last_line(text)}"
         )
-
-
-class TendedRay(TendedRunner[RayJob], RayRunner):
-    """The `TendedRunner` for Ray. No other engine uses its folder, so its attempts stay its own even if Ray's address changes."""
-
-    async def word(self) -> str:
-        """See `EngineRunner.word`."""
-        return NAME
-
-    async def _unknown(self, state: MemberState) -> MemberState:
-        return replace(state, engine_has=False)
 
 
 @cache
