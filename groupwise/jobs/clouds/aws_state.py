@@ -21,7 +21,7 @@ from groupwise.jobs.clouds.folder import EARLIER, INCOMING
 from groupwise.jobs.hosts.driver import Resume
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.seal import MANIFEST
-from groupwise.jobs.hosts.spec import FileEntry, path_problems
+from groupwise.jobs.hosts.spec import path_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,43 +129,28 @@ class JobRecords:
 
 def newest_checkpoint(results: Path, store: BlobStore) -> Resume | None:
     """The newest whole checkpoint among the results in that folder; its files are put into the store."""
-    found: list[tuple[int, PurePosixPath, dict[str, Path]]] = []
+    found: list[tuple[int, PurePosixPath, dict[str, Any]]] = []
     for manifest in results.rglob(MANIFEST):
         path = PurePosixPath(manifest.parent.relative_to(results).as_posix())
-        if path.parts and path.parts[0] not in (EARLIER, INCOMING):
-            step, files = _of_checkpoint(manifest)
-            if step is not None:
-                found.append((step, path, files))
-    for step, path, files in sorted(found, key=lambda each: each[:2], reverse=True):
-        manifest = _whole(path, files, store)
-        if manifest is not None:
+        if not path.parts or path.parts[0] in (EARLIER, INCOMING):
+            continue
+        try:
+            said = json.loads(manifest.read_bytes())
+            step, entries = said["step"], dict(said["files"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # it is not the manifest of a checkpoint
+        if type(step) is int and not any(path_problems("file", name) for name in entries):
+            found.append((step, path, entries))
+    for step, path, entries in sorted(found, key=lambda each: each[:2], reverse=True):
+        try:
+            files = store.put_files({n: results / path / n for n in (*entries, MANIFEST)})
+            differs = any(
+                (files[name].sha256, files[name].size) != (entry["sha256"], entry["size"])
+                for name, entry in entries.items()
+            )
+        except (OSError, KeyError, TypeError):
+            continue  # a file is missing
+        if not differs:
+            manifest = {f"{path}/{name}": entry for name, entry in files.items()}
             return Resume(manifest, step, str(path))
     return None
-
-
-def _of_checkpoint(manifest: Path) -> tuple[int | None, dict[str, Path]]:
-    """The step and the files that a manifest lists, by their paths; no step: it is not the manifest of a checkpoint."""
-    try:
-        said = json.loads(manifest.read_bytes())
-        step, names = said["step"], [*said["files"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None, {}
-    if type(step) is not int or any(path_problems("file", name) for name in names):
-        return None, {}
-    return step, {name: manifest.parent / name for name in names} | {MANIFEST: manifest}
-
-
-def _whole(
-    path: PurePosixPath, files: Mapping[str, Path], store: BlobStore
-) -> dict[str, FileEntry] | None:
-    """The checkpoint's files by their paths in the working folder; None if one is missing, or differs from the manifest."""
-    try:
-        said = json.loads(files[MANIFEST].read_bytes())["files"]
-        kept = store.put_files(files)
-    except (OSError, ValueError, KeyError):
-        return None
-    same = all(
-        (kept[name].sha256, kept[name].size) == (entry["sha256"], entry["size"])
-        for name, entry in said.items()
-    )
-    return {f"{path}/{name}": entry for name, entry in kept.items()} if same else None

@@ -147,16 +147,23 @@ class RayRunner(EngineRunner[RayJob]):
     ) -> None:
         """See `EngineRunner._submit`."""
         asked = _job_options(options)
-        gang = asked.pop(GANG, None)
+        begin, log = (shlex.quote(f"{state.folder}/{name}") for name in ("begin.sh", "engine.log"))
+        if (gang := asked.pop(GANG, None)) is not None:
+            # The program waits for all machines, and uses no resources of any of them.
+            program, argument = _text("ray_gang.py"), json.dumps({"folder": state.folder, **gang})
+            entrypoint = f"exec python3 -c {shlex.quote(program)} {shlex.quote(argument)}"
+        elif asked.get("entrypoint_num_gpus"):
+            entrypoint = f"exec sh {begin}"
+        else:  # GPUs are hidden: Ray would leave the job those of its node
+            entrypoint = f"CUDA_VISIBLE_DEVICES= exec sh {begin}"
+        variables = {
+            "RAY_JOB_STOP_SIGNAL": "SIGTERM",
+            "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
+        }
         body = {
             "submission_id": name_of(state),
-            "entrypoint": _entrypoint(state, asked, gang),
-            "runtime_env": {
-                "env_vars": {
-                    "RAY_JOB_STOP_SIGNAL": "SIGTERM",
-                    "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
-                }
-            },
+            "entrypoint": f"{entrypoint} >>{log} 2>&1",
+            "runtime_env": {"env_vars": variables},
             **asked,
         }
         [(status, text)] = await self._call(("POST", "/api/jobs/", body))
@@ -225,19 +232,6 @@ def _wanted(asked: Mapping[str, Any]) -> dict[str, float]:
 
 def _path(name: str) -> str:
     return f"/api/jobs/{quote(name, safe='')}"
-
-
-def _entrypoint(
-    state: MemberState, asked: Mapping[str, Any], gang: Mapping[str, Any] | None
-) -> str:
-    """The shell line of a job, which begins the attempt. A gang's line waits for all machines, and uses no resources of any of them."""
-    begin, log = (shlex.quote(f"{state.folder}/{name}") for name in ("begin.sh", "engine.log"))
-    if gang is not None:
-        argument = shlex.quote(json.dumps({"folder": state.folder, **gang}))
-        return f"exec python3 -c {shlex.quote(_text('ray_gang.py'))} {argument} >>{log} 2>&1"
-    # If no GPUs were asked for they are hidden: Ray would leave the job those of its node.
-    none = "" if asked.get("entrypoint_num_gpus") else "CUDA_VISIBLE_DEVICES= "
-    return f"{none}exec sh {begin} >>{log} 2>&1"
 
 
 def _job(
