@@ -21,7 +21,7 @@ from groupwise.jobs.clouds.aws import AwsBackend
 from groupwise.jobs.clouds.aws_checks import Access
 from groupwise.jobs.clouds.aws_machines import Patience
 from groupwise.jobs.clouds.aws_state import JobRecords
-from groupwise.jobs.clouds.ec2 import IMAGE_PARAMETER, BotoEc2
+from groupwise.jobs.clouds.ec2 import IMAGE_PARAMETER, Ec2
 from tests.ssh_hosts import LoopbackHost
 
 REGION = "us-east-1"
@@ -32,9 +32,9 @@ QUICK = Patience(look=0.01, ready=60.0, other=20.0)
 
 
 @functools.cache
-def ec2_client() -> BotoEc2:
+def ec2_client() -> Ec2:
     """Cached, because boto3 is slow to load its service models; `cloud` clears the cache."""
-    return BotoEc2(REGION, pause=0.01)
+    return Ec2(REGION, pause=0.01)
 
 
 @dataclass

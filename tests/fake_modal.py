@@ -32,7 +32,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from groupwise.jobs.clouds.modal.coordinator import answer
-from groupwise.jobs.clouds.modal.port import Call, Image
+from groupwise.jobs.clouds.modal.port import Call, Image, app_of
 from groupwise.jobs.clouds.modal.worker import Surroundings, work
 from groupwise.jobs.hosts.port import RunnerRefused
 
@@ -73,7 +73,7 @@ class FakeModal:
 
     async def deploy(self, image: Image) -> None:
         """See `ModalPort.deploy`. No image is made: work runs with the interpreter of this process."""
-        (self.folder / "apps" / image.app).write_text(json.dumps(sorted(image.files)), "utf-8")
+        (self.folder / "apps" / app_of(image.name)).write_text(json.dumps(sorted(image.files)), "utf-8")
 
     async def desk(self, what: str, *arguments: Any) -> Any:
         """See `ModalPort.desk`."""

@@ -15,14 +15,15 @@ from groupwise.jobs.clouds.aws import AwsBackend
 from groupwise.jobs.clouds.aws_checks import Access
 from groupwise.jobs.clouds.aws_state import JobRecords
 from groupwise.jobs.clouds.backend import Backend, Handle, Order, Outcome, Plan, Status
+from groupwise.jobs.clouds.engines import EngineBackend
 from groupwise.jobs.clouds.folder import INCOMING
 from groupwise.jobs.clouds.gang import NODES, GangBackend
 from groupwise.jobs.clouds.machine import ROOT, MachineBackend
 from groupwise.jobs.clouds.modal.backend import ModalBackend
 from groupwise.jobs.clouds.modal.port import ModalPort
 from groupwise.jobs.clouds.modal.runner import ModalRunner
-from groupwise.jobs.clouds.ray import RayBackend
-from groupwise.jobs.clouds.slurm import SlurmBackend
+from groupwise.jobs.clouds.ray import ray_options
+from groupwise.jobs.clouds.slurm import sbatch_options
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.local import LocalHost
@@ -88,10 +89,11 @@ class BackendSpec:
             of_ray = {"RAY_AUTH_TOKEN": self.ray[1]} if self.ray else {}
             host = _local(self.home, **of_slurm, **of_ray)
         if self.slurm is not None:
-            return SlurmBackend(self.kind, SlurmRunner(host, root=ROOT), f"the place {self.kind}")
+            slurm = SlurmRunner(host, root=ROOT)
+            return EngineBackend(self.kind, slurm, f"the place {self.kind}", sbatch_options)
         if self.ray is not None:
             runner = RayRunner(host, root=ROOT, address=self.ray[0])
-            return RayBackend(self.kind, runner, f"the place {self.kind}")
+            return EngineBackend(self.kind, runner, f"the place {self.kind}", ray_options)
         return MachineBackend(self.kind, Runner(host, root=ROOT), f"the place {self.kind}")
 
 

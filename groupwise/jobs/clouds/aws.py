@@ -51,7 +51,7 @@ from groupwise.jobs.clouds.backend import (
 from groupwise.jobs.clouds.boot import ARM
 from groupwise.jobs.clouds.ec2 import DISK_GB, Ec2, Machine
 from groupwise.jobs.clouds.folder import results_folder
-from groupwise.jobs.clouds.machine import MachineBackend, refuse
+from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.hosts.answers import LogPart
 from groupwise.jobs.hosts.driver import Resume
 from groupwise.jobs.hosts.failures import FailureClass
@@ -98,7 +98,7 @@ class AwsBackend:
 
     async def plan(self, order: Order) -> Plan:
         """See `Backend.plan`. Everything that can be checked before anything is paid is checked here, as far as there are credentials."""
-        refuse(order)
+        order.check()
         found = await asyncio.to_thread(
             check, self._ec2, self._access, order.asks, type_of(order), order.gpus
         )
@@ -123,8 +123,8 @@ class AwsBackend:
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
-        refuse(order)
-        before = await self._machines.count(order.name)
+        order.check()
+        before = len(await self._machines.every(order.name))
         machine, record = await self._known(order.name)
         if machine is None and record is None:
             return await self._on_new_machine(order, store, 1, None, before)
@@ -135,7 +135,7 @@ class AwsBackend:
 
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
         """See `Backend.resume`. It continues on its machine if that still exists, else on a new one."""
-        before = await self._machines.count(name)
+        before = len(await self._machines.every(name))
         machine, record = await self._known(name)
         if machine is not None and machine.lives:
             going_on = await self._resumed_there(machine, name, secrets, store)
@@ -145,7 +145,7 @@ class AwsBackend:
         if machine is None and record is None:
             raise NotHere(f"{self._where} has no job called {name}.")
         order = self._order_here(name, record).with_secrets(secrets)
-        refuse(order)
+        order.check()
         attempt = attempt_of(machine, record)
         ending = record.endings.get(attempt) if record else None
         if ending is not None and ending.outcome is Outcome.SUCCEEDED:

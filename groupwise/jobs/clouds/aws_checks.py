@@ -7,7 +7,7 @@ may not ask, are listed as such: a plan needs no credentials.
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,22 +99,17 @@ def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str, gpus: in
         return found
     found.lines.append(f"credentials: of account {account}")
     for name, look in named.items():
-        _look(found, name, look)
+        try:
+            found.lines.append(f"{name}: {look()}")
+        except (NoCredentials, Unreachable) as error:
+            found.lines.append(f"{name}: not looked at, {error.message}")
+        except CloudError as error:
+            if isinstance(error, Refused) and error.aws in NOT_ALLOWED:
+                why = f"not looked at, your user of AWS may not ask ({error.aws})"
+                found.lines.append(f"{name}: {why}")
+            else:
+                found.failed.append(f"{name}: {error.message}")
     return found
-
-
-def _look(found: CheckResults, name: str, look: Callable[[], str]) -> None:
-    try:
-        found.lines.append(f"{name}: {look()}")
-    except (NoCredentials, Unreachable) as error:
-        found.lines.append(f"{name}: not looked at, {error.message}")
-    except Refused as error:
-        if error.aws in NOT_ALLOWED:
-            found.lines.append(f"{name}: not looked at, your user of AWS may not ask ({error.aws})")
-        else:
-            found.failed.append(f"{name}: {error.message}")
-    except CloudError as error:
-        found.failed.append(f"{name}: {error.message}")
 
 
 def private_key(path: str) -> str:

@@ -50,14 +50,6 @@ class Patience:
     """Longest time until a machine is seen that another caller starts at this moment."""
 
 
-@dataclass(slots=True)
-class _Reached:
-    """A machine that was called, and the backend that calls it."""
-
-    machine: Machine
-    backend: MachineBackend
-
-
 class AwsMachines:
     """The machines of all jobs of an account in one region."""
 
@@ -66,13 +58,19 @@ class AwsMachines:
         self._name, self._owner = name, owner
         self._ec2, self._access, self._patience = ec2, access, patience
         self._where = f"AWS, {ec2.region}"
-        self._reached: dict[str, _Reached] = {}
+        self._reached: dict[str, tuple[Machine, MachineBackend]] = {}
+        """The machine of each job that was called last, and the backend that calls it."""
         self._left: list[MachineBackend] = []
         """Backends of machines that were replaced by others; closed at the end."""
 
     async def newest(self, name: str) -> Machine | None:
-        """The machine of the newest attempt; a living one before one that is gone, and of two started at once the same for all callers."""
-        return max(await self.all(name), key=_newness, default=None)
+        """The machine of the newest attempt. Of several that were started for it, a living one, and for all callers the same."""
+
+        def newness(machine: Machine) -> tuple[int, bool, float]:
+            since = float(machine.tags.get("since", 0))
+            return attempt_of(machine, None), machine.lives, -since if machine.lives else since
+
+        return max(await self.all(name), key=newness, default=None)
 
     async def every(self, name: str | None = None) -> list[Machine]:
         """All machines of this job, or of all jobs, also those that no longer belong to them."""
@@ -81,10 +79,6 @@ class AwsMachines:
     async def all(self, name: str | None = None) -> list[Machine]:
         """The machines that belong to this job, or to any job."""
         return [each for each in await self.every(name) if VOID not in each.tags]
-
-    async def count(self, name: str) -> int:
-        """How many machines were ever started for this job, as far as AWS remembers."""
-        return len(await self.every(name))
 
     def expect_same(self, order: Order, machine: Machine | None, record: Record | None) -> None:
         known = machine.tags.get("order") if machine is not None else None
@@ -106,10 +100,15 @@ class AwsMachines:
             if refused.aws != "IdempotentParameterMismatch":
                 raise
         # Another caller has used the token: at this moment, or for a machine that is gone and forgotten.
-        other = await self._started_elsewhere(order.name, attempt)
-        if other is not None:
-            self.expect_same(order, other, None)
-            return other
+        until = time.monotonic() + self._patience.other
+        while True:
+            other = await self.newest(order.name)
+            if other is not None and other.lives and attempt_of(other, None) == attempt:
+                self.expect_same(order, other, None)
+                return other
+            if time.monotonic() >= until:
+                break
+            await asyncio.sleep(self._patience.look)
         request = await self._request(order, attempt, f"{before}/{uuid.uuid4().hex}")
         return await self._run_instance(request, started)
 
@@ -135,17 +134,6 @@ class AwsMachines:
             ours = [each for each in found if each.tags.get("by") == request.tags["by"]]
             started.extend(each for each in ours if each.lives)
             raise
-
-    async def _started_elsewhere(self, name: str, attempt: int) -> Machine | None:
-        """Wait for the living machine of this attempt that another caller starts; None if none is seen in time."""
-        until = time.monotonic() + self._patience.other
-        while True:
-            machine = await self.newest(name)
-            if machine is not None and machine.lives and attempt_of(machine, None) == attempt:
-                return machine
-            if time.monotonic() >= until:
-                return None
-            await asyncio.sleep(self._patience.look)
 
     async def _request(self, order: Order, attempt: int, salt: str) -> Request:
         """`salt`: the same for all callers who decide this from the same facts, so that AWS starts one machine for them."""
@@ -205,7 +193,12 @@ class AwsMachines:
                 raise CloudError(
                     f"{machine.id} has ended before it was ready: {machine.why or machine.state}"
                 )
-            on = await self._with_host_key(machine)
+            if machine.state == "running" and machine.address and "host-key" not in machine.tags:
+                console = await asyncio.to_thread(self._ec2.console, machine.id)
+                if (key := host_key_in(console)) is not None:
+                    await self.tag(machine, {"host-key": key})
+                    machine = await self._seen_again(machine)
+            on = self.reach(machine) if machine.state == "running" else None
             why = "it has not said its host key on its console" if on is None else ""
             if on is not None:
                 try:
@@ -226,25 +219,12 @@ class AwsMachines:
         found = await asyncio.to_thread(self._ec2.machines, machine.tags["job"])
         return next((each for each in found if each.id == machine.id), machine)
 
-    async def _with_host_key(self, machine: Machine) -> MachineBackend | None:
-        """The machine's backend. None: its host key or its address is not known yet."""
-        if machine.state != "running" or machine.address is None:
-            return None
-        if "host-key" not in machine.tags:
-            console = await asyncio.to_thread(self._ec2.console, machine.id)
-            key = host_key_in(console)
-            if key is None:
-                return None
-            await self.tag(machine, {"host-key": key})
-            machine = await self._seen_again(machine)
-        return self.reach(machine)
-
     def reach(self, machine: Machine) -> MachineBackend | None:
         """The machine's backend, kept for the next call; None: its host key or address is not known yet."""
         job, key = machine.tags["job"], machine.tags.get("host-key")
         known = self._reached.get(job)
-        if known is not None and known.machine.id == machine.id:
-            return known.backend
+        if known is not None and known[0].id == machine.id:
+            return known[1]
         if key is None or machine.address is None:
             return None
         user, _, port = machine.tags["login"].rpartition(":")
@@ -252,14 +232,14 @@ class AwsMachines:
         runner = Runner(SshHost(address), root=ROOT, python=self._access.python)
         backend = MachineBackend(self._name, runner, self._where)
         if known is not None:
-            self._left.append(known.backend)
-        self._reached[job] = _Reached(machine, backend)
+            self._left.append(known[1])
+        self._reached[job] = (machine, backend)
         return backend
 
     def reached(self, name: str) -> Machine | None:
         """The machine of this job that was called last; None if none was."""
         known = self._reached.get(name)
-        return None if known is None else known.machine
+        return None if known is None else known[0]
 
     async def tag(self, machine: Machine, tags: dict[str, str]) -> None:
         """Set tags of a machine."""
@@ -306,7 +286,7 @@ class AwsMachines:
         """Close the connection to the job's machine, which may be another one by now."""
         known = self._reached.pop(name, None)
         if known is not None:
-            await known.backend.close()
+            await known[1].close()
 
 
 def type_of(order: Order) -> str:
@@ -325,11 +305,7 @@ def digest(document: Any) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def _newness(machine: Machine) -> tuple[int, bool, float]:
-    since = float(machine.tags.get("since", 0))
-    return attempt_of(machine, None), machine.lives, -since if machine.lives else since
-
-
 def attempt_of(machine: Machine | None, record: Record | None) -> int:
+    """The newest attempt that the machine's tags or the record name; 0 without both."""
     of_machine = 0 if machine is None else int(machine.tags.get("attempt", 1))
     return max(of_machine, 0 if record is None else record.attempt)

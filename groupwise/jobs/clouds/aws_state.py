@@ -7,20 +7,21 @@ to say how a job ended, and to begin its next attempt elsewhere. They hold no va
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from groupwise.core import atomic_files
 from groupwise.jobs.clouds.aws_costs import InstanceUsage, merge_usage
-from groupwise.jobs.clouds.backend import Ending, Order, Outcome
+from groupwise.jobs.clouds.backend import Ending, Order
 from groupwise.jobs.clouds.folder import EARLIER, INCOMING
 from groupwise.jobs.hosts.driver import Resume
-from groupwise.jobs.hosts.failures import FailureClass
-from groupwise.jobs.hosts.files import BlobStore, sync_folder
+from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.seal import MANIFEST
-from groupwise.jobs.hosts.spec import FileEntry, path_problems
+from groupwise.jobs.hosts.spec import path_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,11 @@ class Record:
     """The folder to which its results were fetched last."""
     endings: Mapping[int, Ending] = field(default_factory=dict[int, Ending])
     """Endings by attempt, as its machine reported them."""
-    stays: Mapping[str, InstanceUsage] = field(default_factory=dict[str, InstanceUsage])
+    machines: Mapping[str, InstanceUsage] = field(default_factory=dict[str, InstanceUsage])
     """Usage of its machines by id, as far as they were seen from here."""
+
+
+_RECORD = TypeAdapter(Record)
 
 
 class JobRecords:
@@ -53,39 +57,15 @@ class JobRecords:
     def find(self, name: str) -> Record | None:
         """The record of this job; None if there is none that can be read."""
         try:
-            said = json.loads(self._file(name).read_bytes())
-            return Record(
-                said["name"],
-                said["order"],
-                said["attempt"],
-                said["results"],
-                {int(n): _ending(each) for n, each in said["endings"].items()},
-                {name: InstanceUsage(**each) for name, each in said.get("machines", {}).items()},
-            )
-        except (OSError, ValueError, KeyError, TypeError):
+            return _RECORD.validate_json(self._file(name).read_bytes())
+        except (OSError, ValueError):
             return None
 
     def write(self, record: Record) -> None:
         """Write a record durably."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        endings = {str(n): _document(each) for n, each in record.endings.items()}
-        document = {
-            "format": 1,
-            "name": record.name,
-            "order": record.order,
-            "attempt": record.attempt,
-            "results": record.results,
-            "endings": endings,
-            "machines": {name: asdict(each) for name, each in record.stays.items()},
-        }
-        path = self._file(record.name)
-        new = path.with_name(f"{path.name}.{os.getpid()}.new")
-        with new.open("w", encoding="utf-8") as file:
-            json.dump(document, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-        sync_folder(self.folder)
+        document = {"format": 1, **_RECORD.dump_python(record, mode="json")}
+        atomic_files.write_json(self._file(record.name), document)
 
     def note_begun(self, order: Order, attempt: int, store: BlobStore) -> None:
         """Record that an attempt begins, and keep its files for the next one. If not all are here, no other attempt can be begun from
@@ -113,8 +93,8 @@ class JobRecords:
         known = self.find(name)
         if known is None:
             return stays
-        found = merge_usage(known.stays, stays)
-        self.write(replace(known, stays=found))
+        found = merge_usage(known.machines, stays)
+        self.write(replace(known, machines=found))
         return found
 
     def remove(self, name: str) -> None:
@@ -149,64 +129,28 @@ class JobRecords:
 
 def newest_checkpoint(results: Path, store: BlobStore) -> Resume | None:
     """The newest whole checkpoint among the results in that folder; its files are put into the store."""
-    found: list[tuple[int, PurePosixPath, dict[str, Path]]] = []
+    found: list[tuple[int, PurePosixPath, dict[str, Any]]] = []
     for manifest in results.rglob(MANIFEST):
         path = PurePosixPath(manifest.parent.relative_to(results).as_posix())
-        if path.parts and path.parts[0] not in (EARLIER, INCOMING):
-            step, files = _of_checkpoint(manifest)
-            if step is not None:
-                found.append((step, path, files))
-    for step, path, files in sorted(found, key=lambda each: each[:2], reverse=True):
-        manifest = _whole(path, files, store)
-        if manifest is not None:
+        if not path.parts or path.parts[0] in (EARLIER, INCOMING):
+            continue
+        try:
+            said = json.loads(manifest.read_bytes())
+            step, entries = said["step"], dict(said["files"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # it is not the manifest of a checkpoint
+        if type(step) is int and not any(path_problems("file", name) for name in entries):
+            found.append((step, path, entries))
+    for step, path, entries in sorted(found, key=lambda each: each[:2], reverse=True):
+        try:
+            files = store.put_files({n: results / path / n for n in (*entries, MANIFEST)})
+            differs = any(
+                (files[name].sha256, files[name].size) != (entry["sha256"], entry["size"])
+                for name, entry in entries.items()
+            )
+        except (OSError, KeyError, TypeError):
+            continue  # a file is missing
+        if not differs:
+            manifest = {f"{path}/{name}": entry for name, entry in files.items()}
             return Resume(manifest, step, str(path))
     return None
-
-
-def _of_checkpoint(manifest: Path) -> tuple[int | None, dict[str, Path]]:
-    """The step and the files that a manifest lists, by their paths; no step: it is not the manifest of a checkpoint."""
-    try:
-        said = json.loads(manifest.read_bytes())
-        step, names = said["step"], [*said["files"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None, {}
-    if type(step) is not int or any(path_problems("file", name) for name in names):
-        return None, {}
-    return step, {name: manifest.parent / name for name in names} | {MANIFEST: manifest}
-
-
-def _whole(
-    path: PurePosixPath, files: Mapping[str, Path], store: BlobStore
-) -> dict[str, FileEntry] | None:
-    """The checkpoint's files by their paths in the working folder; None if one is missing, or differs from the manifest."""
-    try:
-        said = json.loads(files[MANIFEST].read_bytes())["files"]
-        kept = store.put_files(files)
-    except (OSError, ValueError, KeyError):
-        return None
-    same = all(
-        (kept[name].sha256, kept[name].size) == (entry["sha256"], entry["size"])
-        for name, entry in said.items()
-    )
-    return {f"{path}/{name}": entry for name, entry in kept.items()} if same else None
-
-
-def _document(ending: Ending) -> dict[str, Any]:
-    return {
-        "outcome": ending.outcome,
-        "reason": ending.reason,
-        "failure": ending.failure,
-        "code": ending.code,
-        "seconds": ending.seconds,
-    }
-
-
-def _ending(said: Mapping[str, Any]) -> Ending:
-    failure = said["failure"]
-    return Ending(
-        Outcome(said["outcome"]),
-        said["reason"],
-        None if failure is None else FailureClass(failure),
-        said["code"],
-        said["seconds"],
-    )

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from groupwise.core.errors import RunError
+from groupwise.core.errors import RunError, UsageError
 from groupwise.jobs.hosts.answers import LogPart
 from groupwise.jobs.hosts.failures import FailureClass
 from groupwise.jobs.hosts.files import BlobStore
@@ -123,8 +123,8 @@ class Order:
     meets_at: str | None = None
     """Address at which the other machines reach the first one; None: the one that the submitter uses."""
 
-    def problems(self) -> list[str]:
-        """Everything wrong with it, in words; empty if nothing is."""
+    def check(self) -> None:
+        """Raises UsageError that lists everything wrong with it."""
         found = problems(self.spec)
         if not JOB_ID.fullmatch(self.name):
             found.append(
@@ -135,7 +135,10 @@ class Order:
         if self.nodes < 1:
             found.append(f"nodes {self.nodes}: a number from 1 on is expected")
         lacking = sorted(set(self.spec.secrets) - set(self.secrets))
-        return found + [f"secret {name}: there is no value for it" for name in lacking]
+        found += [f"secret {name}: there is no value for it" for name in lacking]
+        if found:
+            listed = "".join(f"\n  {each}" for each in found)
+            raise UsageError(f"this job cannot be placed:{listed}")
 
     def document(self) -> dict[str, Any]:
         """The order as JSON, without the values of secrets, to be stored beside the job."""

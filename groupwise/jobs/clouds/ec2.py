@@ -1,8 +1,7 @@
 """The calls to EC2 and its neighbours that are needed here, and no others: our machines by their tags, starting one, its console, prices.
 
-`Ec2` is the port; `BotoEc2` is AWS by boto3, whose own retries are off: each call is tried here a few times while AWS is busy or does not
-answer. All calls may be repeated, because a machine is started with the token of its attempt. Calls block: the backend makes them in
-threads.
+boto3's own retries are off: each call is tried here a few times while AWS is busy or does not answer. All calls may be repeated, because a
+machine is started with the token of its attempt. Calls block: the backend makes them in threads.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import import_module
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.backend import CloudError, Unreachable
@@ -164,63 +163,9 @@ class Size:
     gpus: int = 0
 
 
-class Ec2(Protocol):
-    """The part of AWS that is needed, in one region. Every call raises CloudError: NoCredentials, Refused, Unreachable."""
-
-    region: str
-
-    def account(self) -> str:
-        """The account whose credentials are used."""
-        ...
-
-    def start(self, request: Request) -> Machine:
-        """Start a machine, or find the one that this token has started."""
-        ...
-
-    def machines(self, job: str | None = None) -> list[Machine]:
-        """The machines of this job, or all of ours, as long as AWS remembers them: about an hour beyond their end."""
-        ...
-
-    def console(self, machine: str) -> str:
-        """The output on a machine's console; AWS may be minutes late."""
-        ...
-
-    def tag(self, machine: str, tags: Mapping[str, str]) -> None:
-        """Set our tags on a machine."""
-        ...
-
-    def terminate(self, machine: str) -> bool:
-        """End a machine for good; one that has ended stays as it is. False: AWS does not know it any more, or not yet."""
-        ...
-
-    def image(self, wanted: str | None) -> tuple[str, str]:
-        """The id and root device of this image, or of the newest one for deep learning."""
-        ...
-
-    def public_key(self, name: str) -> str | None:
-        """The public key of the key pair of this name, as `type base64`. None: there is none."""
-        ...
-
-    def group(self, wanted: str, subnet: str | None) -> Group | None:
-        """The security group of this id or name."""
-        ...
-
-    def size(self, kind: str) -> Size | None:
-        """The size of an instance type; None: the region does not have it."""
-        ...
-
-    def quota(self, code: str) -> float:
-        """How many virtual cores may run at once under the quota of this code."""
-        ...
-
-    def price(self, kind: str, *, spot: bool) -> float | None:
-        """The price of an instance type in dollars an hour, for Linux."""
-        ...
-
-
 @dataclass(slots=True)
-class BotoEc2:
-    """AWS by boto3. See `Ec2`."""
+class Ec2:
+    """The part of AWS that is needed, in one region, by boto3. Every call raises CloudError: NoCredentials, Refused, Unreachable."""
 
     region: str
     profile: str | None = None
@@ -229,16 +174,16 @@ class BotoEc2:
     _session: Any = None
 
     def account(self) -> str:
-        """See `Ec2.account`."""
+        """The account whose credentials are used."""
         return self._ask("sts", "get_caller_identity")["Account"]
 
     def start(self, request: Request) -> Machine:
-        """See `Ec2.start`."""
+        """Start a machine, or find the one that this token has started."""
         said = self._ask("ec2", "run_instances", **request.parameters())
         return _machine(said["Instances"][0])
 
     def machines(self, job: str | None = None) -> list[Machine]:
-        """See `Ec2.machines`."""
+        """The machines of this job, or all of ours, as long as AWS remembers them: about an hour beyond their end."""
         wanted = (
             {"Name": "tag-key", "Values": [JOB]}
             if job is None
@@ -253,7 +198,7 @@ class BotoEc2:
         ]
 
     def console(self, machine: str) -> str:
-        """See `Ec2.console`. Only newer types (Nitro) show the latest output."""
+        """The output on a machine's console; AWS may be minutes late. Only newer types (Nitro) show the latest output."""
         try:
             said = self._ask("ec2", "get_console_output", InstanceId=machine, Latest=True)
         except Refused as refused:
@@ -263,12 +208,12 @@ class BotoEc2:
         return said.get("Output") or ""
 
     def tag(self, machine: str, tags: Mapping[str, str]) -> None:
-        """See `Ec2.tag`."""
+        """Set our tags on a machine."""
         found = [{"Key": f"{TAG}{key}", "Value": value} for key, value in tags.items()]
         self._ask("ec2", "create_tags", Resources=[machine], Tags=found)
 
     def terminate(self, machine: str) -> bool:
-        """See `Ec2.terminate`."""
+        """End a machine for good; one that has ended stays as it is. False: AWS does not know it any more, or not yet."""
         try:
             self._ask("ec2", "terminate_instances", InstanceIds=[machine])
         except Refused as refused:
@@ -278,7 +223,7 @@ class BotoEc2:
         return True
 
     def image(self, wanted: str | None) -> tuple[str, str]:
-        """See `Ec2.image`."""
+        """The id and root device of this image, or of the newest one for deep learning."""
         found = wanted
         if found is None:
             try:
@@ -295,14 +240,14 @@ class BotoEc2:
         return found, images[0]["RootDeviceName"]
 
     def public_key(self, name: str) -> str | None:
-        """See `Ec2.public_key`."""
+        """The public key of the key pair of this name, as `type base64`. None: there is none."""
         wanted = [{"Name": "key-name", "Values": [name]}]
         found = self._ask("ec2", "describe_key_pairs", Filters=wanted, IncludePublicKey=True)
         keys = found["KeyPairs"]
         return " ".join(keys[0].get("PublicKey", "").split()[:2]) if keys else None
 
     def group(self, wanted: str, subnet: str | None) -> Group | None:
-        """See `Ec2.group`. Of several with one name, the one in the subnet's network is meant."""
+        """The security group of this id or name. Of several with one name, the one in the subnet's network is meant."""
         by = "group-id" if wanted.startswith("sg-") else "group-name"
         filters = [{"Name": by, "Values": [wanted]}]
         if by == "group-name" and subnet:
@@ -323,7 +268,7 @@ class BotoEc2:
         return Group(groups[0]["GroupId"], tuple(opens))
 
     def size(self, kind: str) -> Size | None:
-        """See `Ec2.size`."""
+        """The size of an instance type; None: the region does not have it."""
         filters = [{"Name": "instance-type", "Values": [kind]}]
         offered = self._ask("ec2", "describe_instance_type_offerings", Filters=filters)
         if not offered["InstanceTypeOfferings"]:
@@ -333,12 +278,12 @@ class BotoEc2:
         return Size(found["VCpuInfo"]["DefaultVCpus"], sum(each["Count"] for each in gpus))
 
     def quota(self, code: str) -> float:
-        """See `Ec2.quota`."""
+        """How many virtual cores may run at once under the quota of this code."""
         said = self._ask("service-quotas", "get_service_quota", ServiceCode="ec2", QuotaCode=code)
         return float(said["Quota"]["Value"])
 
     def price(self, kind: str, *, spot: bool) -> float | None:
-        """See `Ec2.price`."""
+        """The price of an instance type in dollars an hour, for Linux."""
         if spot:
             said = self._ask(
                 "ec2",
@@ -392,21 +337,18 @@ class BotoEc2:
 
     def _client(self, service: str, region: str) -> Any:
         if (service, region) not in self._clients:
+            connect, read = WAITS_FOR_AWS
+            config = _boto("botocore.config").Config(
+                retries={"total_max_attempts": 1, "mode": "standard"},
+                connect_timeout=connect,
+                read_timeout=read,
+            )
             with cloud_errors(self.region):
-                self._clients[service, region] = self._new_client(service, region)
+                if self._session is None:
+                    self._session = _boto("boto3").Session(profile_name=self.profile)
+                client = self._session.client(service, region_name=region, config=config)
+            self._clients[service, region] = client
         return self._clients[service, region]
-
-    def _new_client(self, service: str, region: str) -> Any:
-        boto3, config_of = _boto("boto3"), _boto("botocore.config").Config
-        if self._session is None:
-            self._session = boto3.Session(profile_name=self.profile)
-        connect, read = WAITS_FOR_AWS
-        config = config_of(
-            retries={"total_max_attempts": 1, "mode": "standard"},
-            connect_timeout=connect,
-            read_timeout=read,
-        )
-        return self._session.client(service, region_name=region, config=config)
 
 
 def _boto(module: str) -> Any:

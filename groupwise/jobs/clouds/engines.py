@@ -1,25 +1,60 @@
-"""Engines that begin jobs in place of the machine that is called, by their names: all that a fleet needs to know of each.
+"""Engines that begin jobs in place of the machine that is called: Slurm and Ray, as backends of a launch and as machines of a fleet.
 
-Such a machine is a door: attempts are laid out there, as everywhere, and its engine begins them where and when it likes. What is special
-about an engine is hidden by its runner (`hosts/`), which answers like every runner."""
+Attempts are laid out on that machine, as everywhere, and its engine begins them where and when it likes. What is special about an engine is
+hidden by its runner (`hosts/`), which answers like every runner, and in the options of its jobs (`slurm.py`, `ray.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds import ray, slurm
-from groupwise.jobs.hosts.driver import Runner
+from groupwise.jobs.clouds.backend import Capabilities, Order
+from groupwise.jobs.clouds.machine import MachineBackend
+from groupwise.jobs.hosts.driver import Engine, Runner
 from groupwise.jobs.hosts.port import Host
-from groupwise.jobs.hosts.ray import ADDRESS, TOKENS, TendedRay
+from groupwise.jobs.hosts.ray import ADDRESS, TOKENS, RayRunner
 from groupwise.jobs.hosts.ray import NAME as RAY
 from groupwise.jobs.hosts.slurm import NAME as SLURM
-from groupwise.jobs.hosts.slurm import TendedSlurm
+from groupwise.jobs.hosts.slurm import SlurmRunner
 from groupwise.jobs.hosts.spec import Limits
 
 LITTLE = 0.001
 """Amount of the resource that marks Ray's nodes with a kind of GPU: the same as Ray itself uses, so small that it never runs out."""
+
+
+class Options(Protocol):
+    """Makes the engine's options for a job. Raises UsageError for options that users may not set."""
+
+    def __call__(
+        self, asks: Mapping[str, Any], gpus: int, limits: Limits, *, nodes: int = 1
+    ) -> tuple[str, ...]: ...
+
+
+class EngineBackend(MachineBackend):
+    """A `Backend` that gives jobs to an engine, in whose queue they wait for what they need."""
+
+    capabilities = Capabilities(nodes=True, queues=True)
+
+    def __init__(
+        self, name: str, runner: SlurmRunner | RayRunner, where: str, options: Options
+    ) -> None:
+        """`where`: the machine that is called, for people."""
+        super().__init__(name, runner, where)
+        self._engine_runner, self._options = runner, options
+
+    async def _engine(self, order: Order) -> Engine:
+        options = self._options(order.asks, order.gpus, order.spec.limits, nodes=order.nodes)
+        return Engine(await self._engine_runner.word(), options)
+
+    async def _begin_steps(self, order: Order, engine: Engine | None, root: str) -> tuple[str, ...]:
+        assert engine is not None
+        runner, options = self._engine_runner, engine.options
+        gives = f"give it to {runner.title}, with {' '.join(options)}"
+        says = await runner.try_options(options)
+        return f"lay {order.name} out below {root}, and {gives}", f"{runner.title} says: {says}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +112,7 @@ class EngineKind:
 
 
 def _slurm(way: Way) -> Door:
-    runner = TendedSlurm(way.host, root=way.root, python=way.python)
+    runner = SlurmRunner(way.host, root=way.root, python=way.python, tended=True)
     return Door(runner, runner.jobs, runner.try_options)
 
 
@@ -97,12 +132,9 @@ def _no_address(word: str) -> None:
 
 def _ray(way: Way) -> Door:
     address = (way.address or ADDRESS).rstrip("/")
-    runner = TendedRay(way.host, root=way.root, python=way.python, address=address)
+    runner = RayRunner(way.host, root=way.root, python=way.python, tended=True, address=address)
 
-    async def would(options: Sequence[str]) -> str:
-        return f"try {options[0]}; free: {await runner.free()}"
-
-    return Door(runner, runner.free, would)
+    return Door(runner, runner.free, runner.try_options)
 
 
 def _ray_options(wanted: EngineRequest) -> tuple[str, ...]:
@@ -110,9 +142,8 @@ def _ray_options(wanted: EngineRequest) -> tuple[str, ...]:
     if wanted.gpus and wanted.gpu_model:
         resources.setdefault(f"accelerator_type:{wanted.gpu_model}", LITTLE)
     memory = None if wanted.ram_mb is None else wanted.ram_mb * 10**6
-    return ray.ray_options(
-        {"cpus": wanted.cpus, "memory": memory, "resources": resources}, wanted.gpus
-    )
+    asks = {"cpus": wanted.cpus, "memory": memory, "resources": resources}
+    return ray.ray_options(asks, wanted.gpus, wanted.limits)
 
 
 ENGINES: Mapping[str, EngineKind] = {

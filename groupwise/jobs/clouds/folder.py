@@ -99,11 +99,7 @@ class ResultsFolder:
             new.parent.mkdir(parents=True, exist_ok=True)
             new.write_bytes(data)
             entries[path] = FileEntry(hashlib.sha256(data).hexdigest(), 0o644, len(data))
-        self._set_aside(entries, set(entries), attempt, ended=False)
-        self._put_in_place(entries)
-        for path, entry in entries.items():
-            self.brought[path] = FetchedFile(attempt, entry.sha256)
-        self._write_note()
+        self.take(entries, entries, attempt, ended=False)
 
     def _has(self, path: str) -> bool:
         return (self.folder / path).is_file()

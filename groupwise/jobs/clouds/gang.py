@@ -28,7 +28,7 @@ from groupwise.jobs.clouds.backend import (
 )
 from groupwise.jobs.clouds.folder import ResultsFolder
 from groupwise.jobs.clouds.machine import NAME_ALL, OVERTAKEN, TRIES, MachineBackend
-from groupwise.jobs.hosts.answers import MemberState, RunnerState
+from groupwise.jobs.hosts.answers import MemberState
 from groupwise.jobs.hosts.driver import Launch, Resume, Runner
 from groupwise.jobs.hosts.fetching import to_its_end
 from groupwise.jobs.hosts.files import BlobStore
@@ -67,12 +67,12 @@ class _Machine(MachineBackend):
     ) -> Launch:
         launch = await super()._launch(order, spec, epoch, attempt, resume)
         meets_at = order.meets_at or self._meets_at
-        told = meeting_of(self._rank, self._count, meets_at, f"{order.name}.{epoch}")
+        meeting = meeting_of(self._rank, self._count, meets_at, f"{order.name}.{epoch}")
         return replace(
             launch,
             rank=self._rank,
             members=self._count,
-            environment={**launch.environment, **told, KEY_FILE: KEY},
+            environment={**launch.environment, **meeting, KEY_FILE: KEY},
         )
 
     async def _end(self, handle: Handle) -> None:
@@ -91,19 +91,9 @@ class _Machine(MachineBackend):
 class _Other(_Machine):
     """Any machine but the first."""
 
-    async def expect_room(self, order: Order) -> None:
-        """Raises CloudError if its GPUs are taken."""
-        await self._free_gpus(order.gpus)
-
     async def highest(self, name: str) -> int:
         """The newest epoch that it knows of this job; 0: none."""
         return max((each.epoch for each in await self._attempts(name)), default=0)
-
-    async def expect_no_other(self, order: Order) -> None:
-        """Raises NameTaken if it has a job of this name with another order."""
-        last = await self._newest(order.name)
-        if last is not None and last.state is not RunnerState.REFUSED:
-            await self._expect_same(order, self._handle(last))
 
     async def join(
         self, order: Order, store: BlobStore, epoch: int, attempt: int, secret: bytes
@@ -115,15 +105,14 @@ class _Other(_Machine):
         self._expect_begun(order, state)
         return state
 
-    async def end(self, name: str, newest: int) -> None:
-        """End this job's living attempts up to this epoch, at once, and wait for them. Raises CloudError if one does not end."""
-        for state in await self._attempts(name):
-            if state.epoch <= newest and self._status(state).ending is None:
-                await self._end(self._handle(state))
+    async def end(self, name: str, newest: int | None = None) -> None:
+        """End this job's living attempts, at once, and wait for them. Raises CloudError if one does not end.
 
-    async def end_all(self, name: str) -> None:
-        """Call `end` for all epochs."""
-        await self.end(name, await self.highest(name))
+        `newest`: the last epoch to end; None: all."""
+        for state in await self._attempts(name):
+            wanted = newest is None or state.epoch <= newest
+            if wanted and self._status(state).ending is None:
+                await self._end(self._handle(state))
 
     async def forget(self, name: str) -> None:
         """Remove everything that it has of this job."""
@@ -167,13 +156,15 @@ class GangBackend(_Machine):
     ) -> Handle:
         """End the others' earlier attempts, then begin on the first machine before the others. If the first machine has the attempt
         already, only complete it: so it is asked after the others, and nothing of a living attempt is ended."""
-        await _all(each.expect_no_other(order) for each in self._others)
+        await _all(
+            each._since(order, 0) for each in self._others
+        )  # no other job has this name there
         known = await _all(each.highest(order.name) for each in self._others)
         if (handle := await self._since(order, epoch)) is not None:
             return await self._completed(order, store, handle)
         ends = zip(self._others, known, strict=True)
         await _all(each.end(order.name, newest) for each, newest in ends)
-        await _all(each.expect_room(order) for each in self._others)
+        await _all(each._free_gpus(order.gpus) for each in self._others)
         epoch = max(epoch, *(each + 1 for each in known))
         for left in reversed(range(TRIES)):
             handle = await super()._begin(order, store, epoch, attempt, resume)
@@ -192,9 +183,7 @@ class GangBackend(_Machine):
         ended = (await self.status(handle)).ending is not None
         if ended and not self._own:
             return handle
-        with self._cloud_errors():
-            await self._begun_with_its_files(handle)
-            secret = await self._read_file(handle, KEY)
+        secret = await self._read_own_file(handle, KEY)
         if ended and secret not in self._own:
             return handle
         attempt = len(await self._begun_attempts(order.name))
@@ -231,36 +220,36 @@ class GangBackend(_Machine):
 
     async def cancel(self, handle: Handle, grace: float) -> None:
         """See `Backend.cancel`."""
-        others = (_unless_away(each.cancel(handle, grace)) for each in self._others)
-        await _all((super().cancel(handle, grace), *others))
+
+        async def cancelled(other: _Other) -> None:
+            with suppress(Unreachable):  # it ends its part by itself, once it misses the first one
+                await other.cancel(handle, grace)
+
+        await _all((super().cancel(handle, grace), *map(cancelled, self._others)))
 
     async def _fetched(self, handle: Handle, results: ResultsFolder, *, ended: bool) -> Fetched:
         """Fetch the results and, at the end, the logs of the other machines."""
         fetched = await super()._fetched(handle, results, ended=ended)
         if not ended:
             return fetched
-        said: dict[str, bytes] = {}
+        logs: dict[str, bytes] = {}
         away: dict[str, str] = {}
         for rank, other in enumerate(self._others, 1):
-            name = f"{NODES}/{rank}.log"
+            name, log = f"{NODES}/{rank}.log", b""
             try:
-                said[name] = await self._whole_log(other, handle)
+                with suppress(NotHere):
+                    while part := (await other.log(handle, len(log), PIECE)).data:
+                        log += part
+                logs[name] = log
             except Unreachable as error:  # it may be why the job ended
                 away[name] = error.message
-        await to_its_end(asyncio.to_thread(results.take_written, said, handle.attempt))
+        await to_its_end(asyncio.to_thread(results.take_written, logs, handle.attempt))
         return replace(fetched, left_out={**fetched.left_out, **away})
-
-    async def _whole_log(self, other: MachineBackend, handle: Handle) -> bytes:
-        found = b""
-        with suppress(NotHere):
-            while part := (await other.log(handle, len(found), PIECE)).data:
-                found += part
-        return found
 
     async def cleanup(self, handle: Handle) -> None:
         """See `Backend.cleanup`."""
         if (await self.status(handle)).ending is not None:
-            await _all(each.end_all(handle.name) for each in self._others)
+            await _all(each.end(handle.name) for each in self._others)
             await _all(each.forget(handle.name) for each in self._others)
         await super().cleanup(handle)
 
@@ -282,9 +271,3 @@ async def _all(asked: Iterable[Awaitable[Found]]) -> list[Found]:
         if isinstance(each, BaseException):
             raise each
     return [each for each in found if not isinstance(each, BaseException)]
-
-
-async def _unless_away(asked: Awaitable[None]) -> None:
-    """Await, but ignore an unreachable machine: it ends its part by itself, once it misses the first one."""
-    with suppress(Unreachable):
-        await asked

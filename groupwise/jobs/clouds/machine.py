@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -35,14 +35,13 @@ from groupwise.jobs.clouds.backend import (
 from groupwise.jobs.clouds.folder import ResultsFolder, may_come, results_folder
 from groupwise.jobs.hosts.answers import (
     ExitReason,
-    Hello,
     LogPart,
     MemberState,
     Ran,
     Refusal,
     RunnerState,
 )
-from groupwise.jobs.hosts.driver import USUAL, Known, Launch, Resume, Runner
+from groupwise.jobs.hosts.driver import USUAL, Engine, Known, Launch, Resume, Runner
 from groupwise.jobs.hosts.failures import FailureClass, classify, succeeded
 from groupwise.jobs.hosts.fetching import Changed, Fetching, to_its_end
 from groupwise.jobs.hosts.files import BlobStore
@@ -99,26 +98,31 @@ class MachineBackend:
 
     async def plan(self, order: Order) -> Plan:
         """See `Backend.plan`."""
-        refuse(order)
-        hello, sends = await self._sending(order)
-        await self._free_gpus(order.gpus)
-        gpus = f"{order.gpus} of its GPUs, for it alone" if order.gpus else "no GPU"
-        steps = (sends, f"begin {order.name} below {hello.root}, with {gpus}")
-        return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
-
-    async def _sending(self, order: Order) -> tuple[Hello, str]:
-        """A description of the machine, and the step of sending it the files that it lacks."""
+        order.check()
         sizes = {each.sha256: each.size for each in order.spec.files.values()}
         with self._cloud_errors():
+            engine = await self._engine(order)
             hello = await self._runner.hello()
             lacking = await self._runner.missing(sizes)
+            begins = await self._begin_steps(order, engine, hello.root)
         sent = sum(sizes[each] for each in lacking)
         files = f"{len(lacking)} of {len(sizes)} files ({sent} bytes)"
-        return hello, f"send {files}; the others are there"
+        steps = (f"send {files}; the others are there", *begins)
+        return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
+
+    async def _engine(self, order: Order) -> Engine | None:
+        """The engine that begins the job, and its options; None: the machine itself. Raises UsageError for options that do not exist."""
+        return None
+
+    async def _begin_steps(self, order: Order, engine: Engine | None, root: str) -> tuple[str, ...]:
+        """How the job is begun, for a plan. Raises CloudError or HostError if it would not be."""
+        await self._free_gpus(order.gpus)
+        gpus = f"{order.gpus} of its GPUs, for it alone" if order.gpus else "no GPU"
+        return (f"begin {order.name} below {root}, with {gpus}",)
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
-        refuse(order)
+        order.check()
         last = await self._newest(order.name)
         if last is None or last.state is RunnerState.REFUSED:
             handle = await self._begin(order, store, 1 if last is None else last.epoch + 1, 1)
@@ -158,9 +162,18 @@ class MachineBackend:
                 f"{name} has succeeded on {self._where}: there is nothing to go on with."
             )
         order = (await self.order(self._handle(last))).with_secrets(secrets)
-        refuse(order)
+        order.check()
         self._expect_its_machines(order, last)
-        newest = await self._newest_checkpoint(attempts)
+        newest: Resume | None = None
+        # The very last attempt may have ended before its first checkpoint.
+        with self._cloud_errors():
+            for each in reversed([each for each in attempts if each.checkpoints]):
+                tree = await self._runner.manifest(each.job, each.epoch, "checkpoints")
+                if tree.checkpoints:
+                    found = max(tree.checkpoints, key=lambda checkpoint: checkpoint.step)
+                    await self._runner.keep(each.job, each.epoch, found.files)
+                    newest = Resume(found.files, found.step, found.path)
+                    break
         return await self._begin(order, store, there[-1].epoch + 1, len(attempts) + 1, newest)
 
     def _expect_its_machines(self, order: Order, last: MemberState) -> None:
@@ -174,7 +187,7 @@ class MachineBackend:
         self, order: Order, store: BlobStore, attempt: int, newest: Resume | None
     ) -> Handle:
         """Begin this attempt of a job whose earlier ones were on other machines; `store` holds the files of `newest` too."""
-        refuse(order)
+        order.check()
         last = await self._newest(order.name)
         if last is not None and last.epoch >= attempt and last.state is not RunnerState.REFUSED:
             return self._handle(last)
@@ -182,19 +195,6 @@ class MachineBackend:
             with self._cloud_errors():
                 await self._runner.provide(store, newest.manifest)
         return await self._begin(order, store, attempt, attempt, newest)
-
-    async def _newest_checkpoint(self, attempts: Sequence[MemberState]) -> Resume | None:
-        """The newest checkpoint of the last attempt that has one: the very last may have ended before its first."""
-        for each in reversed(attempts):
-            if each.checkpoints:
-                with self._cloud_errors():
-                    tree = await self._runner.manifest(each.job, each.epoch, "checkpoints")
-                if tree.checkpoints:
-                    newest = max(tree.checkpoints, key=lambda found: found.step)
-                    with self._cloud_errors():
-                        await self._runner.keep(each.job, each.epoch, newest.files)
-                    return Resume(newest.files, newest.step, newest.path)
-        return None
 
     async def _begin(
         self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
@@ -239,34 +239,37 @@ class MachineBackend:
             there = await self._runner.status(order.name, epoch)
         if there.state in BEGUN:
             return there
-        spec = await asyncio.to_thread(_with_order, order, store, beside)
+        data = json.dumps(order.document(), sort_keys=True).encode()
+        ours = {
+            path: FileEntry(await asyncio.to_thread(store.put, data), 0o600, len(data))
+            for path, data in {ORDER: data, **beside}.items()
+        }
+        spec = replace(order.spec, files={**order.spec.files, **ours})
         launch = await self._launch(order, spec, epoch, attempt, resume)
         with self._cloud_errors():
             await self._runner.provide(store, spec.files)
-            return await self._launched(launch)
+            # An epoch never has more than one attempt: after no answer, the next one tells what became of it.
+            for _ in range(TRIES - 1):
+                with suppress(OutcomeUnknown):
+                    return await self._runner.launch(launch)
+            return await self._runner.launch(launch)
 
     async def _launch(
         self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
     ) -> Launch:
+        with self._cloud_errors():
+            engine = await self._engine(order)
         return Launch(
             order.name,
             epoch,
             spec,
-            gpus=await self._free_gpus(order.gpus),
+            gpus=await self._free_gpus(order.gpus) if engine is None else (),
             environment={"ATTEMPT": str(attempt)},
             secrets=order.secrets,
             resume=resume,
+            engine=engine,
             python=order.python,
         )
-
-    async def _launched(self, launch: Launch) -> MemberState:
-        """Launch, and again if no answer came: an epoch never has more than one attempt, so the second answer tells what became of it."""
-        for _ in range(TRIES - 1):
-            try:
-                return await self._runner.launch(launch)
-            except OutcomeUnknown:
-                continue
-        return await self._runner.launch(launch)
 
     async def _free_gpus(self, count: int) -> list[str]:
         """GPUs that nothing runs on. Raises CloudError if there are too few."""
@@ -300,27 +303,23 @@ class MachineBackend:
 
     async def order(self, handle: Handle) -> Order:
         """See `Backend.order`."""
-        with self._cloud_errors():
-            await self._begun_with_its_files(handle)
-            data = await self._read_file(handle, ORDER)
-        return Order.from_document(json.loads(data))
+        return Order.from_document(json.loads(await self._read_own_file(handle, ORDER)))
 
-    async def _begun_with_its_files(self, handle: Handle) -> None:
-        """Wait until its files are laid out: another process may be placing it at this moment."""
+    async def _read_own_file(self, handle: Handle, path: str) -> bytes:
+        """A file that we laid out for an attempt, once all are: another process may be placing the job at this moment."""
         key = (handle.name, handle.attempt)
-        state = await self._runner.status(*key)
-        for _ in range(TRIES):
-            if state.state is not RunnerState.CLAIMED:
-                return
-            [state] = await self._runner.wait({key: Known(state.state)}, seconds=USUAL)
-
-    async def _read_file(self, handle: Handle, path: str) -> bytes:
-        data = b""
-        while len(data) <= MOST_ORDER:
-            part = await self._runner.read(handle.name, handle.attempt, path, offset=len(data))
-            if not part:
-                return data
-            data += part
+        with self._cloud_errors():
+            state = await self._runner.status(*key)
+            for _ in range(TRIES):
+                if state.state is not RunnerState.CLAIMED:
+                    break
+                [state] = await self._runner.wait({key: Known(state.state)}, seconds=USUAL)
+            data = b""
+            while len(data) <= MOST_ORDER:
+                part = await self._runner.read(*key, path, offset=len(data))
+                if not part:
+                    return data
+                data += part
         raise CloudError(
             f"{path} of {handle.name} on {self._where} is larger than {MOST_ORDER} bytes"
         )
@@ -498,12 +497,6 @@ class MachineBackend:
             ) from None
 
 
-def refuse(order: Order) -> None:
-    """Raises UsageError for an order with problems."""
-    if found := order.problems():
-        raise UsageError("this job cannot be placed:" + "".join(f"\n  {each}" for each in found))
-
-
 def _newest_of(attempts: Sequence[MemberState]) -> MemberState:
     """The newest of attempts, given oldest first. Refused ones count only if there are no others: they made nothing."""
     begun = [each for each in attempts if each.state is not RunnerState.REFUSED]
@@ -513,10 +506,3 @@ def _newest_of(attempts: Sequence[MemberState]) -> MemberState:
 def _words(refused: Refusal) -> str:
     holder = f" (held by {refused.holder})" if refused.holder else ""
     return f"{refused.message}{holder}"
-
-
-def _with_order(order: Order, store: BlobStore, beside: Mapping[str, bytes]) -> JobSpec:
-    """The order's spec, with the order itself and the files `beside` it among its files."""
-    ours = {ORDER: json.dumps(order.document(), sort_keys=True).encode(), **beside}
-    entries = {path: FileEntry(store.put(data), 0o600, len(data)) for path, data in ours.items()}
-    return replace(order.spec, files={**order.spec.files, **entries})

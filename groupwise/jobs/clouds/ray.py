@@ -1,4 +1,4 @@
-"""Ray as a backend: the machine whose runner is called reaches Ray's head, and jobs wait until a node of Ray has free what they need."""
+"""What jobs ask Ray for: the options of the Jobs API, resources, and the address of a head."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from groupwise.core.errors import UsageError
-from groupwise.jobs.clouds.backend import Capabilities, Order
-from groupwise.jobs.clouds.queueing import EngineBackend
-from groupwise.jobs.hosts.driver import Engine
-from groupwise.jobs.hosts.ray import ADDRESS, GANG, WANTED, RayRunner
+from groupwise.jobs.hosts.ray import ADDRESS, GANG, WANTED
+from groupwise.jobs.hosts.spec import Limits
 
 USUAL_CPUS = 1
 """CPUs of a job that asks for none: without any, Ray would not count it, and run it beside its own processes on the head."""
@@ -21,29 +19,10 @@ MOST = 1e9
 """Most that may be asked for of a resource."""
 
 
-class RayBackend(EngineBackend):
-    """A `Backend` that runs jobs through Ray."""
-
-    capabilities = Capabilities(nodes=True, queues=True)
-
-    def __init__(self, name: str, runner: RayRunner, where: str) -> None:
-        """`where`: the head, for people."""
-        super().__init__(name, runner, where)
-        self._ray = runner
-
-    async def _engine(self, order: Order) -> Engine:
-        """See `EngineBackend._engine`."""
-        return Engine(
-            await self._ray.word(), ray_options(order.asks, order.gpus, nodes=order.nodes)
-        )
-
-    async def _describe(self, engine: Engine) -> tuple[str, str]:
-        """See `EngineBackend._describe`. Ray never says that a job asks for too much: it waits for a node that may come."""
-        return f"Ray, with {engine.options[0]}", f"Ray has free: {await self._ray.free()}"
-
-
-def ray_options(asks: Mapping[str, Any], gpus: int, *, nodes: int = 1) -> tuple[str]:
-    """Ray's options of a job that asks for this, and for so many GPUs, on each node, in the words of the Jobs API."""
+def ray_options(
+    asks: Mapping[str, Any], gpus: int, limits: Limits, *, nodes: int = 1
+) -> tuple[str]:
+    """The options of a job that asks for this, and for so many GPUs on each node, as the Jobs API calls them. Ray knows no limits."""
     found: dict[str, Any] = {"entrypoint_num_cpus": asks.get("cpus") or USUAL_CPUS}
     if gpus:
         found["entrypoint_num_gpus"] = gpus

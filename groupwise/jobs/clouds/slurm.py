@@ -1,4 +1,4 @@
-"""Slurm as a backend: the machine whose runner is called is a login node, and jobs wait in Slurm's queue for a node."""
+"""What jobs ask Slurm for: the options of sbatch, those that we set and those that users may."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupwise.core.errors import UsageError
-from groupwise.jobs.clouds.backend import Capabilities, Order
-from groupwise.jobs.clouds.queueing import EngineBackend
-from groupwise.jobs.hosts.driver import Engine
-from groupwise.jobs.hosts.slurm import NAME, SlurmRunner
 from groupwise.jobs.hosts.spec import Limits
 
 SPARE_SECONDS = 120.0
@@ -30,27 +26,6 @@ NAMED = {
     "memory": "--mem",
 }
 """Options of sbatch that have an option of our own."""
-
-
-class SlurmBackend(EngineBackend):
-    """A `Backend` that runs jobs through Slurm."""
-
-    capabilities = Capabilities(nodes=True, queues=True)
-
-    def __init__(self, name: str, runner: SlurmRunner, where: str) -> None:
-        """`where`: the login node, for people."""
-        super().__init__(name, runner, where)
-        self._slurm = runner
-
-    async def _engine(self, order: Order) -> Engine:
-        """See `EngineBackend._engine`."""
-        options = sbatch_options(order.asks, order.gpus, order.spec.limits, nodes=order.nodes)
-        return Engine(NAME, options)
-
-    async def _describe(self, engine: Engine) -> tuple[str, str]:
-        """See `EngineBackend._describe`."""
-        says = await self._slurm.try_options(engine.options)
-        return f"Slurm: sbatch {' '.join(engine.options)}", f"Slurm says: {says}"
 
 
 def sbatch_options(

@@ -9,10 +9,10 @@ import asyncio
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from groupwise.jobs.hosts import answers
 from groupwise.jobs.hosts.answers import (
@@ -29,6 +29,8 @@ from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.framing import SPOKEN, BadAnswer
 from groupwise.jobs.hosts.port import USUAL_BODY, Host, Request, RunnerRefused, RunnerResponse
 from groupwise.jobs.hosts.spec import JobSpec, Manifest, as_json
+
+T = TypeVar("T")
 
 USUAL = 30.0
 """Timeout in seconds for a call that waits for nothing."""
@@ -172,27 +174,37 @@ class Runner:
 
     async def provide(self, store: BlobStore, manifest: Manifest) -> int:
         """Send the machine every blob of a manifest that it lacks; returns the number of bytes sent."""
+
+        def joined(hashes: Sequence[str]) -> bytes:
+            return b"".join(map(store.read, hashes))
+
         sizes = {entry.sha256: entry.size for entry in manifest.values()}
         lacking = await self.missing(sizes)
-        for batch in _batches([(sha256, sizes[sha256]) for sha256 in lacking]):
-            if len(batch) == 1 and batch[0][1] > BATCH:
-                await self._put_in_parts(store, *batch[0])
+        for batch in grouped([(each, sizes[each]) for each in lacking], BATCH, len(lacking)):
+            if len(batch) > 1 or sizes[batch[0]] <= BATCH:
+                data = await asyncio.to_thread(joined, batch)
+                await self._put([(sha256, sizes[sha256]) for sha256 in batch], data)
             else:
-                data = await asyncio.to_thread(_read_all, store, batch)
-                await self._put(batch, data)
+                await self._put_in_parts(store, batch[0], sizes[batch[0]])
         return sum(sizes[sha256] for sha256 in lacking)
 
     async def _put_in_parts(self, store: BlobStore, sha256: str, size: int) -> None:
         """Send a large blob in parts, which the machine joins. Parts are blobs too, so after an interruption only the missing ones are
-        sent."""
-        parts = await asyncio.to_thread(_parts, store, sha256)
-        lacking = set(await self.missing(part.sha256 for part in parts))
-        for part in parts:
-            if part.sha256 in lacking:
-                lacking.remove(part.sha256)  # several may have the same content
-                data = await asyncio.to_thread(store.part, sha256, part.offset, part.size)
-                await self._put([(part.sha256, part.size)], data)
-        whole = {"blob": [sha256, size], "parts": [[part.sha256, part.size] for part in parts]}
+        sent. Raises BlobError if the blob is damaged."""
+
+        def hashed() -> list[tuple[str, int]]:
+            pieces = store.pieces(sha256, piece=BATCH)
+            return [(hashlib.sha256(piece).hexdigest(), len(piece)) for piece in pieces]
+
+        parts, offset = await asyncio.to_thread(hashed), 0
+        lacking = set(await self.missing(part for part, _ in parts))
+        for part, length in parts:
+            if part in lacking:
+                lacking.remove(part)  # several may have the same content
+                data = await asyncio.to_thread(store.part, sha256, offset, length)
+                await self._put([(part, length)], data)
+            offset += length
+        whole = {"blob": [sha256, size], "parts": [[part, length] for part, length in parts]}
         await self._ask("join", whole, timeout=SLOW, longest=LONGEST)
 
     async def _put(self, blobs: Sequence[tuple[str, int]], data: bytes) -> None:
@@ -424,35 +436,15 @@ def _listed(answer: RunnerResponse, name: str) -> list[Any]:
     return list(found)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
-def _batches(blobs: Sequence[tuple[str, int]]) -> Iterable[list[tuple[str, int]]]:
-    """Group blobs into batches of at most BATCH bytes; a larger blob is alone in its batch."""
-    batch: list[tuple[str, int]] = []
-    for blob in blobs:
-        if batch and sum(size for _, size in batch) + blob[1] > BATCH:
-            yield batch
-            batch = []
-        batch.append(blob)
-    if batch:
-        yield batch
-
-
-@dataclass(frozen=True, slots=True)
-class _BlobRange:
-    """A part of a blob that is too large for one call."""
-
-    sha256: str
-    offset: int
-    size: int
-
-
-def _parts(store: BlobStore, sha256: str) -> list[_BlobRange]:
-    """Split a blob into parts with their hashes. Raises BlobError if the blob is damaged."""
-    parts: list[_BlobRange] = []
-    for piece in store.pieces(sha256, piece=BATCH):
-        offset = parts[-1].offset + parts[-1].size if parts else 0
-        parts.append(_BlobRange(hashlib.sha256(piece).hexdigest(), offset, len(piece)))
-    return parts
-
-
-def _read_all(store: BlobStore, batch: Sequence[tuple[str, int]]) -> bytes:
-    return b"".join(store.read(sha256) for sha256, _ in batch)
+def grouped(sized: Iterable[tuple[T, int]], most_bytes: int, most: int) -> Iterator[list[T]]:
+    """Group items, each with its size in bytes, into what one call can carry; an item that is larger is alone."""
+    group: list[T] = []
+    total = 0
+    for item, size in sized:
+        if group and (len(group) == most or total + size > most_bytes):
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size
+    if group:
+        yield group

@@ -1,4 +1,4 @@
-"""A machine that gives jobs to an engine (Slurm, Ray): attempts are laid out on its disk, and the engine begins them where it likes.
+"""A machine that gives jobs to an engine (Slurm, Ray, Modal): attempts are laid out on its disk, and the engine begins them where it likes.
 
 As everywhere, an attempt's files tell its state (`runner.py`). The engine is asked only if they do not say enough: about a queued attempt,
 or one that seems lost because its supervisor runs on a machine that cannot be seen from here. One answer of an engine proves little: it may
@@ -8,17 +8,19 @@ submitted, because the first to take its token begins it; and it has ended only 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from groupwise.jobs.hosts.answers import MemberState, Observation, RunnerState
 from groupwise.jobs.hosts.driver import USUAL, Known, Launch, Runner
-from groupwise.jobs.hosts.port import HostError, HostUnreachable, RunnerRefused
+from groupwise.jobs.hosts.port import Host, HostError, HostUnreachable, RunnerRefused
 
 LOOK_SECONDS = 10.0
 """Time in seconds after which an engine is asked again about what only it can tell."""
+ON_ITS_WAY = 60.0
+"""Time in seconds during which the process that laid an attempt out may still be submitting it."""
 LIVING_BEAT = 60.0
 """Age in seconds up to which a supervisor's last sign proves that it lives, whatever its engine says. It writes one every 5."""
 FORGOTTEN = "its engine knows nothing of it any more"
@@ -46,8 +48,27 @@ Job = TypeVar("Job", bound=EngineJob)
 class EngineRunner(Runner, ABC, Generic[Job]):
     """A `Runner` whose `launch`, given an engine, submits the attempt to it."""
 
-    _seen: dict[tuple[str, int], RunnerState] | None = None
-    """The state of each attempt (job, epoch) by its files, when they were last read."""
+    title: str
+    """The engine's name for people."""
+    carries_secrets = False
+    """True if the request to the engine carries the values of secrets. Nothing of them is laid out then."""
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        root: str = "groupwise-fleet",
+        python: str = "python3",
+        tended: bool = False,
+    ) -> None:
+        """`tended`: the caller tends attempts to their end, as a fleet does.
+
+        Such a caller submits again whatever the engine does not have (`MemberState.engine_has`), however long ago it was laid out. While
+        the engine is silent, queued attempts wait and begun ones count as running. Any other caller gets an error then."""
+        super().__init__(host, root=root, python=python)
+        self.tended = tended
+        self._seen: dict[tuple[str, int], RunnerState] = {}
+        """The state of each attempt (job, epoch) by its files, when they were last read."""
 
     @abstractmethod
     async def word(self) -> str:
@@ -55,12 +76,18 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         ...
 
     @abstractmethod
-    async def find_jobs(self, names: Collection[str]) -> Sequence[Job]:
-        """The engine's jobs with these names, the first submitted first. Raises HostUnreachable."""
+    async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[Job]:
+        """The engine's jobs for these attempts, the first submitted first. Raises HostUnreachable."""
         ...
 
+    async def _was_submitted(self, state: MemberState) -> bool:
+        """True if the engine has a job for this attempt, also one that has ended."""
+        return bool(await self.find_jobs([state]))
+
     @abstractmethod
-    async def _submit(self, state: MemberState, options: Sequence[str]) -> None:
+    async def _submit(
+        self, state: MemberState, options: Sequence[str], secrets: Mapping[str, str]
+    ) -> None:
         """Submit an attempt. Raises HostUnreachable if the engine may have accepted it, RunnerRefused if it refused."""
         ...
 
@@ -77,16 +104,25 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         return str(job)
 
     async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
-        """See `Runner.launch`. RunnerRefused `engine`: the engine refuses it, and nothing of it is left."""
-        state = await super().launch(launch, timeout=timeout)
+        """See `Runner.launch`. RunnerRefused `engine`: the engine refuses it, and nothing of it is left.
+
+        A tended attempt is laid out and waits if the engine does not answer."""
+        laid_out = launch
+        if self.carries_secrets:
+            laid_out = replace(launch, secrets={}, spec=replace(launch.spec, secrets=()))
+        state = await super().launch(laid_out, timeout=timeout)
         if state.state is not RunnerState.QUEUED or launch.engine is None:
             return await self._judge_one(state)
-        if not await self.find_jobs([name_of(state)]):
-            try:
-                await self._submit(state, launch.engine.options)
-            except RunnerRefused:
-                await super().void(state.job, state.epoch)
-                await self.forget(state.job, state.epoch)
+        try:
+            if not await self._was_submitted(state):
+                try:
+                    await self._submit(state, launch.engine.options, launch.secrets)
+                except RunnerRefused:
+                    await super().void(state.job, state.epoch)
+                    await self.forget(state.job, state.epoch)
+                    raise
+        except HostUnreachable:
+            if not self.tended:
                 raise
         return await self._judge_one(state)
 
@@ -109,8 +145,9 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
     ) -> tuple[MemberState, ...]:
         """See `Runner.wait`. The machine compares with the files; the engine is asked again every LOOK_SECONDS."""
-        seen = self._seen or {}
-        told = {key: replace(each, state=seen.get(key, each.state)) for key, each in known.items()}
+        told = {
+            key: replace(each, state=self._seen.get(key, each.state)) for key, each in known.items()
+        }
         if any(each.state in UNSURE for each in told.values()):
             seconds = min(seconds, LOOK_SECONDS)
         return await self._judge_all(await super().wait(told, seconds=seconds, margin=margin))
@@ -123,7 +160,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         if state.state is RunnerState.VOIDED:
             with suppress(HostError):
                 if state.engine == await self.word():
-                    await self._cancel(await self.find_jobs([name_of(state)]))
+                    await self._cancel(await self.find_jobs([state]))
         return await self._judge_one(state)
 
     async def kill(
@@ -140,22 +177,25 @@ class EngineRunner(Runner, ABC, Generic[Job]):
 
     # --- judging --------------------------------------------------------------------------------
 
+    def _is_unsure(self, state: MemberState) -> bool:
+        """True if the engine has to be asked. If the attempt began on this very machine, its lock tells."""
+        here = state.state is RunnerState.LOST and state.same_boot
+        return state.engine is not None and state.state in UNSURE and not here
+
     async def _judge_one(self, state: MemberState) -> MemberState:
         return (await self._judge_all((state,)))[0]
 
     async def _judge_all(self, states: Sequence[MemberState]) -> tuple[MemberState, ...]:
         """The true state of each, by its files and, if they cannot settle it, by the engine."""
-        if self._seen is None:
-            self._seen = {}
         self._seen.update({(each.job, each.epoch): each.state for each in states})
-        unsure = [each for each in states if _is_unsure(each)]
+        unsure = [each for each in states if self._is_unsure(each)]
         if unsure:
             word = await self.word()
             unsure = [each for each in unsure if each.engine == word]
         if not unsure:
             return tuple(states)
         try:
-            found = await self.find_jobs([name_of(each) for each in unsure])
+            found = await self.find_jobs(unsure)
         except HostUnreachable as error:
             return tuple(
                 [self._without_answer(each, error) if each in unsure else each for each in states]
@@ -183,25 +223,11 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         return await self._not_queued(state, jobs)
 
     def _without_answer(self, state: MemberState, error: HostUnreachable) -> MemberState:
-        """The state of an attempt while the engine does not answer. Raises the error if that cannot be known."""
-        raise error
+        """The state of an attempt while the engine does not answer. Raises the error if that cannot be known.
 
-
-class TendedRunner(EngineRunner[Job]):
-    """Used by a caller that tends attempts to their end, as a fleet does.
-
-    The caller submits again whatever the engine does not have (`MemberState.engine_has`), however long ago it was laid out. While the
-    engine is silent, queued attempts wait and begun ones count as running: an attempt has ended only if its supervisor is silent and the
-    engine has said that it is over."""
-
-    async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
-        """See `EngineRunner.launch`. If the engine does not answer, the attempt is laid out and waits."""
-        try:
-            return await super().launch(launch, timeout=timeout)
-        except HostUnreachable:
-            return await self.status(launch.job, launch.epoch)
-
-    def _without_answer(self, state: MemberState, error: HostUnreachable) -> MemberState:
+        A tended one has ended only if its supervisor is silent and the engine has said that it is over."""
+        if not self.tended:
+            raise error
         if state.state is RunnerState.QUEUED:
             return replace(state, engine_says=str(error))
         return as_running(state)
@@ -216,9 +242,3 @@ def as_running(state: MemberState) -> MemberState:
 def name_of(state: MemberState) -> str:
     """The attempt's name in engines. It includes the root's, because two roots may have a job of the same name."""
     return f"{state.job}.{state.epoch}-{(state.place or '')[:8]}"
-
-
-def _is_unsure(state: MemberState) -> bool:
-    """True if the engine has to be asked. If it began on this very machine, the lock tells."""
-    here = state.state is RunnerState.LOST and state.same_boot
-    return state.engine is not None and state.state in UNSURE and not here

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from groupwise.jobs.hosts.driver import GATHERED, PIECE, Runner
+from groupwise.jobs.hosts.driver import GATHERED, PIECE, Runner, grouped
 from groupwise.jobs.hosts.files import hash_of
 from groupwise.jobs.hosts.port import RunnerRefused
 from groupwise.jobs.hosts.spec import FileEntry, Manifest
@@ -63,10 +63,12 @@ class Fetching:
 
     async def files(self, files: Manifest) -> None:
         """Bring all of them. Raises Changed, HostError, OSError; what has come stays for the next try."""
-        waiting = _parcels(files)
+        sized = [(path, files[path].size) for path in sorted(files)]
+        waiting = grouped(sized, PIECE, GATHERED)
 
         async def work() -> None:
-            for parcel in waiting:
+            for paths in waiting:
+                parcel = {path: files[path] for path in paths}
                 # A file that does not come with the others has changed or cannot be read: fetched by itself, it says why.
                 single = await self._gather(parcel) if len(parcel) > 1 else parcel
                 for path, entry in single.items():
@@ -113,20 +115,6 @@ class Fetching:
 
     async def _write(self, name: str, fn: Callable[[], T]) -> T:
         return await to_its_end(self._do(name, fn))
-
-
-def _parcels(files: Manifest) -> Iterator[Manifest]:
-    """Groups of files that one call can bring, in order of their names; a file too large for that is alone."""
-    parcel: dict[str, FileEntry] = {}
-    size = 0
-    for path, entry in sorted(files.items()):
-        if parcel and (len(parcel) == GATHERED or size + entry.size > PIECE):
-            yield parcel
-            parcel, size = {}, 0
-        parcel[path] = entry
-        size += entry.size
-    if parcel:
-        yield parcel
 
 
 def _begin(place: Path, entry: FileEntry) -> int:

@@ -186,10 +186,28 @@ class BlobStore:
         """Store a copy of a file. It is hashed while it is copied, so a file that changes meanwhile is stored as it was read.
 
         `more` is called with the number of bytes in each further piece."""
-        with source.open("rb") as file:
+        digest = hashlib.sha256()
+        size = 0
+
+        def pieces(file: BinaryIO) -> Iterator[bytes]:
+            nonlocal size
+            while piece := file.read(PIECE):
+                size += len(piece)
+                self._check_size(size, file.name)
+                digest.update(piece)
+                if more is not None:
+                    more(len(piece))
+                yield piece
+
+        with source.open("rb") as file, self._shared():
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o777
-            with self._shared():
-                return self._put_from(file, mode, more)
+            temporary = self._written(pieces(file))
+            sha256 = digest.hexdigest()
+            if self._spare(sha256):
+                temporary.unlink()
+            else:
+                self._publish(temporary, sha256)
+        return FileEntry(sha256, mode, size)
 
     def put_files(
         self, files: Mapping[str, Path], more: Callable[[str, int], None] | None = None
@@ -342,30 +360,6 @@ class BlobStore:
             raise BlobError(f"the blob {sha256} is not in the store {self.root}") from None
         with file:
             yield file
-
-    def _put_from(
-        self, file: BinaryIO, mode: int, more: Callable[[int], None] | None = None
-    ) -> FileEntry:
-        digest = hashlib.sha256()
-        size = 0
-
-        def pieces() -> Iterator[bytes]:
-            nonlocal size
-            while piece := file.read(PIECE):
-                size += len(piece)
-                self._check_size(size, file.name)
-                digest.update(piece)
-                if more is not None:
-                    more(len(piece))
-                yield piece
-
-        temporary = self._written(pieces())
-        sha256 = digest.hexdigest()
-        if self._spare(sha256):
-            temporary.unlink()
-        else:
-            self._publish(temporary, sha256)
-        return FileEntry(sha256, mode, size)
 
     def _written(self, pieces: Iterable[bytes]) -> Path:
         temporary = self._incoming_folder() / f"{os.getpid()}-{time.monotonic_ns()}"

@@ -3,22 +3,22 @@
 `engines.py` says when an engine is asked and what its answers are worth. Ray is asked by the HTTP API of its head (the Jobs API), with the
 attempt's name as the job's id, so that Ray has each attempt once. Ray keeps all its state in the head: after a restart it knows nothing of
 the jobs that waited, and it gives up a job that has waited for a quarter of an hour. The next caller that looks submits both again, since
-their options stand with the attempt and its token decides whether it begins. A caller that tends its attempts does so itself
-(`TendedRay`)."""
+their options stand with the attempt and its token decides whether it begins. A caller that tends its attempts does so itself."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from groupwise.jobs.hosts.answers import MemberState
-from groupwise.jobs.hosts.engines import EngineRunner, TendedRunner, name_of
+from groupwise.jobs.hosts.engines import EngineRunner, name_of
 from groupwise.jobs.hosts.port import Host, HostUnreachable, RunnerRefused
 
 NAME = "ray"
@@ -74,6 +74,7 @@ class RayJob:
 class RayRunner(EngineRunner[RayJob]):
     """The `EngineRunner` for Ray."""
 
+    title = "Ray"
     _word: str | None = None
 
     def __init__(
@@ -82,14 +83,19 @@ class RayRunner(EngineRunner[RayJob]):
         *,
         root: str = "groupwise-fleet",
         python: str = "python3",
+        tended: bool = False,
         address: str = ADDRESS,
     ) -> None:
         """`address`: of Ray's head, as that machine reaches it."""
-        super().__init__(host, root=root, python=python)
+        super().__init__(host, root=root, python=python, tended=tended)
         self.address = address
 
     async def word(self) -> str:
-        """See `EngineRunner.word`. It names the machine, since machines that share a folder may have a Ray each, under the same address."""
+        """See `EngineRunner.word`. It names the machine, since machines that share a folder may have a Ray each, under the same address.
+
+        A fleet's folder is used by no other engine: its attempts stay its own even if Ray's address changes."""
+        if self.tended:
+            return NAME
         if self._word is None:
             where = urlsplit(self.address)
             here = where.hostname in HERE
@@ -97,8 +103,9 @@ class RayRunner(EngineRunner[RayJob]):
             self._word = f"{NAME}:{name}:{where.port or ''}"
         return self._word
 
-    async def find_jobs(self, names: Collection[str]) -> Sequence[RayJob]:
+    async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[RayJob]:
         """See `EngineRunner.find_jobs`."""
+        names = [name_of(each) for each in attempts]
         of_each = await self._call(
             *(("GET", _path(name), None) for name in names), ("GET", "/api/cluster_status", None)
         )
@@ -116,6 +123,10 @@ class RayRunner(EngineRunner[RayJob]):
             raise self._no_answer(status, version)
         return _free(_resources(cluster), ("CPU", "GPU")) or "nothing yet"
 
+    async def try_options(self, options: Sequence[str]) -> str:
+        """What Ray says of a job with these options. It never says that one asks for too much: it waits for a node that may come."""
+        return f"try {options[0]}; free: {await self.free()}"
+
     def _waits_for(self, state: MemberState, job: RayJob) -> str:
         """See `EngineRunner._waits_for`. Lists wanted and free resources, because Ray does not say what a job lacks."""
         asked = _job_options(state.engine_options)
@@ -128,19 +139,31 @@ class RayRunner(EngineRunner[RayJob]):
 
     # --- giving ---------------------------------------------------------------------------------
 
-    async def _submit(self, state: MemberState, options: Sequence[str]) -> None:
+    async def _submit(
+        self,
+        state: MemberState,
+        options: Sequence[str],
+        secrets: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """See `EngineRunner._submit`."""
         asked = _job_options(options)
-        gang = asked.pop(GANG, None)
+        begin, log = (shlex.quote(f"{state.folder}/{name}") for name in ("begin.sh", "engine.log"))
+        if (gang := asked.pop(GANG, None)) is not None:
+            # The program waits for all machines, and uses no resources of any of them.
+            program, argument = _text("ray_gang.py"), json.dumps({"folder": state.folder, **gang})
+            entrypoint = f"exec python3 -c {shlex.quote(program)} {shlex.quote(argument)}"
+        elif asked.get("entrypoint_num_gpus"):
+            entrypoint = f"exec sh {begin}"
+        else:  # GPUs are hidden: Ray would leave the job those of its node
+            entrypoint = f"CUDA_VISIBLE_DEVICES= exec sh {begin}"
+        variables = {
+            "RAY_JOB_STOP_SIGNAL": "SIGTERM",
+            "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
+        }
         body = {
             "submission_id": name_of(state),
-            "entrypoint": _entrypoint(state, asked, gang),
-            "runtime_env": {
-                "env_vars": {
-                    "RAY_JOB_STOP_SIGNAL": "SIGTERM",
-                    "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
-                }
-            },
+            "entrypoint": f"{entrypoint} >>{log} 2>&1",
+            "runtime_env": {"env_vars": variables},
             **asked,
         }
         [(status, text)] = await self._call(("POST", "/api/jobs/", body))
@@ -160,10 +183,9 @@ class RayRunner(EngineRunner[RayJob]):
         if any(not each.gave_up for each in jobs):
             return await self._never_begins(state, str(jobs[-1]))
         await self._call(*(("DELETE", _path(each.name), None) for each in jobs))
-        return await self._unknown(replace(state, engine_says="it is on its way to Ray"))
-
-    async def _unknown(self, state: MemberState) -> MemberState:
-        """Decide about an attempt that Ray does not have: submit it."""
+        state = replace(state, engine_says="it is on its way to Ray")
+        if self.tended:
+            return replace(state, engine_has=False)
         try:
             await self._submit(state, state.engine_options)
         except RunnerRefused as refusal:
@@ -192,17 +214,6 @@ class RayRunner(EngineRunner[RayJob]):
         )
 
 
-class TendedRay(TendedRunner[RayJob], RayRunner):
-    """The `TendedRunner` for Ray. No other engine uses its folder, so its attempts stay its own even if Ray's address changes."""
-
-    async def word(self) -> str:
-        """See `EngineRunner.word`."""
-        return NAME
-
-    async def _unknown(self, state: MemberState) -> MemberState:
-        return replace(state, engine_has=False)
-
-
 @cache
 def _text(program: str) -> str:
     return Path(__file__).with_name(program).read_text("utf-8")
@@ -221,19 +232,6 @@ def _wanted(asked: Mapping[str, Any]) -> dict[str, float]:
 
 def _path(name: str) -> str:
     return f"/api/jobs/{quote(name, safe='')}"
-
-
-def _entrypoint(
-    state: MemberState, asked: Mapping[str, Any], gang: Mapping[str, Any] | None
-) -> str:
-    """The shell line of a job, which begins the attempt. A gang's line waits for all machines, and uses no resources of any of them."""
-    begin, log = (shlex.quote(f"{state.folder}/{name}") for name in ("begin.sh", "engine.log"))
-    if gang is not None:
-        argument = shlex.quote(json.dumps({"folder": state.folder, **gang}))
-        return f"exec python3 -c {shlex.quote(_text('ray_gang.py'))} {argument} >>{log} 2>&1"
-    # If no GPUs were asked for they are hidden: Ray would leave the job those of its node.
-    none = "" if asked.get("entrypoint_num_gpus") else "CUDA_VISIBLE_DEVICES= "
-    return f"{none}exec sh {begin} >>{log} 2>&1"
 
 
 def _job(

@@ -3,22 +3,20 @@
 `engines.py` says when an engine is asked and what its answers are worth: a controller that has just been started shows running jobs as
 pending, and a node that it has given up may go on.
 
-A caller that launches a job and leaves gets an error if Slurm does not answer, and a job that Slurm has lost counts as ended. A caller that
-tends attempts to their end, as a fleet does, uses `TendedSlurm`."""
+A caller that launches a job and leaves gets an error if Slurm does not answer, and a job that Slurm has lost counts as ended. For a caller
+that tends attempts to their end, as a fleet does, such a job waits (`EngineRunner.tended`)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from groupwise.jobs.hosts.answers import MemberState, Ran
-from groupwise.jobs.hosts.engines import EngineRunner, TendedRunner, name_of
+from groupwise.jobs.hosts.engines import ON_ITS_WAY, EngineRunner, name_of
 from groupwise.jobs.hosts.port import HostUnreachable, RunnerRefused
 
 NAME = "slurm"
-ON_ITS_WAY = 60.0
-"""Time in seconds during which the process that laid an attempt out may still be submitting it."""
 ENDED = frozenset(
     {
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
@@ -54,12 +52,15 @@ class SlurmJob:
 class SlurmRunner(EngineRunner[SlurmJob]):
     """The `EngineRunner` for Slurm."""
 
+    title = "Slurm"
+
     async def word(self) -> str:
         """See `EngineRunner.word`."""
         return NAME
 
-    async def find_jobs(self, names: Collection[str]) -> Sequence[SlurmJob]:
+    async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[SlurmJob]:
         """See `EngineRunner.find_jobs`."""
+        names = {name_of(each) for each in attempts}
         return [each for each in await self.jobs() if each.name in names]
 
     async def jobs(self) -> list[SlurmJob]:
@@ -84,14 +85,16 @@ class SlurmRunner(EngineRunner[SlurmJob]):
 
     # --- giving ---------------------------------------------------------------------------------
 
-    async def _submit(self, state: MemberState, options: Sequence[str]) -> None:
+    async def _submit(
+        self, state: MemberState, options: Sequence[str], secrets: Mapping[str, str]
+    ) -> None:
         """See `EngineRunner._submit`."""
         named = (f"--job-name={name_of(state)}", f"--chdir={state.folder}", "--no-requeue")
         says = (f"--output={state.folder}/engine.log", "--open-mode=append")
         ran = await self._run_slurm("sbatch", *options, *named, *says, f"{state.folder}/begin.sh")
         _expect_taken(ran)
         # All but one are cancelled if several callers submitted it at once. If more of them began, only one would find the token.
-        living = [each for each in await self.find_jobs([name_of(state)]) if each.lives]
+        living = [each for each in await self.find_jobs([state]) if each.lives]
         await self._cancel(living[1:])
 
     async def _cancel(self, jobs: Iterable[SlurmJob]) -> None:
@@ -103,35 +106,20 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         """Decide whether Slurm has forgotten a job or does not have it yet: only its age tells."""
         if jobs:
             return await self._never_begins(state, str(jobs[-1]))
-        if (state.age or 0.0) < ON_ITS_WAY:
-            return _on_its_way(state)
+        if self.tended or (state.age or 0.0) < ON_ITS_WAY:
+            return replace(state, engine_says="it is on its way to Slurm", engine_has=False)
         return await self._never_begins(state, "Slurm knows nothing of it any more")
 
     async def _run_slurm(self, *arguments: str) -> Ran:
         try:
             return await self.run(arguments)
         except RunnerRefused as refusal:
+            if self.tended:  # Slurm's programs are gone, and may be there again
+                raise HostUnreachable(refusal.message) from None
             if refusal.code != "unknown_program":
                 raise
             message = f"{refusal.message}. Jobs go to Slurm from a machine that has its programs: a login node"
             raise RunnerRefused(refusal.code, message) from None
-
-
-class TendedSlurm(TendedRunner[SlurmJob], SlurmRunner):
-    """The `TendedRunner` for Slurm."""
-
-    async def _not_queued(self, state: MemberState, jobs: Sequence[SlurmJob]) -> MemberState:
-        return await super()._not_queued(state, jobs) if jobs else _on_its_way(state)
-
-    async def _run_slurm(self, *arguments: str) -> Ran:
-        try:
-            return await super()._run_slurm(*arguments)
-        except RunnerRefused as refusal:  # Slurm's programs are gone, and may be there again
-            raise HostUnreachable(refusal.message) from None
-
-
-def _on_its_way(state: MemberState) -> MemberState:
-    return replace(state, engine_says="it is on its way to Slurm", engine_has=False)
 
 
 def _expect_taken(ran: Ran) -> None:

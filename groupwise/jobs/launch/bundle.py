@@ -227,9 +227,20 @@ def _why_not(root: Path, path: str, *, wanted: bool, named: bool) -> str:
     file, whatever is in it."""
     if not named and (reason := _secret_by_name(path)):
         return reason
-    place = root / path
-    if reason := _why_not_followed(root, place, wanted=wanted):
-        return reason
+    place, within = root / path, root.resolve()
+    try:
+        target = place.resolve()
+    except RuntimeError:
+        return "a link that leads round in a circle"
+    if not target.is_relative_to(within):
+        return "a link to what is outside of the project"
+    # The content of a link's target would travel, under a name that says nothing of it, so the target is judged.
+    real = target.relative_to(within).as_posix()
+    if real != path:
+        if reason := _secret_by_name(real):
+            return f"a link to {real}: {reason}"
+        if not wanted and (around := _around(within, real)) is not None:
+            return f"a link into {around[0]}: {around[1]}"
     if not place.is_file():
         return "a link to a folder" if place.is_dir() else "no file"
     if not named and PRIVATE_KEY.match(_beginning(place, 4096).lstrip()):
@@ -244,24 +255,6 @@ def _secret_by_name(path: str) -> str:
     if _is_one_of(name, SECRET_FILES) and not _is_one_of(name, SHOW_HOW):
         return "credentials, by its name"
     return ""
-
-
-def _why_not_followed(root: Path, place: Path, *, wanted: bool) -> str:
-    """Why a link, or a file behind one, does not travel; empty if it does. The content of its target would travel, under a name that says
-    nothing of it, so the target is judged."""
-    try:
-        target, within = place.resolve(), root.resolve()
-    except RuntimeError:
-        return "a link that leads round in a circle"
-    if not target.is_relative_to(within):
-        return "a link to what is outside of the project"
-    real = target.relative_to(within).as_posix()
-    if real == place.relative_to(root).as_posix():
-        return ""
-    if reason := _secret_by_name(real):
-        return f"a link to {real}: {reason}"
-    around = None if wanted else _around(within, real)
-    return "" if around is None else f"a link into {around[0]}: {around[1]}"
 
 
 def _is_one_of(name: str, patterns: Iterable[str]) -> bool:

@@ -1,24 +1,25 @@
 """A job as a manifest for Kubernetes: rendered and checked here; a user of the cluster applies it (`kubectl apply -f`).
 
-The models below are the fields of `batch/v1` Job and `v1` Service that are used, with the limits of their values by Kubernetes' API
-reference, so that no manifest is made that an API server would reject. Kubernetes never begins a job again; we do, from a checkpoint. So
-there is no retry, and no pod is replaced before it has ended.
+The values that a user gives have the limits of Kubernetes' API reference, so that no manifest is made that an API server would reject; the
+rest of a `batch/v1` Job and a `v1` Service is written out below. Kubernetes never begins a job again; we do, from a checkpoint. So there is
+no retry, and no pod is replaced before it has ended.
 
 Arguments are lists, and no shell sees them. Kubernetes itself replaces `$(NAME)` in them, so each `$` is doubled, which it turns back.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import math
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic.alias_generators import to_camel
+from pydantic import Field, TypeAdapter, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.launch.packaging import GRACE_SECONDS
@@ -33,162 +34,40 @@ JOB_NAME = "batch.kubernetes.io/job-name"
 """The label that Kubernetes gives the pods of a job."""
 LEAVING_SECONDS = 30
 """Seconds for a pod to end, in addition to the time in which a training writes its checkpoint."""
-SHARED_MEMORY = "shared-memory"
-RESULTS = "results"
-IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
+LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+Name = Annotated[str, Field(pattern=rf"^{LABEL}$", max_length=63)]
 """A DNS label, RFC 1123."""
-Names = Annotated[
-    str,
-    Field(
-        pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$", max_length=253
-    ),
-]
+Names = Annotated[str, Field(pattern=rf"^{LABEL}(\.{LABEL})*$", max_length=253)]
 """A DNS subdomain, RFC 1123."""
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 AbsolutePath = Annotated[str, Field(pattern=r"^/[^:\x00]*$")]
 Image = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$", max_length=1000)]
-Count = Annotated[int, Field(ge=1, le=100_000)]
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(
-        strict=True, extra="forbid", alias_generator=to_camel, populate_by_name=True, frozen=True
-    )
-
-
-class _Metadata(_Model):
-    name: Names
-    namespace: Name | None = None
-    labels: dict[str, str] = {}
-
-
-class _Key(_Model):
-    name: Names
-    key: Variable
-
-
-class _Field(_Model):
-    field_path: str
-
-
-class _From(_Model):
-    secret_key_ref: _Key | None = None
-    field_ref: _Field | None = None
-
-
-class _Variable(_Model):
-    name: Variable
-    value_from: _From
-
-
-class _Resources(_Model):
-    limits: dict[str, Quantity]
-
-
-class _Mount(_Model):
-    name: Name
-    mount_path: AbsolutePath
-
-
-class _Claim(_Model):
-    claim_name: Names
-
-
-class _Empty(_Model):
-    medium: Literal["Memory"]
-
-
-class _Volume(_Model):
-    name: Name
-    persistent_volume_claim: _Claim | None = None
-    empty_dir: _Empty | None = None
-
-
-class _Container(_Model):
-    name: Name
-    image: Image
-    command: Annotated[tuple[str, ...], Field(min_length=1)]
-    working_dir: AbsolutePath
-    env: tuple[_Variable, ...]
-    resources: _Resources
-    volume_mounts: tuple[_Mount, ...]
-
-
-class _PodSpec(_Model):
-    restart_policy: Literal["Never"] = "Never"
-    termination_grace_period_seconds: Count
-    subdomain: Name | None = None
-    containers: tuple[_Container]
-    volumes: tuple[_Volume, ...]
-
-
-class _Pod(_Model):
-    metadata: dict[Literal["labels"], dict[str, str]]
-    spec: _PodSpec
-
-
-class _JobSpec(_Model):
-    completions: Count
-    parallelism: Count
-    completion_mode: Literal["Indexed", "NonIndexed"]
-    backoff_limit: Literal[0] = 0
-    pod_replacement_policy: Literal["Failed"] = "Failed"
-    active_deadline_seconds: Annotated[int, Field(ge=1)]
-    template: _Pod
-
-
-class _Job(_Model):
-    api_version: Literal["batch/v1"] = "batch/v1"
-    kind: Literal["Job"] = "Job"
-    metadata: _Metadata
-    spec: _JobSpec
-
-
-class _Port(_Model):
-    name: Name
-    port: Annotated[int, Field(ge=1, le=65535)]
-
-
-class _ServiceSpec(_Model):
-    # `ip` is one word there.
-    cluster_ip: Literal["None"] = Field("None", alias="clusterIP")
-    publish_not_ready_addresses: bool = True
-    selector: dict[str, str]
-    ports: tuple[_Port, ...]
-
-
-class _Service(_Model):
-    api_version: Literal["v1"] = "v1"
-    kind: Literal["Service"] = "Service"
-    metadata: _Metadata
-    spec: _ServiceSpec
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestOptions:
     """The contents of the manifest."""
 
-    name: str
-    command: tuple[str, ...]
-    image: str
+    name: Names
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    image: Image
     """An image that has groupwise, and the project in `workdir`."""
-    hours: float
-    nodes: int = 1
-    gpus: int = 1
+    hours: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    nodes: Annotated[int, Field(ge=1, le=100_000)] = 1
+    gpus: Annotated[int, Field(ge=0)] = 1
     """GPUs for each node."""
-    namespace: str | None = None
-    pvc: str | None = None
+    namespace: Name | None = None
+    pvc: Names | None = None
     """An existing volume claim, mounted at the folder of runs."""
-    secret: str | None = None
+    secret: Names | None = None
     """Name of an existing Secret."""
-    variables: tuple[str, ...] = ()
+    variables: tuple[Variable, ...] = ()
     """Keys of the Secret, which become variables of the same names."""
-    workdir: str = "/workspace"
-    cpus: str | None = None
-    memory: str | None = None
+    workdir: AbsolutePath = "/workspace"
+    cpus: Quantity | None = None
+    memory: Quantity | None = None
 
 
 def manifests(asked: ManifestOptions) -> list[dict[str, Any]]:
@@ -197,6 +76,8 @@ def manifests(asked: ManifestOptions) -> list[dict[str, Any]]:
         raise UsageError(
             f"--name {asked.name}: {LONGEST_NAME} letters at most, since pods have longer names, and none of more than 63."
         )
+    if asked.nodes > 1 and "." in asked.name:
+        raise UsageError(f"--name {asked.name}: several nodes find each other by it, without dots.")
     for word in asked.command:
         try:
             is_text = "\0" not in word.encode("utf-8").decode()
@@ -205,73 +86,76 @@ def manifests(asked: ManifestOptions) -> list[dict[str, Any]]:
         if not is_text:
             raise UsageError("an argument is no text, or has a NUL character in it.")
     try:
-        found = [_service(asked), _job(asked)] if asked.nodes > 1 else [_job(asked)]
+        TypeAdapter(ManifestOptions).validate_python(asdict(asked))
     except ValidationError as error:
         lines = [
             f"\n  {'.'.join(map(str, each['loc']))} {each['input']!r}: {each['msg']}"
             for each in error.errors()
         ]
         raise UsageError("Kubernetes would not take this:" + "".join(lines)) from None
-    return [each.model_dump(mode="json", by_alias=True, exclude_none=True) for each in found]
+    labels = {"app.kubernetes.io/name": "groupwise", "app.kubernetes.io/instance": asked.name}
+    metadata: dict[str, Any] = {"name": asked.name, "labels": labels}
+    if asked.namespace is not None:
+        metadata["namespace"] = asked.namespace
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            "clusterIP": "None",
+            # The others look the first pod up before it is ready.
+            "publishNotReadyAddresses": True,
+            "selector": {JOB_NAME: asked.name},
+            "ports": [{"name": "meeting", "port": PORT}],
+        },
+    }
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {
+            "completions": asked.nodes,
+            "parallelism": asked.nodes,
+            "completionMode": "Indexed" if asked.nodes > 1 else "NonIndexed",
+            "backoffLimit": 0,
+            "podReplacementPolicy": "Failed",
+            "activeDeadlineSeconds": math.ceil(asked.hours * 3600),
+            "template": {"metadata": {"labels": labels}, "spec": _pod(asked)},
+        },
+    }
+    return [service, job] if asked.nodes > 1 else [job]
 
 
-def _job(asked: ManifestOptions) -> _Job:
-    mode = "Indexed" if asked.nodes > 1 else "NonIndexed"
-    spec = _JobSpec(
-        completions=asked.nodes,
-        parallelism=asked.nodes,
-        completion_mode=mode,
-        active_deadline_seconds=math.ceil(asked.hours * 3600),
-        template=_Pod(metadata={"labels": _labels(asked)}, spec=_pod(asked)),
-    )
-    return _Job(metadata=_metadata(asked), spec=spec)
-
-
-def _service(asked: ManifestOptions) -> _Service:
-    """The service that gives the first pod a name, also before it is ready: that is when the others look it up."""
-    ports = (_Port(name="meeting", port=PORT),)
-    spec = _ServiceSpec(clusterIP="None", selector={JOB_NAME: asked.name}, ports=ports)
-    return _Service(metadata=_metadata(asked), spec=spec)
-
-
-def _metadata(asked: ManifestOptions) -> _Metadata:
-    return _Metadata(name=asked.name, namespace=asked.namespace, labels=_labels(asked))
-
-
-def _labels(asked: ManifestOptions) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "groupwise", "app.kubernetes.io/instance": asked.name}
-
-
-def _pod(asked: ManifestOptions) -> _PodSpec:
-    limits = {"nvidia.com/gpu": str(asked.gpus) if asked.gpus else None}
-    limits |= {"cpu": asked.cpus, "memory": asked.memory}
-    mounts = [_Mount(name=SHARED_MEMORY, mount_path="/dev/shm")]
-    volumes = [_Volume(name=SHARED_MEMORY, empty_dir=_Empty(medium="Memory"))]
+def _pod(asked: ManifestOptions) -> dict[str, Any]:
+    gpus = str(asked.gpus) if asked.gpus else None
+    limits = {"nvidia.com/gpu": gpus, "cpu": asked.cpus, "memory": asked.memory}
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     if asked.pvc is not None:
-        mounts.append(_Mount(name=RESULTS, mount_path=str(PurePosixPath(asked.workdir) / "runs")))
-        volumes.append(_Volume(name=RESULTS, persistent_volume_claim=_Claim(claim_name=asked.pvc)))
-    ranks = [_Variable(name=RANK, value_from=_From(field_ref=_Field(field_path=INDEX)))]
+        runs = str(PurePosixPath(asked.workdir) / "runs")
+        mounts.append({"name": "results", "mountPath": runs})
+        volumes.append({"name": "results", "persistentVolumeClaim": {"claimName": asked.pvc}})
+    ranks = [{"name": RANK, "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}]
     keys = [
-        _Variable(
-            name=each, value_from=_From(secret_key_ref=_Key(name=asked.secret or "", key=each))
-        )
+        {"name": each, "valueFrom": {"secretKeyRef": {"name": asked.secret, "key": each}}}
         for each in sorted(asked.variables)
     ]
-    container = _Container(
-        name="job",
-        image=asked.image,
-        command=command(asked),
-        working_dir=asked.workdir,
-        env=((*(ranks if asked.nodes > 1 else ()), *keys)),
-        resources=_Resources(limits={n: each for n, each in limits.items() if each is not None}),
-        volume_mounts=tuple(mounts),
-    )
-    return _PodSpec(
-        termination_grace_period_seconds=int(GRACE_SECONDS) + LEAVING_SECONDS,
-        subdomain=asked.name if asked.nodes > 1 else None,
-        containers=(container,),
-        volumes=tuple(volumes),
-    )
+    container = {
+        "name": "job",
+        "image": asked.image,
+        "command": [*command(asked)],
+        "workingDir": asked.workdir,
+        "env": [*(ranks if asked.nodes > 1 else ()), *keys],
+        "resources": {"limits": {name: each for name, each in limits.items() if each}},
+        "volumeMounts": mounts,
+    }
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": int(GRACE_SECONDS) + LEAVING_SECONDS,
+        **({"subdomain": asked.name} if asked.nodes > 1 else {}),
+        "containers": [container],
+        "volumes": volumes,
+    }
 
 
 def command(asked: ManifestOptions) -> tuple[str, ...]:
@@ -289,40 +173,18 @@ def command(asked: ManifestOptions) -> tuple[str, ...]:
     return ("torchrun", *meeting, "--no-python", *words)
 
 
-# --- writing it down ------------------------------------------------------------------------------
-
-
-def as_yaml(documents: Sequence[dict[str, Any]]) -> str:
+def as_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
     """YAML in which every text is quoted, so that YAML 1.1 and 1.2 read it the same way."""
-    return "".join("---\n" + "\n".join(_lines(each)) + "\n" for each in documents)
 
+    def quoted(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: quoted(each) for k, each in cast("dict[str, Any]", value).items()}
+        if isinstance(value, list):
+            return [quoted(each) for each in cast("list[Any]", value)]
+        return DoubleQuotedScalarString(value) if isinstance(value, str) else value
 
-def _lines(value: Any) -> list[str]:
-    """Lines of a mapping or a list that is not empty."""
-    found: list[str] = []
-    if isinstance(value, dict):
-        for name, each in cast("dict[str, Any]", value).items():
-            key = name if IDENTIFIER.fullmatch(name) else _scalar(name)
-            if isinstance(each, (dict, list)) and each:
-                found += [f"{key}:", *(f"  {line}" for line in _lines(each))]
-            else:
-                found.append(f"{key}: {_scalar(each)}")
-        return found
-    for each in cast("list[Any]", value):
-        if isinstance(each, (dict, list)) and each:
-            first, *others = _lines(each)
-            found += [f"- {first}", *(f"  {line}" for line in others)]
-        else:
-            found.append(f"- {_scalar(each)}")
-    return found
-
-
-def _scalar(value: Any) -> str:
-    """JSON, which is YAML except for letters beyond 16 bits: JSON writes them as a pair of escapes, YAML as one."""
-
-    def joined(pair: re.Match[str]) -> str:
-        high, low = int(pair[1], 16) - 0xD800, int(pair[2], 16) - 0xDC00
-        return f"\\U{0x10000 + (high << 10) + low:08x}"
-
-    pattern = r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})"
-    return re.sub(pattern, joined, json.dumps(value))
+    writer, text = YAML(), io.StringIO()
+    writer.explicit_start, writer.width = True, sys.maxsize
+    writer.indent(mapping=2, sequence=4, offset=2)
+    writer.dump_all([quoted(each) for each in documents], text)  # pyright: ignore[reportUnknownMemberType]
+    return text.getvalue()

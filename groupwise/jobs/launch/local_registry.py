@@ -5,14 +5,14 @@ A note is only a shorthand: with the job's place (`--at`) a command finds it wit
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
-from groupwise.jobs.launch.places import JobBackend, state_folder
+from groupwise.jobs.launch.places import WAYS, JobBackend, state_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,9 @@ class Note:
     """Another folder to which all its results were fetched after its end."""
 
 
+_NOTE = TypeAdapter(Note)
+
+
 def folder() -> Path:
     """The folder of the notes."""
     return state_folder("launches")
@@ -36,14 +39,7 @@ def folder() -> Path:
 
 def write(note: Note) -> None:
     """Write a note durably; it replaces one of the same name."""
-    document = {
-        "format": 1,
-        "name": note.name,
-        "place": note.place.document(),
-        "project": str(note.project),
-        "results": None if note.results is None else str(note.results),
-        "fetched": None if note.fetched is None else str(note.fetched),
-    }
+    document = {"format": 1, **_NOTE.dump_python(note, mode="json")}
     folder().mkdir(parents=True, exist_ok=True)
     atomic_files.write_json(_file(note.name), document)
 
@@ -91,15 +87,7 @@ def _file(name: str) -> Path:
 
 def _note_in(path: Path) -> Note | None:
     try:
-        document: dict[str, Any] = json.loads(path.read_bytes())
-        place = JobBackend.from_document(document["place"])
-        results, fetched = (document.get(name) for name in ("results", "fetched"))
-        return Note(
-            document["name"],
-            place,
-            Path(document["project"]),
-            None if results is None else Path(results),
-            None if fetched is None else Path(fetched),
-        )
-    except (OSError, ValueError, KeyError, TypeError, UsageError):
+        note = _NOTE.validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return None
+    return note if note.place.kind in WAYS else None  # one of another release

@@ -17,15 +17,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.backend import Backend
+from groupwise.jobs.clouds.engines import EngineBackend
 from groupwise.jobs.clouds.gang import GangBackend
 from groupwise.jobs.clouds.machine import ROOT, MachineBackend
 from groupwise.jobs.clouds.modal.backend import ModalBackend
 from groupwise.jobs.clouds.modal.live import LiveModal
 from groupwise.jobs.clouds.modal.runner import ModalRunner
-from groupwise.jobs.clouds.ray import RayBackend
-from groupwise.jobs.clouds.slurm import SlurmBackend
+from groupwise.jobs.clouds.ray import ray_options
+from groupwise.jobs.clouds.slurm import sbatch_options
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.local import LocalHost
 from groupwise.jobs.hosts.port import Host
@@ -100,19 +100,6 @@ class JobBackend:
         """The machines beside the first one."""
         return self.detail.get("others", ())
 
-    def document(self) -> dict[str, Any]:
-        """The place as plain data, to be stored."""
-        return {"kind": self.kind, "detail": dict(self.detail)}
-
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> JobBackend:
-        """The place that `document` describes. Raises UsageError for a kind of another release."""
-        if document["kind"] not in WAYS:
-            raise UsageError(
-                f"{document['kind']} is no place that this release of groupwise knows: it knows {', '.join(WAYS)}."
-            )
-        return cls(document["kind"], document["detail"])
-
 
 def state_folder(kind: str) -> Path:
     """The folder in which this machine keeps records of launched jobs: `$XDG_STATE_HOME/groupwise/<kind>`, by default below
@@ -142,14 +129,14 @@ def _machine(place: JobBackend) -> Backend:
 def _slurm(place: JobBackend) -> Backend:
     host, where, python = _called_host(place)
     runner = SlurmRunner(host, root=place.root, python=python)
-    return SlurmBackend(place.kind, runner, f"Slurm, by {where}")
+    return EngineBackend(place.kind, runner, f"Slurm, by {where}", sbatch_options)
 
 
 def _ray(place: JobBackend) -> Backend:
     host, where, python = _called_host(place, also=TOKENS)
     address = place.detail.get("address") or ADDRESS
     runner = RayRunner(host, root=place.root, python=python, address=address)
-    return RayBackend(place.kind, runner, f"Ray, by {where}")
+    return EngineBackend(place.kind, runner, f"Ray, by {where}", ray_options)
 
 
 def _aws(place: JobBackend) -> Backend:
@@ -167,9 +154,9 @@ def _aws(place: JobBackend) -> Backend:
 @cache
 def _ec2(region: str, profile: str | None) -> Ec2:
     """The client of a region, cached for the whole command: reading the descriptions of AWS's services takes longer than a call."""
-    from groupwise.jobs.clouds.ec2 import BotoEc2
+    from groupwise.jobs.clouds.ec2 import Ec2
 
-    return BotoEc2(region, profile)
+    return Ec2(region, profile)
 
 
 def _modal(place: JobBackend) -> Backend:

@@ -35,7 +35,7 @@ from groupwise.jobs.clouds.backend import (
     Unreachable,
 )
 from groupwise.jobs.clouds.boot import ARM
-from groupwise.jobs.clouds.ec2 import BotoEc2, Refused
+from groupwise.jobs.clouds.ec2 import Ec2, Refused
 from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.failures import FailureClass
@@ -217,7 +217,7 @@ async def test_of_two_machines_for_one_attempt_one_stays(
 # --- none is left ---------------------------------------------------------------------------------
 
 
-class Faulty(BotoEc2):
+class Faulty(Ec2):
     """AWS, where something happens before each call that comes after the start of a machine: `fails` is told its number and verb."""
 
     def __init__(self, fails: Callable[[int, str], None]) -> None:
@@ -283,23 +283,23 @@ async def test_a_start_whose_end_nobody_hears_is_found_and_ended(
     error: type[BaseException],
     told: str | None,
 ) -> None:
-    loop, starts, machines = asyncio.get_running_loop(), BotoEc2.start, BotoEc2.machines
+    loop, starts, machines = asyncio.get_running_loop(), Ec2.start, Ec2.machines
     silences = iter([False, False, how == "and AWS is silent"])
 
-    def start(self: BotoEc2, request: Any) -> Any:
+    def start(self: Ec2, request: Any) -> Any:
         if how == "Ctrl-C":
             loop.call_soon_threadsafe(starting.cancel)
             return starts(self, request)
         starts(self, request)
         raise Unreachable("no answer came")
 
-    def falls_silent(self: BotoEc2, job: str | None = None) -> Any:
+    def falls_silent(self: Ec2, job: str | None = None) -> Any:
         if next(silences, False):
             raise Unreachable("AWS is silent")
         return machines(self, job)
 
-    monkeypatch.setattr(BotoEc2, "start", start)
-    monkeypatch.setattr(BotoEc2, "machines", falls_silent)
+    monkeypatch.setattr(Ec2, "start", start)
+    monkeypatch.setattr(Ec2, "machines", falls_silent)
     starting = asyncio.create_task(client.makes())
     with pytest.raises(error, match=told):
         await starting

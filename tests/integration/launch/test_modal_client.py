@@ -10,7 +10,7 @@ from modal_proto import api_pb2
 
 from groupwise.jobs.clouds.backend import Outcome
 from groupwise.jobs.clouds.modal.live import LiveModal
-from groupwise.jobs.clouds.modal.port import Call, Image
+from groupwise.jobs.clouds.modal.port import Call, Image, app_of
 from groupwise.jobs.hosts.port import HostError, OutcomeUnknown
 from tests.fake_modal import FakeModal, desk, spawn
 from tests.fake_modal_server import EXPIRED, UNFINISHED, Server, modal_server
@@ -46,7 +46,7 @@ async def deployed(port: LiveModal) -> LiveModal:
 
 async def spawned(port: LiveModal, **asks: Any) -> str:
     """A call of a job."""
-    return await port.spawn(Call("job", 1, app=IMAGE.app, **asks), {})
+    return await port.spawn(Call("job", 1, app=app_of(IMAGE.name), **asks), {})
 
 
 def at_once(value: Any) -> Callable[[], Any]:
@@ -77,9 +77,9 @@ async def test_the_desk_is_deployed_once_and_is_one_container(
 async def test_work_has_its_image_from_the_builder_and_is_not_repeated_by_modal(
     server: Server, port: LiveModal
 ) -> None:
-    assert not await port.has_app(IMAGE.app)
+    assert not await port.has_app(app_of(IMAGE.name))
     await port.deploy(IMAGE)
-    assert await port.has_app(IMAGE.app)
+    assert await port.has_app(app_of(IMAGE.name))
     lines = [
         line for each in server.of("ImageGetOrCreate") for line in each.image.dockerfile_commands
     ]
@@ -98,7 +98,7 @@ async def test_a_call_has_its_gpu_its_time_and_its_secrets_and_nothing_else_has_
 ) -> None:
     asked: list[Any] = []
     server.answers = lambda *words: asked.append(words) or at_once(UNFINISHED)
-    call = Call("job", 1, app=IMAGE.app, gpu="A100-80GB:2", gpus=2, timeout=3600)
+    call = Call("job", 1, app=app_of(IMAGE.name), gpu="A100-80GB:2", gpus=2, timeout=3600)
     begun = await deployed.spawn(call, {"TOKEN": CANARY})
     [bound] = server.of("FunctionBindParams")
     options = bound.function_options

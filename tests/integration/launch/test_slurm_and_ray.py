@@ -189,7 +189,9 @@ def test_a_script_runs_on_a_node_and_is_found_from_another_machine_by_engine_and
 def test_a_plan_asks_slurm_and_changes_nothing(submitter: Person, cluster: ClusterCase) -> None:
     dry = ("slurm", "--name", "planned", "--dry-run")
     typed = submitter.types(*dry, "--gpus", "2", "--script", "job.py")
-    options = shlex.split(next(line for line in typed.out.splitlines() if "sbatch" in line))
+    options = shlex.split(
+        next(line for line in typed.out.splitlines() if "give it to Slurm" in line)
+    )
     assert "--gpus-per-node=2" in options
     assert "to start at" in typed.out
     for wrong, why in (

@@ -18,7 +18,7 @@ import modal
 
 from groupwise.jobs.clouds.modal import coordinator as desks
 from groupwise.jobs.clouds.modal import worker as works
-from groupwise.jobs.clouds.modal.port import MOST_SECONDS, Call, Image
+from groupwise.jobs.clouds.modal.port import MOST_SECONDS, Call, Image, app_of
 
 DESK_APP = "groupwise-desk-1"
 """Its number changes with the requests that it answers."""
@@ -94,7 +94,7 @@ def called(call: Call, secrets: Mapping[str, str], client: modal.Client | None =
     """The work, with the GPU, time limit and secrets of this call. The secrets it carries have no name, and are gone with it."""
     carried = [modal.Secret.from_dict({SECRETS: json.dumps(dict(secrets))})] if secrets else []
     named = named_secrets(call.named, client)
-    found = function(call.app or app_name(PLAIN), "work", client)
+    found = function(call.app or app_of(PLAIN), "work", client)
     return found.with_options(
         gpu=call.gpu,
         cpu=WORK_CORES,
@@ -103,11 +103,6 @@ def called(call: Call, secrets: Mapping[str, str], client: modal.Client | None =
         secrets=[*carried, *named],
         retries=0,
     )
-
-
-def app_name(image: str) -> str:
-    """The name of the app that does the work with this image."""
-    return Image(image, "").app
 
 
 def made_of(image: Image, folder: Path) -> modal.Image:
@@ -119,11 +114,6 @@ def made_of(image: Image, folder: Path) -> modal.Image:
     return copied.run_commands(f"cd {BUILD} && python -I builder.py")
 
 
-def _with_source(image: modal.Image) -> modal.Image:
-    """The image with the source of this release, which desk and work run."""
-    return image.add_local_python_source("groupwise")
-
-
 def deploy(image: Image, client: modal.Client | None = None) -> None:
     """Make the image, and deploy the work that uses it."""
     with tempfile.TemporaryDirectory() as name:
@@ -132,9 +122,9 @@ def deploy(image: Image, client: modal.Client | None = None) -> None:
             place = folder / path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(data)
-        app = modal.App(image.app, include_source=False)
+        app = modal.App(app_of(image.name), include_source=False)
         app.function(
-            image=_with_source(made_of(image, folder)),
+            image=made_of(image, folder).add_local_python_source("groupwise"),
             volumes={
                 HOME: runs(),
                 CACHE: modal.Volume.from_name(CACHES, create_if_missing=True, version=2),
@@ -155,7 +145,7 @@ def deploy_desk(client: modal.Client | None = None) -> None:
     # Its answers are decisions because there is one container, which takes one request at a time.
     app = modal.App(DESK_APP, include_source=False)
     app.function(
-        image=_with_source(modal.Image.debian_slim(DESK_PYTHON)),
+        image=modal.Image.debian_slim(DESK_PYTHON).add_local_python_source("groupwise"),
         volumes={HOME: runs()},
         max_containers=1,
         scaledown_window=AWAKE_SECONDS,

@@ -11,12 +11,12 @@ from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.backend import Capabilities, Cost, Handle, Order, Plan
-from groupwise.jobs.clouds.machine import MachineBackend, refuse
-from groupwise.jobs.clouds.modal.port import MOST_SECONDS, NAMED, SPARE_SECONDS, Call, Image
+from groupwise.jobs.clouds.machine import MachineBackend
+from groupwise.jobs.clouds.modal.port import MOST_SECONDS, NAMED, SPARE_SECONDS, Call, Image, app_of
 from groupwise.jobs.clouds.modal.runner import ModalRunner, engine_of
-from groupwise.jobs.hosts.driver import Launch, Resume
+from groupwise.jobs.hosts.driver import Engine
 from groupwise.jobs.hosts.files import BlobStore
-from groupwise.jobs.hosts.spec import FileEntry, JobSpec
+from groupwise.jobs.hosts.spec import FileEntry
 
 ENVIRONMENTS = "/opt/groupwise/environments"
 """The folder of the jobs' packages in images."""
@@ -57,7 +57,7 @@ class ModalBackend(MachineBackend):
 
     async def plan(self, order: Order) -> Plan:
         """See `Backend.plan`. It needs no token; if there is one, Modal is asked only for its owner."""
-        refuse(order)
+        order.check()
         call = self._call(order)
         files = {each.sha256: each.size for each in order.spec.files.values()}
         with self._cloud_errors():
@@ -93,7 +93,7 @@ class ModalBackend(MachineBackend):
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
-        refuse(order)
+        order.check()
         with self._cloud_errors():
             await self._modal.port.expect_secrets(order.asks.get(NAMED) or {})
             await self._deploy(order, store)
@@ -131,29 +131,19 @@ class ModalBackend(MachineBackend):
     async def _deploy(self, order: Order, store: BlobStore) -> None:
         """Make the order's image if Modal does not have it yet."""
         asked: Mapping[str, Any] | None = order.asks.get("image")
-        if asked is None or await self._modal.port.has_app(_app(asked)):
+        if asked is None or await self._modal.port.has_app(app := app_of(asked["name"])):
             return
         entries = {path: FileEntry(*entry) for path, entry in asked["files"].items()}
         if store.missing([each.sha256 for each in entries.values()]):
             raise UsageError(
-                f"the app {_app(asked)} is not at Modal any more, and this machine does not have what its image is made of: resume the job "
-                "from the machine that it was launched from, or launch it anew, under another name."
+                f"the app {app} is not at Modal any more, and this machine does not have what its image is made of: resume the job from "
+                "the machine that it was launched from, or launch it under another name."
             )
         files = {path: store.read(each.sha256) for path, each in entries.items()}
         await self._modal.port.deploy(Image(asked["name"], asked["python"], files))
 
-    async def _launch(
-        self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
-    ) -> Launch:
-        return Launch(
-            order.name,
-            epoch,
-            spec,
-            environment={"ATTEMPT": str(attempt)},
-            secrets=order.secrets,
-            resume=resume,
-            engine=engine_of(self._call(order)),
-        )
+    async def _engine(self, order: Order) -> Engine:
+        return engine_of(self._call(order))
 
     def _call(self, order: Order) -> Call:
         """The call for this job; `ModalRunner` adds the attempt. Raises UsageError."""
@@ -172,7 +162,7 @@ class ModalBackend(MachineBackend):
         return Call(
             order.name,
             0,
-            app=_app(image) if image else "",
+            app=app_of(image["name"]) if image else "",
             gpu=f"{gpu}:{gpus}" if gpus > 1 else gpu,
             gpus=gpus,
             timeout=timeout,
@@ -182,10 +172,6 @@ class ModalBackend(MachineBackend):
             every=self._every,
             named=order.asks.get(NAMED) or {},
         )
-
-
-def _app(image: Mapping[str, Any]) -> str:
-    return Image(image["name"], image["python"]).app
 
 
 def check_gpu(name: str) -> str:

@@ -11,7 +11,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from groupwise.jobs.clouds.modal.port import Call, Image
+from groupwise.jobs.clouds.modal.port import Call, Image, app_of
 from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, RunnerRefused
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class LiveModal:
         from groupwise.jobs.clouds.modal import app
 
         client = await self._connected()
-        if not call.app and not await self.has_app(app.app_name(app.PLAIN)):
+        if not call.app and not await self.has_app(app_of(app.PLAIN)):
             await self.deploy(Image(app.PLAIN, app.DESK_PYTHON))
         with _host_errors("spawn"):
             spawned = await app.called(call, secrets, client).spawn.aio(call.document())

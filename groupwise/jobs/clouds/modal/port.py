@@ -69,10 +69,10 @@ class Image:
     """The release of Python, such as `3.11`."""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
 
-    @property
-    def app(self) -> str:
-        """The name of the app that is deployed with this image."""
-        return f"groupwise-{self.name}"
+
+def app_of(image: str) -> str:
+    """The name of the app that does the work with this image."""
+    return f"groupwise-{image}"
 
 
 class ModalPort(Protocol):

@@ -12,14 +12,22 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise.jobs.clouds.modal.port import NAME, ROOT, Call, ModalPort
-from groupwise.jobs.hosts.answers import MemberState, Observation, RunnerState
-from groupwise.jobs.hosts.driver import USUAL, Engine, Known, Launch, Runner
+from groupwise.jobs.hosts.answers import MemberState, RunnerState
+from groupwise.jobs.hosts.driver import USUAL, Engine, Known, Runner
+from groupwise.jobs.hosts.engines import (
+    LIVING_BEAT,
+    ON_ITS_WAY,
+    UNSURE,
+    EngineRunner,
+    as_running,
+    name_of,
+)
 from groupwise.jobs.hosts.framing import (
     AnswerReader,
     checked_answer,
@@ -31,20 +39,13 @@ from groupwise.jobs.hosts.port import (
     HostError,
     OutcomeUnknown,
     Request,
-    RunnerRefused,
     RunnerResponse,
 )
 
 COLD = 120.0
 """Seconds that the desk may take to begin, in addition to the time of an answer."""
-ON_ITS_WAY = 60.0
-"""Seconds in which the process that laid an attempt out, or handed it over, may still be spawning the call for it."""
-SILENT = 60.0
-"""Seconds without a commit of the work after which no container has the job: Modal has taken the last one away."""
 TURNS = 3
 """Most looks at an attempt that changes meanwhile."""
-UNSURE = frozenset({RunnerState.QUEUED, RunnerState.LOST, RunnerState.REBOOTED})
-"""States that the files alone cannot settle."""
 
 
 class DeskHost:
@@ -72,36 +73,76 @@ class DeskHost:
         await self._port.close()
 
 
-class ModalRunner(Runner):
-    """A `Runner` at Modal. `launch` with an engine made by `engine_of` spawns a call for the attempt."""
+@dataclass(frozen=True, slots=True)
+class ModalTurn:
+    """The calls that Modal has for a stint of an attempt: an `EngineJob`."""
+
+    name: str
+    number: int
+    """The stint's number."""
+    call: str | None
+    """The call that has the turn; None: the first of those spawned that takes it."""
+    spawned: tuple[str, ...]
+    """The calls that are known to be spawned for this stint."""
+    waits_for: str
+    """What the attempt waits for if it has not begun; empty: no call lives, and none is on its way."""
+
+    @property
+    def lives(self) -> bool:
+        """See `EngineJob.lives`."""
+        return bool(self.waits_for)
+
+    def __str__(self) -> str:
+        return self.waits_for
+
+
+class ModalRunner(EngineRunner[ModalTurn]):
+    """The `EngineRunner` for Modal. `launch` with an engine made by `engine_of` spawns a call for the attempt."""
+
+    title = "Modal"
+    carries_secrets = True
 
     def __init__(self, port: ModalPort, *, root: str = ROOT, every: float = 5.0) -> None:
         """`every`: seconds between two looks of `wait`, each of which keeps the desk awake."""
         super().__init__(DeskHost(port), root=root)
         self.port, self._every = port, every
-        self._seen: dict[tuple[str, int], RunnerState] = {}
 
-    async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
-        """See `Runner.launch`. RunnerRefused: Modal refuses it, and nothing of it is left."""
-        asked = replace(launch, secrets={}, spec=replace(launch.spec, secrets=()))
-        state = await super().launch(asked, timeout=timeout)
-        if state.state is not RunnerState.QUEUED or launch.engine is None:
-            return await self._judge_one(state)
-        turn = (await self._turns((state,)))[_name(state)]
-        if not turn["given"] and turn["call"] is None:
-            await self._spawn(state, launch.engine, launch.secrets)
-        return await self._judge_one(state)
+    async def word(self) -> str:
+        """See `EngineRunner.word`."""
+        return NAME
 
-    async def _spawn(self, state: MemberState, engine: Engine, secrets: Mapping[str, str]) -> None:
-        """Spawn a call for a queued attempt. If Modal refuses, the attempt is removed."""
-        asked = Call(**json.loads(engine.options[0]))
+    async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[ModalTurn]:
+        """See `EngineRunner.find_jobs`: the turn of each attempt, also of those for which no call was spawned yet."""
+        asked = {f"{each.job}.{each.epoch}": each for each in attempts}
+        keys = [[each.job, each.epoch] for each in asked.values()]
+        turns: dict[str, dict[str, Any]] = await self.port.desk("turns", keys)
+        found: list[ModalTurn] = []
+        for name, turn in turns.items():
+            call: str | None = turn["call"]
+            spawned: list[str] = turn["given"]
+            living = [c for c in ([call] if call else spawned) if await self.port.lives(c)]
+            waits_for = ""
+            if living:
+                waits_for = f"call {living[0]} waits for a container of Modal"
+            elif call is None and turn["age"] < ON_ITS_WAY:
+                waits_for = "it is on its way to Modal"
+            if call and call not in spawned:
+                spawned = [*spawned, call]
+            its = name_of(asked[name]), turn["number"], call, tuple(spawned), waits_for
+            found.append(ModalTurn(*its))
+        return found
+
+    async def _was_submitted(self, state: MemberState) -> bool:
+        [turn] = await self.find_jobs([state])
+        return bool(turn.spawned)
+
+    async def _submit(
+        self, state: MemberState, options: Sequence[str], secrets: Mapping[str, str]
+    ) -> None:
+        """See `EngineRunner._submit`."""
+        asked = Call(**json.loads(options[0]))
         call = replace(asked, job=state.job, epoch=state.epoch)
-        try:
-            spawned = await self.port.spawn(call, secrets)
-        except RunnerRefused:
-            await super().void(state.job, state.epoch)
-            await self.forget(state.job, state.epoch)
-            raise
+        spawned = await self.port.spawn(call, secrets)
         turn = await self.port.desk("note", state.job, state.epoch, call.number, spawned)
         if turn is None:  # the attempt was removed meanwhile
             turn = {"given": [spawned], "call": "none"}
@@ -111,114 +152,61 @@ class ModalRunner(Runner):
             if each != stays:
                 await self.port.cancel(each)
 
-    async def status(self, job: str, epoch: int, *, timeout: float = USUAL) -> MemberState:
-        """See `Runner.status`."""
-        return await self._judge_one(await super().status(job, epoch, timeout=timeout))
-
-    async def observe(
-        self,
-        *,
-        probe: Sequence[str] | None = None,
-        probe_timeout: float = 10.0,
-        timeout: float = USUAL,
-    ) -> Observation:
-        """See `Runner.observe`."""
-        seen = await super().observe(probe=probe, probe_timeout=probe_timeout, timeout=timeout)
-        return replace(seen, attempts=await self._judge_all(seen.attempts))
+    async def _cancel(self, jobs: Iterable[ModalTurn]) -> None:
+        for call in [call for turn in jobs for call in turn.spawned]:
+            with suppress(HostError):
+                await self.port.cancel(call)
 
     async def wait(
         self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
     ) -> tuple[MemberState, ...]:
         """See `Runner.wait`. It polls, because a desk that waits answers no other caller."""
-        told = {k: replace(each, state=self._seen.get(k, each.state)) for k, each in known.items()}
         until = time.monotonic() + seconds
         while True:
-            states = [await self.status(*key) for key in told]
-            news = any(_differs(each, told[each.job, each.epoch]) for each in states)
+            states = [await self.status(*key) for key in known]
             left = until - time.monotonic()
-            if news or left <= 0:
+            if left <= 0 or any(_is_news(each, known[each.job, each.epoch]) for each in states):
                 return tuple(states)
             await asyncio.sleep(min(self._every, left))
-
-    async def void(
-        self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
-    ) -> MemberState:
-        """See `Runner.void`. From here on no call can begin it; those that were spawned are cancelled to save the attempt."""
-        state = await super().void(job, epoch, because=because, timeout=timeout)
-        if state.state is RunnerState.VOIDED and state.engine == NAME:
-            turn = (await self._turns((state,)))[_name(state)]
-            for each in turn["given"]:
-                with suppress(HostError):
-                    await self.port.cancel(each)
-        return await self._judge_one(state)
 
     async def kill(
         self, job: str, epoch: int, *, grace: float, timeout: float = USUAL
     ) -> MemberState:
         """See `Runner.kill`. If no container has it, no process would notice: its calls are cancelled, and the desk writes its end."""
-        state = await super().kill(job, epoch, grace=grace, timeout=timeout)
-        if state.state in UNSURE and (state.beat_age or 0.0) > SILENT:
-            turn = (await self._turns((state,)))[_name(state)]
-            for each in {*turn["given"], turn["call"]} - {None}:
-                await self.port.cancel(each)
+        state = await Runner.kill(self, job, epoch, grace=grace, timeout=timeout)
+        if state.state in UNSURE and (state.beat_age or 0.0) > LIVING_BEAT:
+            for turn in await self.find_jobs([state]):
+                for call in turn.spawned:
+                    await self.port.cancel(call)
             await self.port.desk("end", job, epoch, "cancelled while it waited for a container")
-            state = await super().status(job, epoch)
+            return await self.status(job, epoch)
         return await self._judge_one(state)
 
     # --- judging --------------------------------------------------------------------------------
 
-    async def _judge_one(self, state: MemberState) -> MemberState:
-        return (await self._judge_all((state,)))[0]
+    def _is_unsure(self, state: MemberState) -> bool:
+        return state.engine is not None and state.state in UNSURE
 
-    async def _judge_all(self, states: Sequence[MemberState]) -> tuple[MemberState, ...]:
-        """The true state of each, by its files and, if they cannot settle it, by its turn and Modal."""
-        unsure = [each for each in states if _is_unsure(each)]
-        turns = await self._turns(unsure) if unsure else {}
-        judged = [
-            await self._judge(each, turns[_name(each)]) if _is_unsure(each) else each
-            for each in states
-        ]
-        self._seen.update({(each.job, each.epoch): each.state for each in judged})
-        return tuple(judged)
-
-    async def _judge(self, state: MemberState, turn: Mapping[str, Any]) -> MemberState:
+    async def _judge(self, state: MemberState, jobs: Sequence[ModalTurn]) -> MemberState:
+        """See `EngineRunner._judge`. If no call lives, the files are read again, for a last commit or the turn of the next call."""
+        [turn] = jobs
         for _ in range(TURNS):
-            if not _is_unsure(state):
+            if turn.lives:
+                queued = state.state is RunnerState.QUEUED
+                return replace(state, engine_says=str(turn)) if queued else as_running(state)
+            before = (state.state, turn.number, turn.call)
+            state = await Runner.status(self, state.job, state.epoch)
+            if not self._is_unsure(state):
                 return state
-            living = await self._lives(turn)
-            if living or (turn["call"] is None and turn["age"] < ON_ITS_WAY):
-                if state.state is RunnerState.QUEUED:
-                    says = (
-                        f"call {living} waits for a container of Modal"
-                        if living
-                        else "it is on its way to Modal"
-                    )
-                    return replace(state, engine_says=says)
-                runs = RunnerState.CLAIMED if state.pid is None else RunnerState.RUNNING
-                return replace(state, state=runs, survivors=None)
-            before, known = state, turn
-            state = await super().status(state.job, state.epoch)
-            turn = (await self._turns((state,)))[_name(state)]
-            if (state.state, turn["number"], turn["call"]) == (
-                before.state,
-                known["number"],
-                known["call"],
-            ):
+            [turn] = await self.find_jobs([state])
+            if (state.state, turn.number, turn.call) == before:
                 break
         if state.state is RunnerState.QUEUED:
-            because = "Modal has no call for it any more, and it never began"
-            return await super().void(state.job, state.epoch, because=because)
+            return await self._not_queued(state, jobs)
         return replace(state, state=RunnerState.LOST, survivors=0)
 
-    async def _lives(self, turn: Mapping[str, Any]) -> str | None:
-        """The living call that has the turn, or waits for it; None if there is none."""
-        for each in [turn["call"]] if turn["call"] else turn["given"]:
-            if await self.port.lives(each):
-                return str(each)
-        return None
-
-    async def _turns(self, states: Sequence[MemberState]) -> dict[str, dict[str, Any]]:
-        return await self.port.desk("turns", [[each.job, each.epoch] for each in states])
+    async def _not_queued(self, state: MemberState, jobs: Sequence[ModalTurn]) -> MemberState:
+        return await self._never_begins(state, "Modal has no call for it any more")
 
 
 def engine_of(call: Call) -> Engine:
@@ -226,18 +214,9 @@ def engine_of(call: Call) -> Engine:
     return Engine(NAME, (json.dumps(call.document()),))
 
 
-def _is_unsure(state: MemberState) -> bool:
-    return state.engine == NAME and state.state in UNSURE
-
-
-def _differs(state: MemberState, known: Known) -> bool:
-    return (state.state, state.log_size, state.checkpoints, state.step) != (
-        known.state,
-        known.log_size,
-        known.checkpoints,
-        known.step,
-    )
-
-
-def _name(state: MemberState) -> str:
-    return f"{state.job}.{state.epoch}"
+def _is_news(state: MemberState, known: Known) -> bool:
+    """True if an attempt differs from what its caller knows, who may take one that is queued for one that was claimed."""
+    waits = {state.state, known.state} <= {RunnerState.QUEUED, RunnerState.CLAIMED}
+    progress = (state.log_size, state.checkpoints, state.step)
+    differs = progress != (known.log_size, known.checkpoints, known.step)
+    return differs or (state.state is not known.state and not waits)

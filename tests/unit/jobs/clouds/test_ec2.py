@@ -7,7 +7,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError, NoCredenti
 
 from groupwise.jobs.clouds import ec2
 from groupwise.jobs.clouds.backend import CloudError, Unreachable
-from groupwise.jobs.clouds.ec2 import BotoEc2, NoCredentials, Refused
+from groupwise.jobs.clouds.ec2 import Ec2, NoCredentials, Refused
 
 
 class Scripted:
@@ -27,10 +27,10 @@ class Scripted:
         return call
 
 
-def aws(*answers: Any) -> tuple[BotoEc2, Scripted]:
+def aws(*answers: Any) -> tuple[Ec2, Scripted]:
     client = Scripted(*answers)
     services = ("ec2", "sts", "ssm", "pricing")
-    return BotoEc2("r", pause=0.0, _clients={(each, "r"): client for each in services}), client
+    return Ec2("r", pause=0.0, _clients={(each, "r"): client for each in services}), client
 
 
 def refusal(code: str) -> ClientError:

@@ -7,10 +7,11 @@ import pytest
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.ray import checked_address, ray_options
+from groupwise.jobs.hosts.spec import Limits
 
 
 def asked(gpus: int = 0, **asks: Any) -> dict[str, Any]:
-    [found] = ray_options(asks, gpus)
+    [found] = ray_options(asks, gpus, Limits())
     return json.loads(found)
 
 
@@ -19,7 +20,7 @@ def test_all_that_was_asked_in_the_words_of_its_api() -> None:
     assert asked(2, cpus=0.5, memory=1 << 30, resources={"a": 1}) == {
         "entrypoint_num_cpus": 0.5, "entrypoint_num_gpus": 2, "entrypoint_memory": 1 << 30, "entrypoint_resources": {"a": 1},
     }  # fmt: skip
-    [of_each] = ray_options({"memory": 1 << 30, "resources": {"a": 1}}, 2, nodes=3)
+    [of_each] = ray_options({"memory": 1 << 30, "resources": {"a": 1}}, 2, Limits(), nodes=3)
     bundle = {"CPU": 1, "GPU": 2, "memory": 1 << 30, "a": 1}
     assert json.loads(of_each) == {"gang": {"nodes": 3, "bundle": bundle}}
 

@@ -40,7 +40,7 @@ def test_what_is_of_another_type_than_agreed_is_no_answer() -> None:
     }  # fmt: skip
     told = [{**STATE, field: value} for field, values in odd.items() for value in values]
     for each in (*told, []):
-        with pytest.raises(BadAnswer, match="expected"):
+        with pytest.raises(BadAnswer, match="the state of an attempt"):
             answers.member_state(each)
 
 
@@ -102,7 +102,7 @@ def test_so_much_is_kept_and_no_more() -> None:
         4096,
     )
     for many in ({"gpus": OBSERVATION["gpus"] * 200}, {"apps": OBSERVATION["apps"] * 20_000}):
-        with pytest.raises(BadAnswer, match="is the most"):
+        with pytest.raises(BadAnswer, match="at most"):
             answers.observation(OBSERVATION | many)
     with pytest.raises(BadAnswer) as told:
         answers.member_state({**STATE, "state": long})

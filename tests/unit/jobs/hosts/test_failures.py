@@ -16,8 +16,7 @@ def record(
     gpus: int | None = 1,
 ) -> ExitRecord:
     return ExitRecord(
-        code, signal, reason, "", oom_kill, seconds=1.0,
-        finished_at=None, tail=tail, gpus=gpus,
+        code=code, signal=signal, reason=reason, oom_kill=oom_kill, seconds=1.0, tail=tail, gpus=gpus
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from groupwise.jobs.hosts.answers import RunnerState
 from groupwise.jobs.hosts.driver import Engine, Launch
 from groupwise.jobs.hosts.engines import LIVING_BEAT
 from groupwise.jobs.hosts.port import HostUnreachable, RunnerRefused
-from groupwise.jobs.hosts.ray import ADDRESS, RayRunner, TendedRay
+from groupwise.jobs.hosts.ray import ADDRESS, RayRunner
 from groupwise.jobs.hosts.spec import JobSpec
 from tests.fake_cluster_head import Head
 
@@ -197,9 +197,9 @@ async def test_what_another_one_is_to_begin_is_left_alone(engine: str, address: 
 # --- of somebody who tends it ----------------------------------------------------------------------
 
 
-def tended(head: RaysHead) -> TendedRay:
+def tended(head: RaysHead) -> RayRunner:
     head.state["engine"] = "ray"
-    return TendedRay(head, root="root", address="http://another:8265")
+    return RayRunner(head, root="root", address="http://another:8265", tended=True)
 
 
 TENDED = replace(LAUNCH, engine=Engine("ray", (ASKED,)))

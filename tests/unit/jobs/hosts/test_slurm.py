@@ -8,7 +8,7 @@ from groupwise.jobs.hosts.answers import RunnerState
 from groupwise.jobs.hosts.driver import Engine, Launch
 from groupwise.jobs.hosts.engines import LIVING_BEAT
 from groupwise.jobs.hosts.port import HostUnreachable, RunnerRefused
-from groupwise.jobs.hosts.slurm import ON_ITS_WAY, SlurmRunner, TendedSlurm
+from groupwise.jobs.hosts.slurm import ON_ITS_WAY, SlurmRunner
 from groupwise.jobs.hosts.spec import JobSpec
 from tests.fake_cluster_head import Head
 
@@ -139,8 +139,8 @@ async def test_what_seems_lost_is_only_where_both_are_silent(
 # --- of who tends it -------------------------------------------------------------------------------
 
 
-def tended(cluster: Cluster) -> TendedSlurm:
-    return TendedSlurm(cluster, root="root")
+def tended(cluster: Cluster) -> SlurmRunner:
+    return SlurmRunner(cluster, root="root", tended=True)
 
 
 async def test_what_waits_goes_on_waiting_while_slurm_is_away() -> None:

@@ -60,7 +60,7 @@ def test_the_project_travels_by_hashes(packs: Packs, store: BlobStore) -> None:
     assert packed.bundle.left_out == {"runs/warm/": "the folder of a run"}
     assert (packed.order.name, packed.order.gpus) == ("job", 2)
     assert (spec.arguments, spec.limits.time_seconds) == (COMMAND, 5400.0)
-    assert packed.order.problems() == []
+    packed.order.check()
 
 
 def test_secrets_are_named_and_nothing_more(packs: Packs, store: BlobStore) -> None:

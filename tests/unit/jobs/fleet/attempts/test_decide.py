@@ -51,7 +51,7 @@ def exited(
     oom_kill: int = 0,
 ) -> ExitRecord:
     return ExitRecord(
-        code, signal, reason, "", oom_kill, seconds=1.0,
+        code=code, signal=signal, reason=reason, oom_kill=oom_kill, seconds=1.0,
         finished_at=finished_at, tail=tail,
     )  # fmt: skip
 
