@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PIECES = Path(__file__).with_name("runner")
-"""The folder of the pieces. Its `__init__.py` describes the protocol and becomes the head of the text."""
+"""The folder of the pieces; `protocol.py` says what they do together."""
 ENTRY = "requests"
 """The piece that answers a request; it imports all others, directly or not."""
+HEAD = "# The runner, put together from the modules of groupwise/jobs/hosts/runner/.\n"
 PACKAGE = f"{__package__}.{PIECES.name}."
 
 
@@ -58,8 +59,7 @@ def assemble(folder: Path) -> str:
                 raise ValueError(f"{piece}.py and {owners[name]}.py both define {name}")
 
     add(ENTRY)
-    head = (folder / "__init__.py").read_text("utf-8").strip()
-    return "\n\n\n".join([head + "\n\n" + "\n".join(sorted(modules)), *bodies.values(), ""])
+    return "\n\n\n".join(["\n".join([HEAD, *sorted(modules)]), *bodies.values(), ""])
 
 
 def _read_piece(path: Path) -> tuple[list[str], list[str], str]:
