@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from groupwise.jobs.hosts.runner.blobs import has_blob, hash_of, store_blob
 from groupwise.jobs.hosts.runner.checkpoints import SETTLED, checkpoints_of, identity
 from groupwise.jobs.hosts.runner.files import open_plain, read_json, write_json
-from groupwise.jobs.hosts.runner.locks import HeldLock, alone
+from groupwise.jobs.hosts.runner.locks import HeldLock, one_at_a_time
 from groupwise.jobs.hosts.runner.protocol import (
     Refusal,
     as_list,
@@ -59,70 +59,68 @@ HASHES_EACH = 400
 """Bytes for one file, where a job may leave so many that it comes to more."""
 
 
-def slice_of(body: dict[str, Any]) -> tuple[int, int]:
-    """Offset and limit of a request."""
-    return count_of(body, "offset", 0), min(count_of(body, "limit", LARGEST_READ), LARGEST_READ)
+def read_slice(body: dict[str, Any], fd: int) -> Answered:
+    """Answer with the part of a file that a request asks for, then close the file."""
+    offset = count_of(body, "offset", 0)
+    limit = min(count_of(body, "limit", LARGEST_READ), LARGEST_READ)
+    try:
+        return {"size": os.fstat(fd).st_size, "offset": offset}, os.pread(fd, limit, offset)
+    finally:
+        os.close(fd)
+
+
+def files_of(body: dict[str, Any]) -> list[tuple[str, str, int]]:
+    """The field `files` of a request: path, SHA-256 and size in bytes of each."""
+    files = body["files"]
+    shas = shas_of({"files": [entry[1] for entry in files]}, "files")
+    return [
+        (text_of({"path": entry[0]}, "path"), shas[n], count_of({"size": entry[2]}, "size"))
+        for n, entry in enumerate(files)
+    ]
 
 
 def verb_log(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Read the command's output from a byte on."""
     attempt = attempt_of(root, body)
-    offset, limit = slice_of(body)
     try:
         fd = open_plain(attempt.at("log"))
     except OSError:
-        return {"size": 0, "offset": offset}, b""
-    try:
-        data = os.pread(fd, limit, offset)
-        return {"size": os.fstat(fd).st_size, "offset": offset}, data
-    finally:
-        os.close(fd)
+        return {"size": 0, "offset": count_of(body, "offset", 0)}, b""
+    return read_slice(body, fd)
 
 
 def verb_read(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Read part of a file of the working folder."""
     attempt, path = attempt_of(root, body), text_of(body, "path")
-    offset, limit = slice_of(body)
     expected = body.get("sha256")
     if expected is not None:
         hashes = Hashes(attempt)
         if hashes.of(path) != expected:
             raise Refusal("changed", f"{path} is not what it was: its hash is another")
         hashes.keep()
-    fd = open_regular(attempt.work, path)
-    try:
-        data = os.pread(fd, limit, offset)
-        return {"size": os.fstat(fd).st_size, "offset": offset}, data
-    finally:
-        os.close(fd)
+    return read_slice(body, open_regular(attempt.work, path))
 
 
 def verb_gather(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Read many small files of the working folder in one answer: starting a process for each takes longer than reading it."""
-    attempt, files = attempt_of(root, body), body["files"]
-    paths = [text_of({"path": entry[0]}, "path") for entry in files]
-    shas = shas_of({"files": [entry[1] for entry in files]}, "files")
-    sizes = [count_of({"size": entry[2]}, "size") for entry in files]
-    if len(files) > MOST_GATHERED or sum(sizes) > LARGEST_GATHERED:
+    attempt, files = attempt_of(root, body), files_of(body)
+    if len(files) > MOST_GATHERED or sum(size for _, _, size in files) > LARGEST_GATHERED:
         raise Refusal(
             "bad_request",
             f"files: at most {MOST_GATHERED} of together {LARGEST_GATHERED} bytes are expected",
         )
-    found = [whole_inside(attempt.work, path, shas[n], sizes[n]) for n, path in enumerate(paths)]
+    found = [whole_inside(attempt.work, path, sha, size) for path, sha, size in files]
     return {"whole": [data is not None for data in found]}, b"".join(filter(None, found))
 
 
 def verb_keep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Store files of the working folder as blobs; if one has changed, those before it are kept."""
-    attempt, files = attempt_of(root, body), body["files"]
-    paths = [text_of({"path": entry[0]}, "path") for entry in files]
-    shas = shas_of({"files": [entry[1] for entry in files]}, "files")
-    sizes = [count_of({"size": entry[2]}, "size") for entry in files]
+    attempt, files = attempt_of(root, body), files_of(body)
     with HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
-        for n, sha in enumerate(shas):
+        for path, sha, size in files:
             if not has_blob(root, sha):
-                keep_file(root, attempt.work, paths[n], sha, sizes[n])
-    return {"kept": shas}, b""
+                keep_file(root, attempt.work, path, sha, size)
+    return {"kept": [sha for _, sha, _ in files]}, b""
 
 
 def keep_file(root: Root, work: str, path: str, sha: str, size: int) -> None:
@@ -144,18 +142,18 @@ def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     state = state_of(attempt) or {}
     answer: dict[str, Any] = {"files": {}, "refused": [], "refused_more": {}, "checkpoints": []}
     if what != "checkpoints" and os.path.isdir(attempt.path):
-        with alone(attempt.path):
-            answer.update(Artefacts(attempt, state).listed())
+        with one_at_a_time(attempt.path):
+            answer.update(Artefacts(attempt, state).collect())
     if what != "artefacts":
         # Oldest first; only the newest if an answer does not hold them all.
         hashes, room = Hashes(attempt), LARGEST_LISTING
         found: list[dict[str, Any]] = []
         for checkpoint in reversed(checkpoints_of(attempt, state.get("checkpoints") or ())):
-            told = listed_checkpoint(checkpoint, hashes)
-            size = sum(map(told_size, told["files"])) if told else 0
-            if told and size <= room:
+            listed = listed_checkpoint(checkpoint, hashes)
+            size = sum(map(listed_bytes, listed["files"])) if listed else 0
+            if listed and size <= room:
                 room -= size
-                found.append(told)
+                found.append(listed)
         hashes.keep()
         answer["checkpoints"] = found[::-1]
     return answer, b""
@@ -180,7 +178,7 @@ class Artefacts:
         self.more: dict[str, int] = {}
         """How many more of each kind are refused, beside those."""
 
-    def listed(self) -> dict[str, Any]:
+    def collect(self) -> dict[str, Any]:
         """The files in order of their names, and those that are refused."""
         for path in self.named:
             self.walk.enter(path)
@@ -194,14 +192,14 @@ class Artefacts:
 
     def _refuse(self, path: str, why: str) -> None:
         weighs = path in self.named or why not in NO_FILES
-        self.refused_room[weighs] -= told_size(path)
+        self.refused_room[weighs] -= listed_bytes(path)
         if self.refused_room[weighs] < 0 or len(self.refused[weighs]) >= MOST_REFUSED:
             self.more[why] = self.more.get(why, 0) + 1
         else:
             self.refused[weighs].append([path, why])
 
     def _take(self, path: str, found: os.stat_result) -> None:
-        self.room -= told_size(path)
+        self.room -= listed_bytes(path)
         if not self.files_left or self.room < 0:
             return self._refuse(path, "too_many")
         if found.st_size > self.bytes_left:
@@ -229,7 +227,7 @@ def most_artefacts(state: dict[str, Any]) -> int:
     return min(100_000 if most is None else int(most), MOST_ARTEFACTS)
 
 
-def told_size(path: str) -> int:
+def listed_bytes(path: str) -> int:
     """Most bytes that one file takes up in an answer."""
     return len(json.dumps(path)) + 96
 

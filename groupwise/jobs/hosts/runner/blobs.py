@@ -9,11 +9,11 @@ import stat
 from typing import TYPE_CHECKING
 
 from groupwise.jobs.hosts.runner.files import make_folder, remove_file, sync_folder
-from groupwise.jobs.hosts.runner.locks import HeldLock, alone
+from groupwise.jobs.hosts.runner.locks import HeldLock, one_at_a_time
 from groupwise.jobs.hosts.runner.protocol import Refusal, Refused, Work, count_of, shas_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Iterator
     from typing import Any, BinaryIO
 
     from groupwise.jobs.hosts.runner.protocol import Answered, Readable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CLONE = 0x40049409
 """FICLONE of the kernel: a file of its own that shares its blocks with another until one of them is changed."""
 BLOB_TIME = 1_000_000_000
-"""Modification time of a blob, in seconds: one that was written to since has another."""
+"""Modification time of a blob, in seconds: one that was written to since has another one."""
 
 
 def has_blob(root: Root, sha: str) -> bool:
@@ -104,7 +104,12 @@ def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
             fcntl.ioctl(file.fileno(), CLONE, source.fileno())
             sound = True
         except OSError:  # this file system cannot clone
-            sound = (yield from copy_pieces(source, file)) == sha
+            digest = hashlib.sha256()
+            for data in iter(lambda: source.read(1 << 20), b""):
+                yield
+                digest.update(data)
+                file.write(data)
+            sound = digest.hexdigest() == sha
         os.fchmod(file.fileno(), mode)
     if not sound:
         remove_file(blob)
@@ -114,24 +119,12 @@ def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
         )
 
 
-def copy_pieces(source: BinaryIO, file: BinaryIO) -> Generator[None, None, str]:
-    """Copy in pieces, yielding between them; returns the hash."""
-    digest = hashlib.sha256()
-    while True:
-        data = source.read(1 << 20)
-        yield
-        if not data:
-            return digest.hexdigest()
-        digest.update(data)
-        file.write(data)
-
-
 def verb_missing(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """List the blobs that have to be sent. Those that are here are about to be used, so no sweep takes them for a while."""
-    return {"missing": [sha for sha in shas_of(body, "sha256") if not spare_blob(root, sha)]}, b""
+    return {"missing": [sha for sha in shas_of(body, "sha256") if not protect_blob(root, sha)]}, b""
 
 
-def spare_blob(root: Root, sha: str) -> bool:
+def protect_blob(root: Root, sha: str) -> bool:
     """True if the blob is here; it then counts as changed now, which protects it from a sweep. `launch` looks again, under the lock."""
     try:
         if has_blob(root, sha):
@@ -162,7 +155,7 @@ def verb_join(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     size = count_of({"size": body["blob"][1]}, "size")
     parts = shas_of({"parts": [entry[0] for entry in body["parts"]]}, "parts")
     folder = make_folder(os.path.dirname(root.blob(sha)))
-    with alone(folder), HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
+    with one_at_a_time(folder), HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
         if not has_blob(root, sha):
             missing = [part for part in parts if not has_blob(root, part)]
             if missing:

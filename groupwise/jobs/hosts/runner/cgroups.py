@@ -22,7 +22,7 @@ SCOPE_PATIENCE = 5.0
 
 
 class Group:
-    """The control groups of one attempt: one of v2, to find and kill its processes, one with the memory controller. Either may lack."""
+    """The control groups of one attempt: one of v2, to find and kill its processes, and one that limits memory. Either may be missing."""
 
     def __init__(self, v2: str | None = None, memory: str | None = None) -> None:
         self.v2, self.memory = v2, memory

@@ -73,7 +73,9 @@ def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]
         checkpoint = checkpoint_of(walk, path)
         if checkpoint is None:
             others.note(file)
-        elif is_complete(checkpoint):
+            continue
+        there = {name: walk.files.get(f"{checkpoint.path}/{name}") for name in checkpoint.files}
+        if all(f and f.st_size == checkpoint.files[name]["size"] for name, f in there.items()):
             found.append(checkpoint)
     others.keep()
     return sorted(found, key=lambda c: (c.step, c.path))
@@ -90,15 +92,6 @@ def checkpoint_of(walk: Walk, path: str) -> Checkpoint | None:
     except (Refusal, OSError, *NO_JSON, KeyError, TypeError, AttributeError):
         return None
     return Checkpoint(walk, path.rpartition("/")[0], step, files) if right else None
-
-
-def is_complete(checkpoint: Checkpoint) -> bool:
-    """True if each of its files is there with the right size."""
-    for path, entry in checkpoint.files.items():
-        found = checkpoint.found.get(checkpoint.path + "/" + path)
-        if found is None or found.st_size != entry["size"]:
-            return False
-    return True
 
 
 class OtherManifests:

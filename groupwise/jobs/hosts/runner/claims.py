@@ -22,7 +22,7 @@ from groupwise.jobs.hosts.runner.locks import is_locked, take_lock
 from groupwise.jobs.hosts.runner.processes import Belonging, boot_clock, boot_id
 from groupwise.jobs.hosts.runner.protocol import LONGEST_WORD, PROTOCOL, Refusal, text_of
 from groupwise.jobs.hosts.runner.root import TOKEN, attempt_of, with_spare
-from groupwise.jobs.hosts.runner.state import blank, member, state_of
+from groupwise.jobs.hosts.runner.state import absent_member, member, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,21 +39,20 @@ def verb_void(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Ensure that this epoch never begins, unless it has begun already."""
     attempt = attempt_of(root, body)
     because = text_of(body, "because")[:LONGEST_WORD] if body.get("because") else ""
-    with_spare(root, lambda: make_void(root, attempt, because))
+
+    def make_void() -> None:
+        with root.job_lock(attempt.job):
+            remove_unbegun(attempt)
+            void_queued(attempt, because)
+            if not os.path.isdir(attempt.path):
+                root.note_epoch(attempt.job, highest=attempt.epoch)
+                claim(attempt, {"phase": "voided"})
+
+    with_spare(root, make_void)
     return member(attempt), b""
 
 
-def make_void(root: Root, attempt: Attempt, because: str = "") -> None:
-    """Make the folder that marks the epoch as void, if it has none."""
-    with root.job_lock(attempt.job):
-        take_over_unbegun(attempt)
-        withdraw(attempt, because)
-        if not os.path.isdir(attempt.path):
-            root.note_epoch(attempt.job, highest=attempt.epoch)
-            claim(attempt, {"phase": "voided"})
-
-
-def withdraw(attempt: Attempt, because: str) -> None:
+def void_queued(attempt: Attempt, because: str) -> None:
     """Void a queued attempt by taking its token before its engine does."""
     state = read_json(attempt.at("state.json")) or {}
     if state.get("phase") != "queued":
@@ -77,18 +76,18 @@ def take_token(attempt: Attempt, target: str) -> bool:
     return True
 
 
-def too_late(attempt: Attempt, known: dict[str, Any]) -> dict[str, Any]:
+def lower_epoch_member(attempt: Attempt, known: dict[str, Any]) -> dict[str, Any]:
     """The answer to an epoch that has been overtaken; no folder is made for it, and none ever will be."""
     what = "forgotten" if attempt.epoch <= known["forgotten"] else "overtaken"
     message = f"epoch {attempt.epoch} was {what}: this machine has seen {known['highest']}"
     return {
-        **blank(attempt),
+        **absent_member(attempt),
         "state": "refused",
         "refused": {"code": "lower_epoch", "message": message, "highest": known["highest"]},
     }
 
 
-def was_unbegun(attempt: Attempt) -> bool:
+def never_began(attempt: Attempt) -> bool:
     """True if it was claimed by a launch that was killed before its command began."""
     state = state_of(attempt) or {}
     return (
@@ -99,9 +98,9 @@ def was_unbegun(attempt: Attempt) -> bool:
     )
 
 
-def take_over_unbegun(attempt: Attempt) -> None:
+def remove_unbegun(attempt: Attempt) -> None:
     """Remove an unbegun attempt. The child of a supervisor begins only after the state says `running`, so nothing of it runs."""
-    if not was_unbegun(attempt):
+    if not never_began(attempt):
         return
     lock = take_lock(attempt.at("supervisor.lock"))
     if lock is not None:
@@ -129,9 +128,9 @@ def claim(
     try:
         if state["phase"] == "claimed":
             lock = take_lock(os.path.join(new, "supervisor.lock"))
-            furnish(new, heard)
+            create_files(new, heard)
         if fill is not None:
-            furnish(new, heard)
+            create_files(new, heard)
             fill(new)
         document = {
             "protocol": PROTOCOL,
@@ -152,7 +151,7 @@ def claim(
     return lock
 
 
-def furnish(folder: str, heard: float) -> None:
+def create_files(folder: str, heard: float) -> None:
     """Create all files that are written later, so that a full disk cannot prevent it."""
     cells = {"contact": f"{heard:.3f}", "heartbeat": f"{boot_clock():.3f}", "cancel": ""}
     for name, text in cells.items():
@@ -169,20 +168,20 @@ def furnish(folder: str, heard: float) -> None:
 def verb_forget(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Remove everything of an attempt but the record that it existed."""
     attempt = attempt_of(root, body)
-    with_spare(root, lambda: make_forgotten(root, attempt))
+
+    def record_and_remove() -> None:
+        with root.job_lock(attempt.job):
+            state = state_of(attempt) or {}
+            if is_locked(attempt.at("supervisor.lock")) or Belonging(attempt, state).alive():
+                raise Refusal("still_running", f"{attempt.name} has processes; end it first")
+            if os.path.exists(attempt.at(TOKEN)):
+                message = f"{attempt.name} waits for its engine; void it first"
+                raise Refusal("still_running", message)
+            root.note_epoch(attempt.job, highest=attempt.epoch, forgotten=attempt.epoch)
+            clear_away(attempt)
+
+    with_spare(root, record_and_remove)
     return {"forgotten": True}, b""
-
-
-def make_forgotten(root: Root, attempt: Attempt) -> None:
-    """Record that it existed, then remove it."""
-    with root.job_lock(attempt.job):
-        state = state_of(attempt) or {}
-        if is_locked(attempt.at("supervisor.lock")) or Belonging(attempt, state).alive():
-            raise Refusal("still_running", f"{attempt.name} has processes; end it first")
-        if os.path.exists(attempt.at(TOKEN)):
-            raise Refusal("still_running", f"{attempt.name} waits for its engine; void it first")
-        root.note_epoch(attempt.job, highest=attempt.epoch, forgotten=attempt.epoch)
-        clear_away(attempt)
 
 
 def clear_away(attempt: Attempt) -> None:

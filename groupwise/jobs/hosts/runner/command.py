@@ -65,7 +65,7 @@ def command_environment(order: Order, visible: str, user: str) -> dict[str, str]
     return environment
 
 
-def become(
+def run_child(
     order: Order,
     environment: dict[str, str],
     go_on: int,

@@ -42,23 +42,17 @@ def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     least = grace if before is None else min(before, grace)
     if is_locked(attempt.at("supervisor.lock")) and set_cell(attempt.at("cancel"), f"{least:.3f}"):
         ring(attempt)
-    elif (state_of(attempt) or {}).get("engine"):  # its supervisor may live on another machine
-        set_cell(attempt.at("cancel"), f"{least:.3f}")
-        kill_leftovers(attempt)
-    else:  # no supervisor is left that could end it
-        kill_leftovers(attempt)
-    return member(attempt), b""
-
-
-def kill_leftovers(attempt: Attempt) -> None:
-    """Kill at once what is left of an attempt without a supervisor: nothing can record its exit any more, so waiting gains nothing."""
+        return member(attempt), b""
     state = state_of(attempt) or {}
-    if state.get("boot_id") not in (None, boot_id()):
-        return
-    # Where no pid is known they are found by their mark: the folder may have been removed.
-    belonging = Belonging(attempt, state)
-    if not belonging.kill(KILL_VERB_PATIENCE):
-        belonging.group.remove()
+    if state.get("engine"):  # its supervisor may live on another machine
+        set_cell(attempt.at("cancel"), f"{least:.3f}")
+    # No supervisor is left here, so nothing can record its exit any more and waiting gains nothing. If no pid is known, its processes are
+    # found by their mark: the folder may have been removed.
+    if state.get("boot_id") in (None, boot_id()):
+        belonging = Belonging(attempt, state)
+        if not belonging.kill(KILL_VERB_PATIENCE):
+            belonging.group.remove()
+    return member(attempt), b""
 
 
 def evict(attempt: Attempt, seconds: float) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from groupwise.jobs.hosts.runner.protocol import NO_JSON, as_bytes, as_object, parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
     from typing import Any
 
 CELL = 64
@@ -180,17 +180,14 @@ def remove_tree(path: str) -> None:
     """Remove as much of a folder as possible. A job may have closed its folders or nested them without end: each is opened for this user,
     and deeper ones are moved to the top before they are emptied."""
     with contextlib.suppress(OSError):
-        top = open_folder(path)
-        try:
+        with open_folder(path) as top:
             todo = empty(top, top)
             while todo:
                 name = todo.pop()
-                with contextlib.suppress(OSError):
-                    todo += empty_named(name, top)
+                with contextlib.suppress(OSError), open_folder(name, top) as folder:
+                    todo += empty(folder, top)
                 with contextlib.suppress(OSError):
                     os.rmdir(name, dir_fd=top)
-        finally:
-            os.close(top)
         os.rmdir(path)
 
 
@@ -203,16 +200,21 @@ def remove_or_name(path: str) -> None:
             os.rename(path, os.path.join(above, STAYS + name))
 
 
-def open_folder(name: str, above: int | None = None) -> int:
+@contextlib.contextmanager
+def open_folder(name: str, above: int | None = None) -> Generator[int, None, None]:
     """Open a folder that is not a link, with all permissions for its owner if that is this user."""
     found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     try:
         same = f"/proc/self/fd/{found}"
         with contextlib.suppress(OSError):  # it is another user's
             os.chmod(same, 0o700)
-        return os.open(same, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder = os.open(same, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     finally:
         os.close(found)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def empty(folder: int, top: int) -> list[str]:
@@ -231,22 +233,13 @@ def empty(folder: int, top: int) -> list[str]:
     return found
 
 
-def empty_named(name: str, top: int) -> list[str]:
-    """Call `empty` on a folder in `top`."""
-    folder = open_folder(name, top)
-    try:
-        return empty(folder, top)
-    finally:
-        os.close(folder)
-
-
 def move_up(name: str, folder: int, top: int) -> list[str]:
     """Move a folder into `top` and return its new name; an empty one is just removed. Moving a folder needs write permission for it,
     removing an empty one only for the folder around it."""
     with contextlib.suppress(OSError):
         os.rmdir(name, dir_fd=folder)
         return []
-    os.close(open_folder(name, folder))
     new = os.urandom(16).hex()
-    os.rename(name, new, src_dir_fd=folder, dst_dir_fd=top)
+    with open_folder(name, folder):
+        os.rename(name, new, src_dir_fd=folder, dst_dir_fd=top)
     return [new]

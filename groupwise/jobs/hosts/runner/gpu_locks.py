@@ -48,7 +48,7 @@ def resolve_gpu(order: Order, seen: GpuReport, uuid: str) -> str:
     gpu = seen.gpu(uuid)
     if gpu is None and device is None:
         message = f"no GPU {uuid} here: nvidia-smi {seen.status}"
-        raise Refused("gpu_missing", message + (f" ({seen.said})" if seen.said else ""))
+        raise Refused("gpu_missing", message + (f" ({seen.complaint})" if seen.complaint else ""))
     if gpu is not None and gpu["problems"]:
         raise Refused("gpu_missing", "{} is ill: {}".format(uuid, "; ".join(gpu["problems"])))
     if gpu is not None and gpu["mig"]:
@@ -88,15 +88,16 @@ def take_gpus(order: Order) -> list[int]:
     return taken
 
 
-def take_named(path: str, name: str, what: str) -> int:
-    """Take an exclusive lock and write the holder's name into its file. Raises Refused."""
-    fd = take_lock(path, fcntl.LOCK_EX, GPU_LOCK_PATIENCE)
+def take_named(path: str, name: str, what: str, how: int = fcntl.LOCK_EX) -> int:
+    """Take a lock; an exclusive one gets its holder's name written into its file. Raises Refused."""
+    fd = take_lock(path, how, GPU_LOCK_PATIENCE)
     if fd is None:
-        holder = read_text(path).strip() or "somebody"
+        holder = read_text(path).strip() or "another attempt"
         raise Refused("gpu_busy", f"{what} is held by {holder}", holder)
-    os.ftruncate(fd, 0)
-    with contextlib.suppress(OSError):  # the disk is full; it is for people
-        os.pwrite(fd, name.encode("ascii"), 0)
+    if how == fcntl.LOCK_EX:
+        os.ftruncate(fd, 0)
+        with contextlib.suppress(OSError):  # the disk is full; the name only serves people
+            os.pwrite(fd, name.encode("ascii"), 0)
     return fd
 
 
@@ -105,10 +106,7 @@ def take_gpu(order: Order, uuid: str) -> list[int]:
     path = order.root.gpu_lock(uuid)
     if order.share_mb is None:
         return [take_named(path, order.attempt.name, uuid)]
-    fd = take_lock(path, fcntl.LOCK_SH, GPU_LOCK_PATIENCE)
-    if fd is None:
-        holder = read_text(path).strip() or "somebody"
-        raise Refused("gpu_busy", f"{uuid} is held by {holder}", holder)
+    fd = take_named(path, order.attempt.name, uuid, fcntl.LOCK_SH)
     try:
         return [fd, take_share(order, uuid, order.share_mb)]
     except BaseException:

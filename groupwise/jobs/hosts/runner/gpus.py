@@ -119,8 +119,8 @@ def parse_gpus(
 def is_fault(name: str, cell: str, mig: bool) -> bool:
     """True if the cell shows an error, or the GPU hides its memory. One with MIG may hide it."""
     if name == "name":
-        said = plain(cell)
-        return said in ("err!", "gpu is lost") or "unknown error" in said
+        text = plain(cell)
+        return text in ("err!", "gpu is lost") or "unknown error" in text
     if name == "mig.mode.current":
         return plain(cell) not in NOTHING | {"enabled", "disabled"}
     if plain(cell) in NOTHING:
@@ -146,11 +146,11 @@ def parse_mig(listing: str, xml: str) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     gpu = ""
     for line in listing.splitlines():
-        whole, part = GPU_LINE.fullmatch(line), MIG_LINE.fullmatch(line)
-        if whole:
-            gpu = whole.group(1)
-        elif part and gpu:
-            profile, index, uuid = part.groups()
+        gpu_line, device_line = GPU_LINE.fullmatch(line), MIG_LINE.fullmatch(line)
+        if gpu_line:
+            gpu = gpu_line.group(1)
+        elif device_line and gpu:
+            profile, index, uuid = device_line.groups()
             memory = mig_memory(xml).get((gpu, int(index)))
             device = {"index": int(index), "uuid": uuid, "profile": profile, "memory_mb": memory}
             found.setdefault(gpu, []).append(device)
@@ -196,27 +196,21 @@ class Probe:
 
     def ask(self, *questions: Sequence[str]) -> list[ProbeOutput]:
         """Ask all questions at once, within the time limit."""
-        lock = self._lock()
-        if lock is None:
-            return [
-                ProbeOutput("hung", complaint="earlier calls of it still hang") for _ in questions
-            ]
+        until = time.monotonic() + self.timeout
+        while True:
+            locks = (take_lock(self.root.lock(f"probe-{n}.lock")) for n in range(PROBES))
+            lock = next((fd for fd in locks if fd is not None), None)
+            if lock is not None:
+                break
+            if time.monotonic() > until:
+                complaint = "earlier calls of it still hang"
+                return [ProbeOutput("hung", complaint=complaint) for _ in questions]
+            time.sleep(0.02)
         self.until = time.monotonic() + self.timeout
         try:
             return self._ask(questions, lock)
         finally:
             os.close(lock)
-
-    def _lock(self) -> int | None:
-        until = time.monotonic() + self.timeout
-        while True:
-            for n in range(PROBES):
-                fd = take_lock(self.root.lock(f"probe-{n}.lock"))
-                if fd is not None:
-                    return fd
-            if time.monotonic() > until:
-                return None
-            time.sleep(0.02)
 
     def _left(self) -> float:
         return max(0.0, self.until - time.monotonic())
@@ -243,10 +237,10 @@ class Probe:
                     )
                 )
         except OSError as error:
-            for begun in running:
-                end_probe(begun)
+            for process in running:
+                end_probe(process)
             return [ProbeOutput("failed", complaint=str(error)) for _ in questions]
-        streams = [s for begun in running for s in (begun.stdout, begun.stderr) if s]
+        streams = [s for process in running for s in (process.stdout, process.stderr) if s]
         outputs = {s.fileno(): b"" for s in streams}
         poller = select.poll()
         waiting = set(outputs)
@@ -259,35 +253,35 @@ class Probe:
                 if not data or len(outputs[fd]) > 1 << 22:
                     poller.unregister(fd)
                     waiting.discard(fd)
-        return [self._outcome(begun, outputs) for begun in running]
+        return [self._outcome(process, outputs) for process in running]
 
-    def _outcome(self, begun: Any, outputs: dict[int, bytes]) -> ProbeOutput:
+    def _outcome(self, process: Any, outputs: dict[int, bytes]) -> ProbeOutput:
         """The outcome of one process. One that did not end in time is killed and not waited for: in the kernel it may never die."""
         text, complaint = (
             outputs[stream.fileno()].decode("utf-8", "replace")
-            for stream in (begun.stdout, begun.stderr)
+            for stream in (process.stdout, process.stderr)
         )
-        while begun.poll() is None and self._left():
+        while process.poll() is None and self._left():
             time.sleep(0.005)
-        code = begun.poll()
-        end_probe(begun)
+        code = process.poll()
+        end_probe(process)
         if code is None:
             return ProbeOutput("hung", text, complaint)
         return ProbeOutput("failed" if code else "ok", text, complaint, code)
 
 
-def end_probe(begun: Any) -> None:
+def end_probe(process: Any) -> None:
     """Kill the probe's process group and close its streams."""
-    if begun.poll() is None:
+    if process.poll() is None:
         with contextlib.suppress(OSError):
-            os.killpg(begun.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         until = time.monotonic() + 0.2
-        while begun.poll() is None and time.monotonic() < until:
+        while process.poll() is None and time.monotonic() < until:
             time.sleep(0.005)
-    begun.stdout.close()
-    begun.stderr.close()
-    if begun.returncode is None:
-        begun.returncode = -9  # so that Popen does not warn of a child that was not waited for
+    process.stdout.close()
+    process.stderr.close()
+    if process.returncode is None:
+        process.returncode = -9  # so that Popen does not warn of a child that was not waited for
 
 
 class GpuReport:
@@ -299,7 +293,7 @@ class GpuReport:
         self.status = self.apps_status = "absent"
         self.not_read: list[str] = []
         self.exit: int | None = None
-        self.said = ""
+        self.complaint = ""
 
     def gpu(self, uuid: str) -> dict[str, Any] | None:
         """The GPU with this UUID; None if it is not there or cannot be read."""
@@ -312,7 +306,7 @@ class GpuReport:
             "apps": self.apps_status,
             "lines_not_read": self.not_read[:20],
             "exit": self.exit,
-            "said": self.said,
+            "said": self.complaint,
         }
 
 
@@ -335,7 +329,7 @@ def look_at_gpus(root: Root, body: dict[str, Any]) -> GpuReport:
     seen.apps_status = probe_status(about_apps, apps_not_read, seen.apps)
     seen.not_read = not_read + apps_not_read
     seen.exit = about_gpus.exit
-    seen.said = (about_gpus.complaint or about_apps.complaint).strip()[:500]
+    seen.complaint = (about_gpus.complaint or about_apps.complaint).strip()[:500]
     for app in seen.apps:
         app["attempt"] = marker_of(app["pid"], root)
     if any(gpu["mig"] for gpu in seen.gpus):
@@ -351,6 +345,6 @@ def question(what: str, fields: Sequence[str]) -> tuple[str, ...]:
     return (f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
 
 
-def probe_status(said: ProbeOutput, not_read: list[str], found: list[Any]) -> str:
+def probe_status(output: ProbeOutput, not_read: list[str], found: list[Any]) -> str:
     """The probe's status: `garbage` only if no line could be read. If some could, it stays ok, and the caller sees the unread ones too."""
-    return "garbage" if said.status == "ok" and not_read and not found else said.status
+    return "garbage" if output.status == "ok" and not_read and not found else output.status

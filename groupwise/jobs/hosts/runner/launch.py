@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from groupwise.jobs.hosts.runner.blobs import lay_out
 from groupwise.jobs.hosts.runner.claims import (
     claim,
-    take_over_unbegun,
+    lower_epoch_member,
+    never_began,
+    remove_unbegun,
     take_token,
-    too_late,
-    was_unbegun,
 )
 from groupwise.jobs.hosts.runner.files import (
     is_full,
@@ -26,9 +26,9 @@ from groupwise.jobs.hosts.runner.files import (
 from groupwise.jobs.hosts.runner.gpu_locks import resolve_gpus, take_gpus
 from groupwise.jobs.hosts.runner.locks import LOCK_PATIENCE, take_lock
 from groupwise.jobs.hosts.runner.order import LARGEST_TOKEN, Order, check_program, check_room
-from groupwise.jobs.hosts.runner.protocol import Refusal, Refused, as_bytes, lines_of
+from groupwise.jobs.hosts.runner.protocol import Refusal, Refused, as_bytes, place_of
 from groupwise.jobs.hosts.runner.root import TOKEN, Root, attempt_by_name, keep_spare
-from groupwise.jobs.hosts.runner.state import ENGINE_LOG, contact, exit_of, member
+from groupwise.jobs.hosts.runner.state import ENGINE_LOG, exit_of, member, record_contact
 from groupwise.jobs.hosts.runner.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Start the command of an attempt, once."""
     order = Order(root, body)
     attempt = order.attempt
-    if os.path.isdir(attempt.path) and not was_unbegun(attempt):
-        contact(attempt, order.heard)
+    if os.path.isdir(attempt.path) and not never_began(attempt):
+        record_contact(attempt, order.heard)
         return member(attempt), b""
     visible: str | None = None
     refused: dict[str, Any] | None = None
@@ -67,12 +67,12 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         refused = refusal.record
     keep_spare(root)
     with root.job_lock(attempt.job):
-        take_over_unbegun(attempt)
+        remove_unbegun(attempt)
         if os.path.isdir(attempt.path):
             return member(attempt), b""
         known = root.highest(attempt.job)
         if attempt.epoch < known["highest"] or attempt.epoch <= known["forgotten"]:
-            return too_late(attempt, known), b""
+            return lower_epoch_member(attempt, known), b""
         root.note_epoch(attempt.job, highest=attempt.epoch)
         if refused:
             claim(attempt, {"phase": "refused", "refused": refused, **order.first_state()})
@@ -113,13 +113,13 @@ def fill_queued(order: Order, folder: str) -> None:
         raise Refused("bad_spec", f"its files cannot be laid out: {error}") from None
     for path in order.artefacts[:1]:
         make_folder(os.path.dirname(os.path.join(work, path)))
-    with open(__file__, "rb") as text:
+    with open(__file__, "rb") as text:  # on a machine all pieces are one file
         write_file(os.path.join(folder, "runner.py"), text.read())
     runner, own = shlex.quote(attempt.at("runner.py")), shlex.quote(attempt.path)
     begins = BEGIN.format(runner=runner, folder=own).encode()
     write_file(os.path.join(folder, "begin.sh"), begins)
-    asked = {name: value for name, value in order.body.items() if name not in ("clock", "source")}
-    token = {**asked, "root": os.path.abspath(order.root.path), "secrets": order.secrets}
+    fields = {name: value for name, value in order.body.items() if name not in ("clock", "source")}
+    token = {**fields, "root": os.path.abspath(order.root.path), "secrets": order.secrets}
     write_file(os.path.join(folder, TOKEN), as_bytes(token))
     write_file(os.path.join(folder, ENGINE_LOG), b"")
     write_file(os.path.join(folder, "supervisor.lock"), b"")
@@ -158,8 +158,8 @@ def detach(order: Order, visible: str, locks: list[int], blobs: int, speak: int)
             Supervisor(order, visible, locks, blobs, speak).run()
     except BaseException as error:  # noqa: BLE001
         # This process is a copy of one that has an answer to give: whatever happened, it must not go on as that.
-        told = f"{type(error).__name__} at {lines_of(error)}: {error}\n"
-        os.write(2, told.encode("utf-8", "replace"))
+        text = f"{type(error).__name__} at {place_of(error)}: {error}\n"
+        os.write(2, text.encode("utf-8", "replace"))
     finally:
         os._exit(0)
 
@@ -172,7 +172,7 @@ def supervise(folder: str) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until it can be answered
     known = read_json(os.path.join(folder, "state.json")) or {}
     if not known:
-        return complain(
+        return skip_attempt(
             f"{folder} is not there any more: it was removed, or is not on this machine"
         )
     attempt = attempt_by_name(
@@ -181,7 +181,7 @@ def supervise(folder: str) -> int:
     lock = take_lock(attempt.at("supervisor.lock"), patience=LOCK_PATIENCE)
     taken = attempt.at(f"{TOKEN}.{os.urandom(4).hex()}")
     if lock is None or not take_token(attempt, taken):
-        return complain(f"{attempt.name} was begun before, or voided; nothing is begun again")
+        return skip_attempt(f"{attempt.name} was begun before, or voided; it does not begin again")
     body = read_json(taken, LARGEST_TOKEN) or {}
     remove_file(taken)
     order = Order(attempt.root, body)
@@ -194,7 +194,7 @@ def supervise(folder: str) -> int:
     return 1 if ended.get("code") is None else int(ended["code"])
 
 
-def complain(message: str) -> int:
+def skip_attempt(message: str) -> int:
     """Write to the engine's log and succeed: an attempt that was handed out twice has not failed."""
     os.write(2, (message + "\n").encode("utf-8", "replace"))
     return 0

@@ -53,7 +53,7 @@ def is_locked(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def alone(folder: str) -> Generator[None, None, None]:
+def one_at_a_time(folder: str) -> Generator[None, None, None]:
     """Lock for slow work that may be requested again after its caller was cut off: later requests wait, then find it done. The process
     exits if the caller of this request hangs up meanwhile."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -15,7 +15,7 @@ from groupwise.jobs.hosts.runner.gpus import look_at_gpus
 from groupwise.jobs.hosts.runner.processes import boot_id, marker_of, processes
 from groupwise.jobs.hosts.runner.protocol import SPOKEN, as_object, seconds_of
 from groupwise.jobs.hosts.runner.root import attempt_by_name, attempt_of, attempts_here, unremoved
-from groupwise.jobs.hosts.runner.state import contact, guarded_member, member
+from groupwise.jobs.hosts.runner.state import guarded_member, member, record_contact
 
 if TYPE_CHECKING:
     from typing import Any, BinaryIO
@@ -84,17 +84,17 @@ def verb_observe(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Report GPUs, processes and attempts in one answer, for a poller."""
     seen = look_at_gpus(root, body)
     here, strange = attempts_here(root)
-    told = {attempt.name: guarded_member(attempt) for attempt in here}
-    over = {name: found for name, found in told.items() if found["state"] == "exited"}
-    for found in over.values():
-        found["survivors"] = 0
+    members = {attempt.name: guarded_member(attempt) for attempt in here}
+    exited = {name: member for name, member in members.items() if member["state"] == "exited"}
+    for ended in exited.values():
+        ended["survivors"] = 0
     quarantined: list[dict[str, Any]] = [{"what": "folder", "detail": name} for name in strange]
-    # After what they belong to was read: what has exited has ended them before.
+    # Processes are read after the attempts: an attempt that has exited had ended its own before.
     for p in processes():
         marked = None if p.zombie else marker_of(p.pid, root)
-        if marked in over:
-            over[marked]["survivors"] += 1
-        elif marked and marked not in told:
+        if marked in exited:
+            exited[marked]["survivors"] += 1
+        elif marked and marked not in members:
             quarantined.append({"what": "process", "detail": marked, "pid": p.pid})
     answer = {
         "boot_id": boot_id(),
@@ -102,7 +102,7 @@ def verb_observe(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         "gpus": seen.gpus,
         "apps": seen.apps,
         "probe": seen.summary(),
-        "attempts": list(told.values()),
+        "attempts": list(members.values()),
         "quarantined": quarantined,
         "unremoved": unremoved(root),
     }
@@ -117,7 +117,7 @@ def verb_status(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 def verb_touch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Record contact with attempts."""
     clocks = as_object(body["attempts"]) or dict.fromkeys(body["attempts"])
-    touched = [n for n, clock in clocks.items() if contact(attempt_by_name(root, n), clock)]
+    touched = [n for n, clock in clocks.items() if record_contact(attempt_by_name(root, n), clock)]
     return {"touched": touched}, b""
 
 
@@ -128,17 +128,17 @@ class WatchedAttempt:
         self.attempt, self.known = attempt, known
         self.next_count = 0.0
         self.progress: tuple[int, int | None] | None = None
-        contact(attempt, known.get("clock"))
+        record_contact(attempt, known.get("clock"))
 
     def look(self) -> dict[str, Any]:
         """Its state now. Checkpoints are counted more rarely, because that reads folders."""
-        begun = time.monotonic()
-        if begun >= self.next_count:
+        start = time.monotonic()
+        if start >= self.next_count:
             self.progress = None
         found = guarded_member(self.attempt, self.progress)
         if self.progress is None:
             self.progress = found["checkpoints"], found["step"]
-            self.next_count = time.monotonic() + max(1.0, 20 * (time.monotonic() - begun))
+            self.next_count = time.monotonic() + max(1.0, 20 * (time.monotonic() - start))
         return found
 
     def differs(self, found: dict[str, Any], log_too: bool) -> bool:
@@ -149,9 +149,9 @@ class WatchedAttempt:
 
 def verb_wait(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Answer when an attempt differs from what the caller knows, or at the timeout."""
-    begun = time.monotonic()
-    until = begun + seconds_of(body, "timeout", 0.0)
-    loud = begun + seconds_of(body, "quiet", 1.0)
+    start = time.monotonic()
+    until = start + seconds_of(body, "timeout", 0.0)
+    loud = start + seconds_of(body, "quiet", 1.0)
     watched = [
         WatchedAttempt(attempt_by_name(root, n), known) for n, known in body["known"].items()
     ]

@@ -148,12 +148,9 @@ class Belonging:
             if pid in below
             or pid in grouped
             or (self.same_boot and (p.pid, p.ticks) == self.child)
-            or self._is_marked(pid)
+            or marker_of(pid, self.attempt.root) == self.attempt.name
+            or has_open(pid, self.attempt.at("tether"))
         }
-
-    def _is_marked(self, pid: int) -> bool:
-        marked = marker_of(pid, self.attempt.root) == self.attempt.name
-        return marked or has_open(pid, self.attempt.at("tether"))
 
     def _descendants(self, everyone: dict[int, Process]) -> frozenset[int]:
         children: dict[int, list[int]] = {}

@@ -1,10 +1,10 @@
 """The runner is the one file that works on a machine. It is copied there by its hash, needs only Python 3.8, and is started once for
 every request by `bootstrap.py`. It leaves behind files below `root`, and one supervisor process for each attempt.
 
-This module says what it promises, and holds what every request needs: refusals, and checks of JSON and fields. A request comes from outside,
-and a job may have written any record, so nothing is believed unchecked. The other modules of this folder are the other pieces of that file
-(`runner_text.py`): `requests` answers, `claims` decides who makes an attempt, `launch` begins it, `supervisor` runs and ends it, `state`
-reads what became of it.
+This module says what it promises, and holds what every request needs: refusals, and checks of JSON and fields. A request comes from
+outside, and a job may have written any record, so nothing is believed unchecked. The other modules of this folder are the other pieces of
+that file (`runner_text.py`): `requests` answers, `claims` decides who makes an attempt, `launch` begins it, `supervisor` runs and ends it,
+`state` reads what became of it.
 
 Roles
     control plane   sends requests (`driver.py`); may be cut off or die at any moment and ask again: every verb may be repeated
@@ -307,11 +307,12 @@ class Work:
     done = 0
 
 
-def lines_of(error: BaseException) -> str:
-    """Line numbers of this file that an error came through."""
+def place_of(error: BaseException) -> str:
+    """The functions that an error came through, each with the line counted from its own first one: `verb_put+4, store_blob+11`."""
     found: list[str] = []
     trace = error.__traceback__
     while trace is not None:
-        found.append(str(trace.tb_lineno))
+        code = trace.tb_frame.f_code
+        found.append(f"{code.co_name}+{trace.tb_lineno - code.co_firstlineno}")
         trace = trace.tb_next
     return ", ".join(found[1:])

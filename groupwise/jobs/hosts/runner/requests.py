@@ -37,7 +37,7 @@ from groupwise.jobs.hosts.runner.protocol import (
     Work,
     arguments_of,
     as_bytes,
-    lines_of,
+    place_of,
     seconds_of,
     text_of,
 )
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.runner.root import Root
 
 RUN_PATIENCE = 60.0
-LARGEST_SAID = 4 << 20
+LARGEST_OUTPUT = 4 << 20
 """Most bytes of output kept from a program started by `run`."""
 SIGN_EVERY = 10.0
 """Time in seconds between signs of life."""
@@ -81,8 +81,8 @@ def verb_run(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         except subprocess.TimeoutExpired:
             os.killpg(running.pid, signal.SIGKILL)
             out, err = running.communicate()
-    told = [said[:LARGEST_SAID].decode("utf-8", "replace") for said in (out, err)]
-    return {"code": code, "out": told[0], "err": told[1]}, b""
+    texts = [output[:LARGEST_OUTPUT].decode("utf-8", "replace") for output in (out, err)]
+    return {"code": code, "out": texts[0], "err": texts[1]}, b""
 
 
 VERBS: dict[str, Callable[[Root, dict[str, Any], BinaryIO], Answered]] = {
@@ -121,7 +121,7 @@ def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
         if verb is None:
             raise Refusal("unknown_verb", "there are: {}".format(", ".join(VERBS)))
         slow = body["verb"] in LONG or body.get("engine")
-        with signs() if slow else contextlib.nullcontext():
+        with signs_of_life() if slow else contextlib.nullcontext():
             answer, data = verb(root_of(body), body, payload)
         answer = {"ok": True, **answer}
     except Refusal as refusal:
@@ -131,26 +131,26 @@ def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
         answer, data = {"error": {"code": code, "message": str(error)}}, b""
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         # Bodies come from outside, and anything may be in them. Not the message: it may hold a value.
-        where = lines_of(error)
-        message = f"a field is missing or of another kind than expected ({type(error).__name__} at {where})"
+        where = f"{type(error).__name__} at {place_of(error)}"
+        message = f"a field is missing or of another kind than expected ({where})"
         answer, data = {"error": {"code": "bad_request", "message": message}}, b""
     send_answer(answer, data)
 
 
 @contextlib.contextmanager
-def signs() -> Generator[None, None, None]:
+def signs_of_life() -> Generator[None, None, None]:
     """Send signs of life while the request makes progress."""
     import threading
 
     working = threading.Lock()
 
-    def give() -> None:
-        told = Work.done
+    def send_signs() -> None:
+        before = Work.done
         with contextlib.suppress(OSError):  # the caller hung up; it will ask again
             while not working.acquire(timeout=SIGN_EVERY):
-                told = sign(told)
+                before = send_sign(before)
 
-    thread = threading.Thread(target=give)
+    thread = threading.Thread(target=send_signs)
     try:
         with working:
             with contextlib.suppress(RuntimeError):  # this user may have no more threads
@@ -161,10 +161,10 @@ def signs() -> Generator[None, None, None]:
             thread.join()  # nothing comes in between the bytes of the answer
 
 
-def sign(told: int) -> int:
-    """Send one sign if more was done than `told`; returns how much has been done by now."""
+def send_sign(before: int) -> int:
+    """Send one sign of life if more is done than `before`; returns how much is done now."""
     done = Work.done
-    if done != told:
+    if done != before:
         os.write(1, b"\n")
     return done
 
@@ -174,10 +174,10 @@ def send_answer(answer: dict[str, Any], data: bytes) -> NoReturn:
     text = as_bytes(answer)
     sha = hashlib.sha256(text).hexdigest()
     head = f"GROUPWISE-ANSWER {PROTOCOL} {len(text)} {sha} {len(data)}\n"
-    whole = memoryview(head.encode("ascii") + text + data)
+    left = memoryview(head.encode("ascii") + text + data)
     try:
-        while whole:
-            whole = whole[os.write(1, whole) :]
+        while left:
+            left = left[os.write(1, left) :]
     except OSError:
         pass  # the caller has gone
     os._exit(0)

@@ -169,7 +169,7 @@ def unremoved(root: Root) -> list[str]:
 
 
 def keep_spare(root: Root) -> None:
-    """Set aside the room that `with_spare` uses; OSError, and nothing kept, if the disk is too full for it."""
+    """Set aside the room that `with_spare` uses; OSError, and nothing is set aside, if the disk is too full for it."""
     path = root.at("spare")
     if size_of(path) == SPARE:
         return

@@ -50,7 +50,11 @@ def state_of(attempt: Attempt) -> dict[str, Any] | None:
     found = read_json(attempt.at("state.json"))
     if found is None:
         return None
-    state = {name: value for name, value in found.items() if STATE_FIELDS.get(name, no)(value)}
+    state = {
+        name: value
+        for name, value in found.items()
+        if name in STATE_FIELDS and STATE_FIELDS[name](value)
+    }
     limits, group = as_object(found.get("limits")) or {}, as_object(found.get("cgroup")) or {}
     state["limits"] = {name: value for name, value in limits.items() if is_amount(value)}
     state["cgroup"] = {n: folder for n, folder in group.items() if is_group_of(attempt, folder)}
@@ -63,9 +67,9 @@ def state_of(attempt: Attempt) -> dict[str, Any] | None:
 
 def is_refusal(value: Any) -> bool:
     """True for a record as `Refused` makes it."""
-    found = as_object(value) or {}
-    told = [found.get("code"), found.get("message"), found.get("holder", "")]
-    return set(found) <= {"code", "message", "holder"} and all(map(is_word, told))
+    record = as_object(value) or {}
+    texts = [record.get("code"), record.get("message"), record.get("holder", "")]
+    return set(record) <= {"code", "message", "holder"} and all(map(is_word, texts))
 
 
 def are_gpus(value: Any) -> bool:
@@ -73,11 +77,6 @@ def are_gpus(value: Any) -> bool:
     if not isinstance(value, list) or len(as_list(value)) > MOST_GPUS:
         return False
     return all(isinstance(name, str) and GPU_UUID.fullmatch(name) for name in as_list(value))
-
-
-def no(_value: Any) -> bool:
-    """Reject a field: it is either unknown, or checked elsewhere."""
-    return False
 
 
 STATE_FIELDS: dict[str, Callable[[Any], bool]] = {
@@ -103,8 +102,8 @@ def exit_of(attempt: Attempt, name: str) -> dict[str, Any] | None:
     found = read_json(attempt.at(name))
     if found is None or found.get("reason") not in REASONS:
         return None
-    told = {name: found.get(name) for name in EXIT_FIELDS}
-    record = {name: value if EXIT_FIELDS[name](value) else None for name, value in told.items()}
+    values = {name: found.get(name) for name in EXIT_FIELDS}
+    record = {name: value if EXIT_FIELDS[name](value) else None for name, value in values.items()}
     texts = {name: found.get(name) for name in ("reason", "message", "tail")}
     record.update((n, text[:TAIL] if isinstance(text, str) else "") for n, text in texts.items())
     return record
@@ -135,7 +134,11 @@ def guarded_member(
     except Exception:  # noqa: BLE001  (its job may have put anything there)
         held = is_locked(attempt.at("supervisor.lock"))
         here = {"state": "running" if held else "lost", "boot_id": boot_id(), "same_boot": True}
-        return {**blank(attempt), **here, "survivors": None if held else survivors(attempt, {})}
+        return {
+            **absent_member(attempt),
+            **here,
+            "survivors": None if held else survivors(attempt, {}),
+        }
 
 
 def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> dict[str, Any]:
@@ -147,35 +150,39 @@ def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> 
         ended = exit_of(attempt, "outcome.json")
     state = state_of(attempt)
     if state is None and not os.path.isdir(attempt.path):
-        return blank(attempt)
+        return absent_member(attempt)
     state = state or {}
     word = state_word(state, held, ended, os.path.exists(attempt.at(TOKEN)))
+    if ended is not None and ended["finished_at"] is not None:
+        # A caller that compares machines does not know their clocks.
+        ended["age"] = max(0.0, time.time() - ended["finished_at"])
     same_boot = state.get("boot_id") == boot_id()
+    beat = number_in(cell_words(attempt.at("heartbeat")))  # when the supervisor last wrote it
     count, step = progress_of(attempt, state, word, ended, progress)
-    found = blank(attempt)
+    found = absent_member(attempt)
     found.update({name: state.get(name) for name in MEMBER_FIELDS})
     found.update(
         state=word,
         same_boot=same_boot,
         log_size=size_of(attempt.at("log")),
-        heartbeat_age=heartbeat_age(attempt) if same_boot else None,
+        heartbeat_age=None if beat is None or not same_boot else max(0.0, boot_clock() - beat),
         checkpoints=count,
         step=step,
-        exit=with_age(ended) if word == "exited" else None,
+        exit=ended if word == "exited" else None,
         gpus=state.get("gpus", []),
         refused=state.get("refused"),
         survivors=survivors(attempt, state) if word == "lost" else None,
     )
     if state.get("engine"):
         # A caller needs these, beside the engine's own answer, to judge an attempt.
-        said = "" if word in ("running", "exited") else read_end(attempt.at(ENGINE_LOG))
+        log = "" if word in ("running", "exited") else read_end(attempt.at(ENGINE_LOG))
         found.update(
             {
                 "engine_options": state.get("engine_options") or [],
                 "folder": attempt.path,
                 "age": max(0.0, time.time() - state.get("claimed_at", 0.0)),
                 "beat_age": max(0.0, time.time() - modified(attempt.at("heartbeat"))),
-                "engine_says": said,
+                "engine_says": log,
             }
         )
     return found
@@ -187,15 +194,7 @@ MEMBER_FIELDS = (
 )
 
 
-def with_age(ended: dict[str, Any] | None) -> dict[str, Any] | None:
-    """An exit record with its age in seconds: a caller that compares machines does not know their clocks."""
-    then = (ended or {}).get("finished_at")
-    if ended is None or not isinstance(then, (int, float)):
-        return ended
-    return {**ended, "age": max(0.0, time.time() - then)}
-
-
-def blank(attempt: Attempt) -> dict[str, Any]:
+def absent_member(attempt: Attempt) -> dict[str, Any]:
     """The answer for an attempt that is not here."""
     return {
         "job": attempt.job,
@@ -227,7 +226,7 @@ def blank(attempt: Attempt) -> dict[str, Any]:
 def state_word(
     state: dict[str, Any], held: bool, ended: dict[str, Any] | None, waits: bool = False
 ) -> str:
-    """The state, by the table at the top of this file. `waits`: its token is there."""
+    """The state, by the table in `protocol.py`. `waits`: its token is there."""
     phase = state.get("phase")
     if phase in ("voided", "refused"):
         return phase
@@ -267,12 +266,6 @@ def count_checkpoints(attempt: Attempt, state: dict[str, Any]) -> tuple[int, int
     return len(found), found[-1].step if found else None
 
 
-def heartbeat_age(attempt: Attempt) -> float | None:
-    """Seconds since the supervisor last wrote that it lives."""
-    beat = number_in(cell_words(attempt.at("heartbeat")))
-    return None if beat is None else max(0.0, boot_clock() - beat)
-
-
 def held_locks(attempt: Attempt, uuids: Sequence[str], share: object) -> list[dict[str, Any]]:
     """Locks of this attempt that are still held."""
     found: list[dict[str, Any]] = []
@@ -295,7 +288,7 @@ def survivors(attempt: Attempt, state: dict[str, Any]) -> int:
     return len(Belonging(attempt, state).look()) or int(bool(held))
 
 
-def contact(attempt: Attempt, clock: float | None = None) -> bool:
+def record_contact(attempt: Attempt, clock: float | None = None) -> bool:
     """Record contact with the control plane, now or at that time of the boot clock. Never moves back."""
     now, path = boot_clock(), attempt.at("contact")
     stamp = now if clock is None else min(now, clock)
@@ -304,5 +297,5 @@ def contact(attempt: Attempt, clock: float | None = None) -> bool:
         return True
     try:
         return set_cell(path, f"{stamp:.3f}")
-    except OSError:  # others are named in the same breath
+    except OSError:  # the same request names other attempts
         return False

@@ -19,9 +19,9 @@ from groupwise.jobs.hosts.runner.command import (
     SET_NAME,
     SET_SUBREAPER,
     Log,
-    become,
     command_environment,
     prctl,
+    run_child,
 )
 from groupwise.jobs.hosts.runner.files import (
     cell_words,
@@ -95,7 +95,7 @@ class Supervisor:
         self.last_contact = order.heard
         self.ending: Ending | None = None
         self.killed = False
-        self.tell_at = math.inf
+        self.terminate_at = math.inf
         """When the command is asked to end, which happens once."""
         self.user = ""
         self.left = 0
@@ -125,7 +125,7 @@ class Supervisor:
         failure = self.reason() or self.start()
         if failure:
             return self.finish(failure, None)
-        self.say()
+        self.report_state()
         ended = self.watch()
         self.ended_at = time.monotonic()
         left = self.end_leftovers(ended)
@@ -138,7 +138,7 @@ class Supervisor:
     # - before the command
 
     def settle(self) -> None:
-        """Detach from the caller: streams, signals, folder, control group. Become the adopter of whatever the command leaves behind."""
+        """Detach from the caller: streams, signals, folder, control group. Adopt all processes that the command leaves behind."""
         for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         if self.order.engine:
@@ -146,13 +146,13 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         os.chdir("/")
         self.user = user_name()
-        self.leave_streams()
+        self.detach_streams()
         # Two things wake it early: the end of a child, and the bell.
         self.waker, wake = os.pipe()
         for fd in (self.waker, wake):
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, woken)
+        signal.signal(signal.SIGCHLD, ignore_signal)
         with contextlib.suppress(OSError):
             # Open for writing too, so that it has no end while no request rings it.
             self.bell = os.open(self.attempt.at("bell"), os.O_RDWR | os.O_NONBLOCK)
@@ -170,7 +170,7 @@ class Supervisor:
         self.group.limit(self.order.limits.get("ram_mb"))
         self.state["method"] = chosen[0]
 
-    def leave_streams(self) -> None:
+    def detach_streams(self) -> None:
         """Close the request's channel, which ends once no process has it open. This process's own errors go to a file."""
         keep = {self.lock, self.blobs, self.speak, *self.inherited}
         for name in os.listdir("/proc/self/fd"):
@@ -210,12 +210,12 @@ class Supervisor:
         try:
             write_json(self.attempt.at("state.json"), self.state)
         except OSError:
-            self.finish(Ending("spawn_failed", record["message"], 0.0, code=126), None)
+            return self.finish(Ending("spawn_failed", record["message"], 0.0, code=126), None)
         self.group.remove()
-        self.say()
+        return self.report_state()
 
-    def say(self) -> None:
-        """Tell `launch` that there is a state to see."""
+    def report_state(self) -> None:
+        """Let `launch` answer: there is a state to see."""
         os.close(self.speak)
 
     def start(self) -> Ending | None:
@@ -224,21 +224,17 @@ class Supervisor:
         failed, failure = os.pipe()
         environment = command_environment(self.order, self.visible, self.user)
         tether = os.open(self.attempt.at("tether"), os.O_RDONLY)
+        step = "its log cannot be opened"
         try:
             log = self.log = Log(self.attempt.at("log"))
-        except OSError as error:
-            message = f"its log cannot be opened: {error.strerror}"
-            return Ending("spawn_failed", message, 0.0, code=126)
-        try:
+            step = "no process can be made"
             self.child = os.fork()
         except OSError as error:
-            return Ending(
-                "spawn_failed", f"no process can be made: {error.strerror}", 0.0, code=126
-            )
+            return Ending("spawn_failed", f"{step}: {error.strerror}", 0.0, code=126)
         if self.child == 0:
             for fd in (go, failed, self.lock, self.speak):
                 os.close(fd)
-            become(self.order, environment, go_on, failure, log.sink, [tether, *self.inherited])
+            run_child(self.order, environment, go_on, failure, log.sink, [tether, *self.inherited])
         self.order.secrets.clear()
         environment.clear()
         for fd in (go_on, failure, tether):
@@ -251,9 +247,8 @@ class Supervisor:
         except OSError as error:
             os.close(go)
             os.waitpid(self.child, 0)
-            return Ending(
-                "spawn_failed", f"its record cannot be written: {error.strerror}", 0.0, code=126
-            )
+            message = f"its record cannot be written: {error.strerror}"
+            return Ending("spawn_failed", message, 0.0, code=126)
         os.close(go)
         return self.spawn_failure(failed)
 
@@ -302,12 +297,12 @@ class Supervisor:
             if reason and not self.ending:
                 self.ending = reason
                 # An engine that sent us TERM usually sends it to all processes of a job, and some programs take a second TERM as haste.
-                self.tell_at = (now + reason.kill_at) / 2 if self.evicted else now
+                self.terminate_at = (now + reason.kill_at) / 2 if self.evicted else now
             elif reason and self.ending:
                 self.ending.kill_at = min(self.ending.kill_at, reason.kill_at)
-            if now >= self.tell_at:
+            if now >= self.terminate_at:
                 self.terminate()
-                self.tell_at = math.inf
+                self.terminate_at = math.inf
             if self.ending and time.monotonic() >= self.ending.kill_at:
                 self.belonging().kill(patience=0.0)
                 self.killed = True
@@ -351,9 +346,9 @@ class Supervisor:
         if notice is None and self.evicted:
             notice = min(self.order.grace, EVICT_GRACE)
         if notice is not None:
-            message = "its machine is wanted back by whom it was rented from"
+            message = "the owner of its machine wants it back"
             if self.order.engine:
-                message = f"{self.order.engine} ended it: its machine was wanted back, its time was up, or somebody told it to"
+                message = f"{self.order.engine} ended it: its machine was wanted back, its time was up, or it was cancelled there"
             return Ending("evicted", message, now + notice)
         limit = self.order.limits.get("time_seconds")
         if limit is not None and self.child and now - self.begun >= limit:
@@ -369,8 +364,8 @@ class Supervisor:
 
     def silence(self) -> float:
         """Boot-clock seconds since the last contact."""
-        told = number_in(cell_words(self.attempt.at("contact")))
-        self.last_contact = max(self.last_contact, told or 0.0)
+        recorded = number_in(cell_words(self.attempt.at("contact")))
+        self.last_contact = max(self.last_contact, recorded or 0.0)
         return boot_clock() - self.last_contact
 
     def terminate(self) -> None:
@@ -391,14 +386,18 @@ class Supervisor:
         if not belonging.alive():
             return {}
         # How the command ended is known from here on, whatever becomes of this process.
-        self.hear_out(LAST_WORDS)
+        self.drain_output(LAST_WORDS)
         with contextlib.suppress(OSError):
             ending = self.ending or Ending("exited", "", 0.0)
             write_json(self.attempt.at("outcome.json"), self.exit_record(ending, ended))
         if self.ending:
             belonging.terminate(but_session=self.child)
         else:
-            self.left = len(self.wait_for_leavers(belonging))
+            until = time.monotonic() + LEAVING  # helpers that see the command end go by themselves
+            while belonging.alive() and time.monotonic() < until:
+                reap_adopted(but=self.child)
+                self.sleep(0.02)
+            self.left = len(belonging.alive())
             belonging.terminate(but_session=0)
         while time.monotonic() < self.leftovers_until() and belonging.alive():
             reap_adopted(but=self.child)
@@ -406,17 +405,7 @@ class Supervisor:
             self.sleep(0.05)
         return belonging.kill(KILL_PATIENCE)
 
-    def wait_for_leavers(self, belonging: Belonging) -> dict[int, Process]:
-        """Processes that are left after LEAVING seconds; helpers that see the command end go by themselves."""
-        until = time.monotonic() + LEAVING
-        while True:
-            found = belonging.alive()
-            if not found or time.monotonic() >= until:
-                return found
-            reap_adopted(but=self.child)
-            self.sleep(0.02)
-
-    def hear_out(self, patience: float) -> None:
+    def drain_output(self, patience: float) -> None:
         """Write all output to the log, for at most `patience` seconds."""
         until = time.monotonic() + patience
         while self.log and (self.log.write_down() or self.log.unwritten):
@@ -438,17 +427,17 @@ class Supervisor:
         """Reap the child, write the record, end."""
         if ended is not None:
             reap_adopted()
-            self.hear_out(ROOM_PATIENCE if self.log and self.log.unwritten else LAST_WORDS)
+            self.drain_output(ROOM_PATIENCE if self.log and self.log.unwritten else LAST_WORDS)
         record = self.exit_record(ending, ended)
-        # If its folder was removed, and with it the lock that it holds, a record has no place and no reader.
+        # If its folder was removed, and with it the lock that it holds, a record cannot be written, and would have no reader.
         while os.fstat(self.lock).st_nlink > 0 and not save_exit(self.attempt, record):
-            make_way(self.attempt)
+            make_room_for_exit(self.attempt)
             self.beat()
             time.sleep(TICK)
         self.group.remove()
         # A launch may still wait for the first word.
         with contextlib.suppress(OSError):  # it was released before
-            self.say()
+            self.report_state()
 
     def exit_record(self, ending: Ending, ended: Any) -> dict[str, Any]:
         """The record of how the command ended."""
@@ -485,7 +474,7 @@ class Ending:
         self.since = time.monotonic()
 
 
-def woken(_signum: int, _frame: object) -> None:
+def ignore_signal(_signum: int, _frame: object) -> None:
     """Do nothing: by now Python has written to the pipe that wakes the supervisor."""
 
 
@@ -510,7 +499,7 @@ def save_exit(attempt: Attempt, record: dict[str, Any]) -> bool:
         return False
 
 
-def make_way(attempt: Attempt) -> None:
+def make_room_for_exit(attempt: Attempt) -> None:
     """Make room for an exit record if a job has made a folder in its place, or has closed the folder around it."""
     with contextlib.suppress(OSError):
         os.chmod(attempt.path, 0o700)

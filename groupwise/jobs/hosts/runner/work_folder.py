@@ -134,7 +134,9 @@ class Walk:
     def _folder(self, fd: int, path: str, depth: int) -> None:
         try:
             with os.scandir(fd) as entries:
-                names = sorted(e.name for e in itertools.islice(entries, self._left()))
+                # One name beyond the limit shows that there are too many.
+                left = max(0, self.most - self.seen) + 1
+                names = sorted(e.name for e in itertools.islice(entries, left))
         except OSError:
             self.refused[path] = "unreadable"
             return
@@ -153,10 +155,6 @@ class Walk:
             except OSError:
                 continue  # gone meanwhile
             self._one(fd, name, below, found, depth)
-
-    def _left(self) -> int:
-        """How many more names to list; one beyond the limit shows that there are too many."""
-        return max(0, self.most - self.seen) + 1
 
     def _one(self, fd: int, name: str, below: str, found: os.stat_result, depth: int) -> None:
         if not stat.S_ISDIR(found.st_mode):

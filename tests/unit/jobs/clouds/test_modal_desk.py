@@ -10,7 +10,7 @@ import pytest
 from groupwise.jobs.clouds.modal.coordinator import ASKED, answer, attempt
 from groupwise.jobs.clouds.modal.port import Call
 from groupwise.jobs.clouds.modal.worker import Surroundings, work
-from groupwise.jobs.hosts.runner.claims import withdraw
+from groupwise.jobs.hosts.runner.claims import void_queued
 from groupwise.jobs.hosts.runner.files import write_file, write_json
 from groupwise.jobs.hosts.runner.root import TOKEN
 from groupwise.jobs.hosts.runner.state import exit_of
@@ -53,7 +53,7 @@ def test_a_token_that_was_voided_or_is_taken_begins_nothing(home: str) -> None:
 
 
 def test_what_was_voided_first_is_nobodys(home: str) -> None:
-    withdraw(attempt(home, "job", 1), "")
+    void_queued(attempt(home, "job", 1), "")
     assert ask(home, "take", 1, "a") is None
 
 

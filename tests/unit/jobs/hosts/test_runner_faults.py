@@ -30,7 +30,7 @@ from groupwise.jobs.hosts.runner.cgroups import (
     remove_group,
 )
 from groupwise.jobs.hosts.runner.claims import RESERVE, claim
-from groupwise.jobs.hosts.runner.command import become
+from groupwise.jobs.hosts.runner.command import run_child
 from groupwise.jobs.hosts.runner.files import TAIL, read_json, set_cell, write_json
 from groupwise.jobs.hosts.runner.order import Order
 from groupwise.jobs.hosts.runner.processes import boot_clock, process, send
@@ -223,7 +223,7 @@ def test_a_command_waits_for_the_word_of_its_supervisor(
     os.write(go, word)
     os.close(go)
     try:
-        become(None, {}, go_on, -1, -1, [])  # pyright: ignore[reportArgumentType]
+        run_child(None, {}, go_on, -1, -1, [])  # pyright: ignore[reportArgumentType]
     finally:
         os.close(go_on)
     assert (began, ended) == ([True] * begins, [127])

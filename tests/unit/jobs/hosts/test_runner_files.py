@@ -27,13 +27,13 @@ from typing import Any
 import pytest
 
 from groupwise.jobs.hosts import answers
-from groupwise.jobs.hosts.runner.artefacts import told_size, verb_manifest
-from groupwise.jobs.hosts.runner.blobs import hash_of, spare_blob
+from groupwise.jobs.hosts.runner.artefacts import listed_bytes, verb_manifest
+from groupwise.jobs.hosts.runner.blobs import hash_of, protect_blob
 from groupwise.jobs.hosts.runner.ending import verb_sweep
 from groupwise.jobs.hosts.runner.locks import take_lock
 from groupwise.jobs.hosts.runner.observe import WatchedAttempt
 from groupwise.jobs.hosts.runner.protocol import Refusal, Work
-from groupwise.jobs.hosts.runner.requests import sign
+from groupwise.jobs.hosts.runner.requests import send_sign
 from groupwise.jobs.hosts.runner.root import Attempt, Root
 from groupwise.jobs.hosts.runner.work_folder import open_inside, read_inside, whole_inside
 from tests.processes import wait_until
@@ -164,7 +164,7 @@ def test_what_was_asked_for_lately_is_not_swept(here: Machine) -> None:
     changed = os.stat(root.blob(old)).st_ctime
     until = time.monotonic() + 5.0
     while os.stat(root.blob(asked)).st_ctime < changed + 0.1:
-        assert spare_blob(root, asked)
+        assert protect_blob(root, asked)
         assert time.monotonic() < until, "its time of change stays what it was"
     body = {"keep": [], "older_than": time.time() - changed - 0.05, "runner": "r"}
     assert verb_sweep(root, body, io.BytesIO())[0] == {"removed": 1}
@@ -339,7 +339,7 @@ def test_of_very_much_that_is_refused_some_is_told_and_how_much_more(
     assert [why for _, why in told.refused[2:]] == links
     assert told.refused_more == {"too_large": 3, "link": 3}
     monkeypatch.setattr(
-        "groupwise.jobs.hosts.runner.artefacts.REFUSED_TOGETHER", told_size("outputs/b-1")
+        "groupwise.jobs.hosts.runner.artefacts.REFUSED_TOGETHER", listed_bytes("outputs/b-1")
     )
     assert in_process(here).refused_more == {"too_large": 4, "link": 4}
 
@@ -405,11 +405,11 @@ def test_what_takes_long_is_done_by_one_at_a_time(either: Machine, verb: str) ->
 
 
 def test_a_disk_that_hangs_gives_no_signs(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    told = Work.done
-    assert sign(told) == told
+    before = Work.done
+    assert send_sign(before) == before
     assert capfdbinary.readouterr().out == b""
     hash_of(io.BytesIO(b"x"))
-    assert sign(told) > told
+    assert send_sign(before) > before
     assert capfdbinary.readouterr().out == b"\n"
 
 
