@@ -17,14 +17,17 @@ from typing import Any, NoReturn
 
 import pytest
 
-from groupwise.jobs.hosts import runner
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.jobs.hosts.framing import AnswerReader
 from groupwise.jobs.hosts.port import Request
+from groupwise.jobs.hosts.runner import requests
+from groupwise.jobs.hosts.runner.cgroups import Group, remove_stray_groups
+from groupwise.jobs.hosts.runner.files import read_json
+from groupwise.jobs.hosts.runner.protocol import as_bytes
+from groupwise.jobs.hosts.runner.root import Root, attempts_here
+from groupwise.jobs.hosts.runner_text import runner_text
 from tests.processes import TIMEOUT_S, is_gone, wait_until
 
-SOURCE = Path(__file__).parents[1] / "groupwise" / "jobs" / "hosts" / "runner.py"
-REAL = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
 FAKE_NVIDIA_SMI = Path(__file__).with_name("fake_nvidia_smi.py")
 HERE = frozenset(
     "status touch missing manifest read gather keep log put observe release kill void forget".split()
@@ -84,7 +87,7 @@ def request(body: Mapping[str, Any], payload: bytes = b"") -> bytes:
     return b"GROUPWISE 1 %d %s\n" % (len(text), digest.encode()) + text + payload
 
 
-def remains(group: runner.Group) -> bool:
+def remains(group: Group) -> bool:
     """One with processes that are about to end cannot be removed yet."""
     group.remove()
     return any(os.path.isdir(folder) for folder in group.folders())
@@ -98,7 +101,7 @@ class Machine:
         self.home = folder / "home"
         self.home.mkdir(parents=True, exist_ok=True)
         self.python = python
-        self.source = SOURCE.read_text("utf-8")
+        self.source = runner_text().source
         self.environment = {"HOME": str(self.home), "PATH": "/usr/local/bin:/usr/bin:/bin"}
         self.payload = b""
         self.nvidia = folder / "nvidia.json"
@@ -160,7 +163,7 @@ class Machine:
         """By a process of its own; what is asked often, of the runner as it is in the Python of the tests, by a function of theirs."""
         if payload:
             fields["payload"] = len(payload)
-        if verb in HERE and self.python == sys.executable and self.sha == REAL:
+        if verb in HERE and self.python == sys.executable and self.sha == runner_text().sha256:
             return self._ask_here(self.body(verb, **fields), payload)
         answer = self.finish(self.begin(request(self.body(verb, **fields), payload)))
         if "need" in answer:
@@ -169,16 +172,16 @@ class Machine:
         return answer
 
     def _ask_here(self, body: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        mask, environment, told = os.umask(0o077), dict(os.environ), runner.send_answer
+        mask, environment, told = os.umask(0o077), dict(os.environ), requests.send_answer
         os.environ.clear()
         os.environ.update(self.environment)
-        runner.send_answer = _answered
+        requests.send_answer = _answered
         try:
-            runner.answer_request(json.loads(json.dumps(body)), BytesIO(payload))
+            requests.answer_request(json.loads(json.dumps(body)), BytesIO(payload))
         except _Answered as answer:
-            answered, self.payload = json.loads(runner.as_bytes(answer.body)), answer.data
+            answered, self.payload = json.loads(as_bytes(answer.body)), answer.data
         finally:
-            runner.send_answer = told
+            requests.send_answer = told
             os.environ.clear()
             os.environ.update(environment)
             os.umask(mask)
@@ -223,7 +226,7 @@ class Machine:
             state,
             details=lambda: (self.status(job, epoch), self.complaints(job, epoch)),
         )
-        written = runner.read_json(str(self.folder(job, epoch) / "state.json")) or {}
+        written = read_json(str(self.folder(job, epoch) / "state.json")) or {}
         if state == "exited" and (supervisor := written.get("supervisor")):
             wait_until(lambda: is_gone(supervisor), "the end of the supervisor")
         return found
@@ -274,7 +277,7 @@ class Machine:
         marks = [f"GROUPWISE_RUNNER_FOLDER={here}/".encode()]
         for folder in here.iterdir() if here.is_dir() else ():
             with suppress(OSError):
-                pid: int = (runner.read_json(str(folder / "state.json")) or {}).get("supervisor", 0)
+                pid: int = (read_json(str(folder / "state.json")) or {}).get("supervisor", 0)
                 if pid and "groupwise-super" in Path(f"/proc/{pid}/comm").read_text():
                     os.kill(pid, signal.SIGKILL)
         for name in os.listdir("/proc"):
@@ -285,14 +288,12 @@ class Machine:
 
     def end_groups(self) -> None:
         """Control groups, with whatever hid in them."""
-        root = runner.Root(str(self.root))
-        for attempt in runner.attempts_here(root)[0]:
-            group = runner.Group.from_record(
-                (runner.read_json(attempt.at("state.json")) or {}).get("cgroup")
-            )
+        root = Root(str(self.root))
+        for attempt in attempts_here(root)[0]:
+            group = Group.from_record((read_json(attempt.at("state.json")) or {}).get("cgroup"))
             group.kill()
             wait_until(lambda group=group: not remains(group), "the end of its control groups")
-        runner.remove_stray_groups(root)
+        remove_stray_groups(root)
 
 
 _prepared: dict[str, Path] = {}

@@ -1,7 +1,7 @@
 """Runs on a spot machine: asks its metadata service whether AWS wants it back, and then tells its jobs, so that they save and end.
 
 This file travels in the machine's user data and is run there as root, from every start on. It needs only Python 3.8. AWS gives two minutes'
-notice; a job has most of them: the file `evict` in its folder says how many seconds (`groupwise/jobs/hosts/runner.py`)."""
+notice; a job has most of them: the file `evict` in its folder says how many seconds (`groupwise/jobs/hosts/runner/`)."""
 
 import glob
 import os

@@ -2,8 +2,8 @@
 
 `BOOTSTRAP` reads a request from standard input and does nothing until its length and hash agree. Then it looks below the machine's root for
 the runner that the request names by its hash; if there is none, it answers `{"need": "runner"}`, and the driver asks again with the text as
-the field `source`. It stores that text (and the compiled code, which halves the time of a call), and calls `answer_request` of `runner.py`,
-which does the rest. A full disk stops none of this: the runner then runs from memory.
+the field `source`. It stores that text (and the compiled code, which halves the time of a call), and calls its `answer_request`
+(`runner/requests.py`), which does the rest. A full disk stops none of this: the runner then runs from memory.
 
 The machine's `python3` runs it, whatever its version, so it is written for the oldest: below 3.8 it answers with a refusal."""
 

@@ -6,12 +6,10 @@ The runner's own text is named by its hash: a machine that does not have it says
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from groupwise.jobs.hosts import answers
@@ -28,6 +26,7 @@ from groupwise.jobs.hosts.answers import (
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.framing import SPOKEN, BadAnswer
 from groupwise.jobs.hosts.port import USUAL_BODY, Host, Request, RunnerRefused, RunnerResponse
+from groupwise.jobs.hosts.runner_text import runner_text
 from groupwise.jobs.hosts.spec import JobSpec, Manifest, as_json
 
 T = TypeVar("T")
@@ -46,21 +45,6 @@ PIECE = 4 << 20
 """Bytes that are asked for at once, of a log, a file, or many small files together."""
 GATHERED = 500
 """Most small files that are asked for at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerText:
-    """The text of runner.py, and its hash."""
-
-    source: str
-    sha256: str
-
-
-@functools.cache
-def runner_text() -> RunnerText:
-    """The runner of this release."""
-    source = Path(__file__).with_name("runner.py").read_text("utf-8")
-    return RunnerText(source, hashlib.sha256(source.encode("utf-8")).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)

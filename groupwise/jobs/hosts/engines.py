@@ -1,6 +1,6 @@
 """A machine that gives jobs to an engine (Slurm, Ray, Modal): attempts are laid out on its disk, and the engine begins them where it likes.
 
-As everywhere, an attempt's files tell its state (`runner.py`). The engine is asked only if they do not say enough: about a queued attempt,
+As everywhere, an attempt's files tell its state (`runner/`). The engine is asked only if they do not say enough: about a queued attempt,
 or one that seems lost because its supervisor runs on a machine that cannot be seen from here. One answer of an engine proves little: it may
 have been restarted, and an attempt that it gave up may go on. So an attempt is found by its name; it begins once however often it is
 submitted, because the first to take its token begins it; and it has ended only if both the engine and its supervisor are silent."""

@@ -1,4 +1,4 @@
-"""Requests and answers as bytes, on the control side; `bootstrap.py` and `runner.py` are the other side.
+"""Requests and answers as bytes, on the control side; `bootstrap.py` and `runner/` are the other side.
 
 A request is one line, `GROUPWISE <protocol> <length> <sha256>`, a JSON body of that length, and raw bytes if the body says so. The machine
 does nothing until length and hash agree, so a request that was cut on its way has not happened.

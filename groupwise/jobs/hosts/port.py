@@ -48,7 +48,7 @@ USUAL_BODY = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request to the runner, with `verb` and `body` as described in `runner.py`."""
+    """A request to the runner, with `verb` and `body` as described in `runner/protocol.py`."""
 
     verb: str
     body: Mapping[str, Any] = field(default_factory=dict[str, Any])

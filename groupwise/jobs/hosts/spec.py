@@ -15,7 +15,7 @@ from typing import Any
 ATTEMPT_VARIABLE = "GROUPWISE_ATTEMPT"
 """The variable that holds `<job>.<epoch>` in every process of an attempt."""
 MOST_ARTEFACTS = 1_000_000
-"""Most files that a job may leave on a machine; the same as in `runner.py`."""
+"""Most files that a job may leave on a machine; the same as in `runner/artefacts.py`."""
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 """Names that jobs may have; strict, because they name folders and control groups on every machine."""
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")

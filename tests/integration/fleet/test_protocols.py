@@ -15,8 +15,9 @@ import pytest
 
 from groupwise.jobs.hosts import driver
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
-from groupwise.jobs.hosts.driver import Known, Launch, Runner, RunnerText, runner_text
+from groupwise.jobs.hosts.driver import Known, Launch, Runner
 from groupwise.jobs.hosts.local import LocalHost
+from groupwise.jobs.hosts.runner_text import RunnerText, runner_text
 from groupwise.jobs.hosts.spec import JobSpec
 from tests.processes import TIMEOUT_S, is_gone
 from tests.runner_machine import Machine

@@ -27,8 +27,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from groupwise.jobs.clouds.modal.port import ROOT
-from groupwise.jobs.hosts import runner
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
+from groupwise.jobs.hosts.runner.claims import take_token
+from groupwise.jobs.hosts.runner.files import modified, read_json, write_json
+from groupwise.jobs.hosts.runner.root import Attempt, Root
 
 TURN = "turn.json"
 ASKED = "asked.json"
@@ -41,9 +43,9 @@ def answer(home: str, what: str, arguments: Sequence[Any]) -> Any:
     return VERBS[what](home, *arguments)
 
 
-def attempt(home: str, job: str, epoch: int) -> runner.Attempt:
+def attempt(home: str, job: str, epoch: int) -> Attempt:
     """An attempt on the volume, or on a copy of it."""
-    return runner.Attempt(runner.Root(os.path.join(home, ROOT)), job, epoch)
+    return Attempt(Root(os.path.join(home, ROOT)), job, epoch)
 
 
 def ask(home: str, request: bytes) -> bytes:
@@ -68,7 +70,7 @@ def note(home: str, job: str, epoch: int, number: int, call: str) -> dict[str, A
     turn = turn_of(place)
     if turn["number"] == number and call not in turn["given"]:
         turn["given"].append(call)
-        runner.write_json(place.at(TURN), turn)
+        write_json(place.at(TURN), turn)
     return turn
 
 
@@ -94,11 +96,11 @@ def take(home: str, job: str, epoch: int, number: int, call: str) -> dict[str, A
         if (
             turn["number"] != number
             or turn["call"] not in (None, call)
-            or not (runner.take_token(place, place.at(ASKED)) or os.path.exists(place.at(ASKED)))
+            or not (take_token(place, place.at(ASKED)) or os.path.exists(place.at(ASKED)))
         ):
             return None
         turn.update(call=call, began=turn["began"] or time.time())
-        runner.write_json(place.at(TURN), turn)
+        write_json(place.at(TURN), turn)
     return {"spent": max(0.0, time.time() - turn["began"]), "handed_over": handed_over}
 
 
@@ -115,7 +117,7 @@ def hand_over(home: str, job: str, epoch: int, number: int, call: str) -> bool:
         return False
     if turn["number"] == number and turn["call"] == call:
         turn.update(number=number + 1, call=None, given=[], by=call, since=time.time())
-        runner.write_json(place.at(TURN), turn)
+        write_json(place.at(TURN), turn)
     return _was_handed_over(turn, number, call)
 
 
@@ -124,19 +126,19 @@ def end(home: str, job: str, epoch: int, because: str) -> None:
     place = attempt(home, job, epoch)
     if os.path.isdir(place.path) and not is_over(place):
         record = {"reason": "cancelled", "message": because, "tail": ""}
-        runner.write_json(place.at("exit.json"), record)
+        write_json(place.at("exit.json"), record)
 
 
-def turn_of(place: runner.Attempt) -> dict[str, Any]:
+def turn_of(place: Attempt) -> dict[str, Any]:
     """The attempt's turn; the first one if there was no note yet."""
     first: dict[str, Any] = {"number": 1, "call": None, "given": [], "by": None, "began": None}
-    first["since"] = runner.modified(place.path)
-    return {**first, **(runner.read_json(place.at(TURN)) or {})}
+    first["since"] = modified(place.path)
+    return {**first, **(read_json(place.at(TURN)) or {})}
 
 
-def is_over(place: runner.Attempt) -> bool:
+def is_over(place: Attempt) -> bool:
     """True if the attempt has ended, or never begins."""
-    state = runner.read_json(place.at("state.json"))
+    state = read_json(place.at("state.json"))
     return state is None or state.get("phase") in OVER or os.path.exists(place.at("exit.json"))
 
 

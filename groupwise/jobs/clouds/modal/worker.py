@@ -1,5 +1,5 @@
 """The work: one stint of a job, in a container with its GPU. It takes its turn at the desk, copies the attempt from the volume to the
-container's own disk, and begins it there under the runner's supervisor, as an engine's node does (`runner.py`, `begin.sh`).
+container's own disk, and begins it there under the runner's supervisor, as an engine's node does (`begin.sh`).
 
 Meanwhile this process copies everything new to the volume every few seconds: the log, complete checkpoints, the state; and it notices if
 the job was cancelled. At the end it copies all artefacts, and after them the exit record. So the volume holds what any machine's disk would
@@ -22,7 +22,24 @@ from typing import Any, Protocol
 
 from groupwise.jobs.clouds.modal.coordinator import ASKED, attempt
 from groupwise.jobs.clouds.modal.port import ROOT, Call
-from groupwise.jobs.hosts import runner
+from groupwise.jobs.hosts.runner.checkpoints import Checkpoint, checkpoints_of
+from groupwise.jobs.hosts.runner.ending import evict, ring
+from groupwise.jobs.hosts.runner.files import (
+    cell_words,
+    is_full,
+    make_folder,
+    number_in,
+    read_json,
+    set_cell,
+    size_of,
+    write_file,
+    write_json,
+)
+from groupwise.jobs.hosts.runner.order import LARGEST_TOKEN
+from groupwise.jobs.hosts.runner.processes import boot_clock
+from groupwise.jobs.hosts.runner.protocol import as_bytes
+from groupwise.jobs.hosts.runner.root import TOKEN
+from groupwise.jobs.hosts.runner.supervisor import EVICT_GRACE
 
 FRESH = (ASKED, "turn.json", "log", "exit.json", "outcome.json", "bell", "queued.json.voided")
 """Files of the volume's folder that are not copied: the supervisor begins without them."""
@@ -89,7 +106,7 @@ class Stint:
         self.call, self.me, self.around, self.spent = call, me, around, spent
         self.there = attempt(around.home, call.job, call.epoch)
         self.here = attempt(around.scratch, call.job, call.epoch)
-        self.asked = runner.read_json(self.there.at(ASKED), runner.LARGEST_TOKEN) or {}
+        self.asked = read_json(self.there.at(ASKED), LARGEST_TOKEN) or {}
         spec: dict[str, Any] = self.asked["spec"]
         self.artefacts: list[str] = spec["artefacts"]
         self.folders: list[str] = spec["checkpoints"]
@@ -102,7 +119,7 @@ class Stint:
         """Checkpoints on the volume by path: the step, and the `mark` of the manifest."""
         self.began_at = -1
         """The step of the checkpoint from which it goes on; -1: none."""
-        self.log_there = runner.size_of(self.there.at("log"))
+        self.log_there = size_of(self.there.at("log"))
         self.state: dict[str, Any] = {}
         self.not_kept: dict[str, str] = {}
 
@@ -128,7 +145,7 @@ class Stint:
     def lay_out(self, secrets: Mapping[str, str]) -> None:
         """Copy the attempt to this disk, as if it had been queued here, with the newest checkpoint in place."""
         shutil.rmtree(self.here.path, ignore_errors=True)
-        runner.make_folder(os.path.dirname(self.here.path))
+        make_folder(os.path.dirname(self.here.path))
         ignored = shutil.ignore_patterns(*FRESH)
         shutil.copytree(
             self.there.path,
@@ -138,12 +155,12 @@ class Stint:
                 ignored(folder, names) if folder == self.there.path else set()
             ),
         )
-        runner.write_file(self.here.at("log"), b"")
-        state = runner.read_json(self.there.at("state.json")) or {}
+        write_file(self.here.at("log"), b"")
+        state = read_json(self.there.at("state.json")) or {}
         gone = ("pid", "start_ticks", "started_at", "supervisor", "cgroup")
         queued = {name: value for name, value in state.items() if name not in gone}
-        runner.write_json(self.here.at("state.json"), {**queued, "phase": "queued"})
-        runner.write_file(self.here.at(runner.TOKEN), runner.as_bytes(self.token(secrets)))
+        write_json(self.here.at("state.json"), {**queued, "phase": "queued"})
+        write_file(self.here.at(TOKEN), as_bytes(self.token(secrets)))
 
     def token(self, secrets: Mapping[str, str]) -> dict[str, Any]:
         """The request with which the supervisor begins; it removes the file before its command starts."""
@@ -166,7 +183,7 @@ class Stint:
 
     def newest(self) -> dict[str, Any] | None:
         """The checkpoint from which to go on; all are in the working folder already."""
-        found = runner.checkpoints_of(self.here, self.folders)
+        found = checkpoints_of(self.here, self.folders)
         self.brought = {each.path: (each.step, self.mark(each)) for each in found}
         first: dict[str, Any] = self.asked.get("resume") or {}
         if not found:
@@ -196,7 +213,7 @@ class Stint:
         self.share_log()
         self.share_state()
         self.share_checkpoints()
-        runner.set_cell(self.there.at("heartbeat"), f"{runner.boot_clock():.3f}")
+        set_cell(self.there.at("heartbeat"), f"{boot_clock():.3f}")
         self.around.volume.commit()
         self.around.volume.reload()
         self.hear()
@@ -209,15 +226,15 @@ class Stint:
 
     def share_state(self) -> None:
         """Copy the state with a boot id of this stint: pids of this container mean nothing at the desk."""
-        state = runner.read_json(self.here.at("state.json")) or {}
+        state = read_json(self.here.at("state.json")) or {}
         told = {**state, "boot_id": f"{self.me} {self.call.number}"}
         if state.get("phase") != "queued" and told != self.state:
             self.state = told
-            runner.write_json(self.there.at("state.json"), told)
+            write_json(self.there.at("state.json"), told)
 
     def share_checkpoints(self) -> None:
         """Copy new checkpoints whole; remove those that the command has removed once there is a later one."""
-        found = runner.checkpoints_of(self.here, self.folders)
+        found = checkpoints_of(self.here, self.folders)
         for each in found:
             if self.brought.get(each.path) != (each.step, self.mark(each)):
                 self.bring(each)
@@ -227,12 +244,12 @@ class Stint:
                 shutil.rmtree(os.path.join(self.there.work, path), ignore_errors=True)
                 del self.brought[path]
 
-    def mark(self, checkpoint: runner.Checkpoint) -> tuple[int, int]:
+    def mark(self, checkpoint: Checkpoint) -> tuple[int, int]:
         """Differs if a checkpoint was replaced by another of the same name: time (ns) and size of its manifest."""
         found = checkpoint.found[checkpoint.manifest]
         return found.st_mtime_ns, found.st_size
 
-    def bring(self, checkpoint: runner.Checkpoint) -> None:
+    def bring(self, checkpoint: Checkpoint) -> None:
         """Copy a checkpoint, its manifest last. One that is removed meanwhile is skipped."""
         source, target = (
             os.path.join(work, checkpoint.path) for work in (self.here.work, self.there.work)
@@ -244,30 +261,28 @@ class Stint:
                 shutil.copy2(os.path.join(source, path), os.path.join(target, path))
         except OSError as error:
             shutil.rmtree(target, ignore_errors=True)
-            if runner.is_full(error):
+            if is_full(error):
                 raise
             return
         self.brought[checkpoint.path] = (checkpoint.step, self.mark(checkpoint))
 
     def hear(self) -> None:
         """Pass on a cancellation, which is written to the volume."""
-        grace = runner.number_in(runner.cell_words(self.there.at("cancel")))
-        if grace is not None and grace != runner.number_in(
-            runner.cell_words(self.here.at("cancel"))
-        ):
-            runner.set_cell(self.here.at("cancel"), f"{grace:.3f}")
-            runner.ring(self.here)
+        grace = number_in(cell_words(self.there.at("cancel")))
+        if grace is not None and grace != number_in(cell_words(self.here.at("cancel"))):
+            set_cell(self.here.at("cancel"), f"{grace:.3f}")
+            ring(self.here)
 
     # - after
 
     def leave(self, process: subprocess.Popen[bytes]) -> None:
         """Let the command save, and copy what it has saved. If it had come to its end, copy that as well."""
-        runner.evict(self.here, runner.EVICT_GRACE)
+        evict(self.here, EVICT_GRACE)
         try:
             process.wait(EVICTED_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-        record = runner.read_json(self.here.at("exit.json")) or {}
+        record = read_json(self.here.at("exit.json")) or {}
         if record.get("reason") in ("exited", "cancelled"):
             self.settle()
         else:
@@ -277,8 +292,8 @@ class Stint:
 
     def settle(self) -> str:
         """Copy its results and its exit record to the volume, or begin the next stint; returns how this one ended."""
-        record = runner.read_json(self.here.at("exit.json"))
-        if record is None and (runner.read_json(self.here.at("state.json")) or {}).get("refused"):
+        record = read_json(self.here.at("exit.json"))
+        if record is None and (read_json(self.here.at("state.json")) or {}).get("refused"):
             self.share_state()
             self.around.volume.commit()
             return "refused"
@@ -292,7 +307,7 @@ class Stint:
         self.share_state()
         for path in self.artefacts:
             self.keep(os.path.join(self.here.work, path), os.path.join(self.there.work, path))
-        runner.write_json(self.there.at("exit.json"), self.whole_record(record))
+        write_json(self.there.at("exit.json"), self.whole_record(record))
         self.around.volume.commit()
         return str(record["reason"])
 

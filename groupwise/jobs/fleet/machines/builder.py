@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MARKER = "environment.json"
 NAME = re.compile(r"[0-9a-f]{20}")
 TEMPORARY = ".tmp"
+"""Suffix of the folder in which pip unpacks: /tmp is often too small for it."""
 KEPT_LINES = 60
 """Lines of pip's output that are kept, to find the cause of a failure."""
 SPARED = 3600.0
@@ -93,31 +94,31 @@ class Problem(Exception):
 class Order:
     """The fields of `order.json`."""
 
-    def __init__(self, said: dict[str, Any]) -> None:
-        self.prune: bool = said.get("prune", False)
-        self.folder: str = said["folder"]
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.prune: bool = document.get("prune", False)
+        self.folder: str = document["folder"]
         """The folder of all environments of the machine."""
-        self.keep: list[str] = said.get("keep", [])
+        self.keep: list[str] = document.get("keep", [])
         """Names of environments that must not be removed."""
-        self.asked_at: float = said.get("asked_at", time.time())
+        self.asked_at: float = document.get("asked_at", time.time())
         """Time by the machine's clock, taken before the names to keep were read."""
-        self.name: str = said.get("name", "")
-        self.pythons: list[str] = said.get("pythons", [])
+        self.name: str = document.get("name", "")
+        self.pythons: list[str] = document.get("pythons", [])
         """Programs and paths, in the order in which they are tried."""
-        self.least: list[int] = said.get("least", [])
+        self.least: list[int] = document.get("least", [])
         """The oldest version of Python that will do."""
-        self.groupwise: str = said.get("groupwise", "")
+        self.groupwise: str = document.get("groupwise", "")
         """File name of the wheel of groupwise; like `wheels` it lies in the folder `wheels`."""
-        self.wheel_sha256: str = said.get("wheel_sha256", "")
-        self.wheels: list[str] = said.get("wheels", [])
-        self.pins: int = said.get("pins", 0)
+        self.wheel_sha256: str = document.get("wheel_sha256", "")
+        self.wheels: list[str] = document.get("wheels", [])
+        self.pins: int = document.get("pins", 0)
         """Number of lines in the lock, `lock.txt`."""
-        self.hashed: bool = said.get("hashed", False)
-        self.offline: bool = said.get("offline", False)
+        self.hashed: bool = document.get("hashed", False)
+        self.offline: bool = document.get("offline", False)
         """Install from the folder `wheelhouse` alone."""
-        self.index_url: str | None = said.get("index_url")
-        self.extra_index_urls: list[str] = said.get("extra_index_urls", [])
-        self.secrets: list[str] = said.get("secrets", [])
+        self.index_url: str | None = document.get("index_url")
+        self.extra_index_urls: list[str] = document.get("extra_index_urls", [])
+        self.secrets: list[str] = document.get("secrets", [])
         """Names of variables whose values are hidden in the output."""
 
 
@@ -148,13 +149,13 @@ def finish(result: dict[str, Any]) -> None:
 
 def fail(problem: str) -> int:
     """Write the problem for the caller, and return exit code 1, which arrives even if the disk has no room for the file."""
-    say(problem)
+    log(problem)
     with contextlib.suppress(OSError):
         finish({"problem": problem})
     return 1
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Write a line of the log, which is followed while it is written."""
     sys.stdout.buffer.write((text + "\n").encode("utf-8", "replace"))  # whatever its locale is
     sys.stdout.buffer.flush()
@@ -171,9 +172,9 @@ def build(order: Order) -> dict[str, Any]:
     lock = take_lock(folder, name, wait=True)
     assert lock is not None, "a waiting call returns the lock"
     try:
-        found = whole(place)
+        found = complete_environment(place)
         if found:
-            say(f"it is there already: {place}")
+            log(f"it is there already: {place}")
             os.utime(os.path.join(place, MARKER))
             return {**found, "made": False}
         clear(place)
@@ -183,7 +184,7 @@ def build(order: Order) -> dict[str, Any]:
             shutil.rmtree(place, ignore_errors=True)  # its room may be what was lacking
             raise
         finally:
-            shutil.rmtree(temporary_of(place), ignore_errors=True)
+            shutil.rmtree(place + TEMPORARY, ignore_errors=True)
     finally:
         os.close(lock)
 
@@ -199,22 +200,22 @@ def take_lock(folder: str, name: str, wait: bool) -> int | None:
     if not wait:
         os.close(fd)
         return None
-    say("the same environment is being made by another `vm prepare`: waiting for its end")
+    log("the same environment is being made by another `vm prepare`: waiting for its end")
     fcntl.flock(fd, fcntl.LOCK_EX)
     return fd
 
 
-def whole(place: str) -> dict[str, Any] | None:
+def complete_environment(place: str) -> dict[str, Any] | None:
     """The marker's content, if there is one and the groupwise it names can be imported there."""
     try:
         with open(os.path.join(place, MARKER), encoding="utf-8") as file:
-            said = dict(json.load(file))
+            marker = dict(json.load(file))
     except (OSError, ValueError):
         return None
-    works, why = try_it(place)
-    if works == said.get("groupwise"):
-        return said
-    say(f"{place} was whole and does not work any more, so it is made anew: {why}")
+    works, why = import_groupwise(place)
+    if works == marker.get("groupwise"):
+        return marker
+    log(f"{place} was complete and does not work any more, so it is made again: {why}")
     return None
 
 
@@ -225,7 +226,7 @@ def clear(place: str) -> None:
     users = users_of(place)
     if users:
         raise Problem(
-            f"{place} has to be made anew, and processes use it: {', '.join(users[:5])}. "
+            f"{place} has to be made again, and processes use it: {', '.join(users[:5])}. "
             "Let them end (`groupwise fleet vm drain`), then prepare the machine again."
         )
     with contextlib.suppress(FileNotFoundError):
@@ -233,31 +234,26 @@ def clear(place: str) -> None:
     shutil.rmtree(place)
 
 
-def temporary_of(place: str) -> str:
-    """The folder in which pip unpacks: /tmp is often too small for it."""
-    return place + TEMPORARY
-
-
 def make(order: Order, place: str, lock: int) -> dict[str, Any]:
-    """Build the environment from nothing; the marker is written after everything else is on disk."""
+    """Build the environment; the marker is written after everything else is on disk."""
     began = time.monotonic()
     program, version = interpreter(order)
-    say(f"1/4 an environment with Python {version} ({program}) in {place}")
+    log(f"1/4 an environment with Python {version} ({program}) in {place}")
     pip = Pip(order, place, lock)
     pip.run([program, "-m", "venv", "--without-pip", place], "no environment can be made")
     # A separate step, because venv hides the output of ensurepip.
     pip.run([pip.python, "-m", "ensurepip", "--upgrade", "--default-pip"], "it gets no pip")
-    say("2/4 groupwise, as it is installed where this was asked for")
+    log("2/4 groupwise, as it is installed where this was asked for")
     pip.install("--no-index", "--no-deps", os.path.join("wheels", order.groupwise))
-    say(f"3/4 {order.pins} releases as locked")
+    log(f"3/4 {order.pins} releases as locked")
     if order.pins:
         pip.install("-r", "lock.txt", *(("--require-hashes",) if order.hashed else ()))
     if order.wheels:
         own = [os.path.join("wheels", wheel) for wheel in order.wheels]
         pip.install("--no-index", "--no-deps", *own)
-    say("4/4 looking whether it works")
+    log("4/4 looking whether it works")
     pip.check()
-    works, why = try_it(place)
+    works, why = import_groupwise(place)
     if works is None:
         raise Problem(f"it was made, and groupwise cannot be imported there: {why}")
     made = {
@@ -275,11 +271,11 @@ def make(order: Order, place: str, lock: int) -> dict[str, Any]:
         os.fsync(file.fileno())
     os.rename(marker + ".new", marker)
     os.sync()
-    say(f"made in {time.monotonic() - began:.0f} s")
+    log(f"made in {time.monotonic() - began:.0f} s")
     return {**made, "made": True}
 
 
-def try_it(place: str) -> tuple[str | None, str]:
+def import_groupwise(place: str) -> tuple[str | None, str]:
     """Import groupwise there: its release and "", or None and the reason."""
     command = [os.path.join(place, "bin", "python"), "-I", "-c", WORKS]
     try:
@@ -322,7 +318,7 @@ def interpreter(order: Order) -> tuple[str, str]:
 def version_of(program: str) -> str | None:
     """The version of an interpreter; None if it is no Python that runs."""
     try:
-        said = subprocess.run(
+        words = subprocess.run(
             [program, "-I", "-c", PROBE],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -332,7 +328,7 @@ def version_of(program: str) -> str | None:
         ).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return said[0].decode("ascii", "replace") if len(said) == 2 else None
+    return words[0].decode("ascii", "replace") if len(words) == 2 else None
 
 
 # --- pip ----------------------------------------------------------------------------------------
@@ -347,7 +343,7 @@ class Pip:
         self.hidden = sorted(
             (os.environ[name] for name in order.secrets if os.environ.get(name)), key=len
         )[::-1]
-        temporary = temporary_of(place)
+        temporary = place + TEMPORARY
         shutil.rmtree(temporary, ignore_errors=True)
         os.makedirs(temporary)
         self.environment = {**os.environ, "TMPDIR": temporary, "PIP_NO_INPUT": "1"}
@@ -370,28 +366,27 @@ class Pip:
 
     def check(self) -> None:
         """Check that the releases fit together. Only what groupwise itself lacks is an error: then the lock is wrong."""
-        code, said = self.talk([self.python, "-m", "pip", "check"])
-        lacking = [line for line in said if line.startswith("groupwise ")]
+        code, lines = self.output_of([self.python, "-m", "pip", "check"])
+        lacking = [line for line in lines if line.startswith("groupwise ")]
         if lacking:
             raise Problem(
                 f"the lock has not all that groupwise itself needs: {'; '.join(lacking)}. Without --lock it is made from what is "
                 "installed where this is asked for."
             )
         if code:
-            say("  not all of it fits together, pip says. It is used all the same.")
+            log("  not all of it fits together, pip says. It is used all the same.")
 
     def run(self, command: Sequence[str], failure: str) -> None:
         """Run a command of the build. Raises Problem with what to do if it fails."""
-        code, said = self.talk(command)
+        code, lines = self.output_of(command)
         if code:
-            what = advice("\n".join(said), self.order) or (
-                said[-1] if said else f"exit code {code}"
-            )
+            last = lines[-1] if lines else f"exit code {code}"
+            what = advice("\n".join(lines), self.order) or last
             raise Problem(f"{failure}: {what}")
 
-    def talk(self, command: Sequence[str]) -> tuple[int, list[str]]:
+    def output_of(self, command: Sequence[str]) -> tuple[int, list[str]]:
         """The command's exit code, and the last lines of its output. It inherits the lock, so no other build begins while it lives."""
-        kept: deque[str] = deque(maxlen=KEPT_LINES)
+        last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -403,11 +398,11 @@ class Pip:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
-                said = self.redacted(line.decode("utf-8", "replace").rstrip())
-                if said:
-                    say("  " + said)
-                    kept.append(said)
-        return process.wait(), list(kept)
+                text = self.redacted(line.decode("utf-8", "replace").rstrip())
+                if text:
+                    log("  " + text)
+                    last_lines.append(text)
+        return process.wait(), list(last_lines)
 
     def redacted(self, line: str) -> str:
         """The line with passwords and secret values hidden."""
@@ -425,9 +420,10 @@ def advice(text: str, order: Order) -> str | None:
         )
     disk = os.statvfs(order.folder)
     free = disk.f_bavail * disk.f_frsize >> 20  # MiB
-    said = "No space left on device" if free < LITTLE_MB else text  # not every program says so
+    if free < LITTLE_MB:
+        text = "No space left on device"  # not every program says so
     for pattern, what in COMPLAINTS:
-        if re.search(pattern, said):
+        if re.search(pattern, text):
             return what.format(free=free, folder=order.folder)
     return None
 
@@ -461,7 +457,7 @@ def prune(order: Order) -> None:
                 used.append(name)
                 continue
             clear(place)
-            shutil.rmtree(temporary_of(place), ignore_errors=True)
+            shutil.rmtree(place + TEMPORARY, ignore_errors=True)
             removed.append(name)
         finally:
             os.close(lock)

@@ -10,7 +10,10 @@ import pytest
 from groupwise.jobs.clouds.modal.coordinator import ASKED, answer, attempt
 from groupwise.jobs.clouds.modal.port import Call
 from groupwise.jobs.clouds.modal.worker import Surroundings, work
-from groupwise.jobs.hosts import runner
+from groupwise.jobs.hosts.runner.claims import void_queued
+from groupwise.jobs.hosts.runner.files import write_file, write_json
+from groupwise.jobs.hosts.runner.root import TOKEN
+from groupwise.jobs.hosts.runner.state import exit_of
 
 
 @pytest.fixture
@@ -18,8 +21,8 @@ def home(tmp_path: Path) -> str:
     """With an attempt that waits."""
     place = attempt(str(tmp_path), "job", 1)
     os.makedirs(place.path)
-    runner.write_json(place.at("state.json"), {"phase": "queued"})
-    runner.write_file(place.at(runner.TOKEN), b"{}")
+    write_json(place.at("state.json"), {"phase": "queued"})
+    write_file(place.at(TOKEN), b"{}")
     return str(tmp_path)
 
 
@@ -42,15 +45,15 @@ def test_of_two_calls_the_first_has_it_and_keeps_it(home: str) -> None:
 def test_a_token_that_was_voided_or_is_taken_begins_nothing(home: str) -> None:
     """Whoever voids it may have been killed halfway, and a desk between token and turn: that one is asked again."""
     place = attempt(home, "job", 1)
-    for taken, begins in ((runner.TOKEN + ".voided", False), (ASKED, True)):
-        os.rename(place.at(runner.TOKEN), place.at(taken))
+    for taken, begins in ((TOKEN + ".voided", False), (ASKED, True)):
+        os.rename(place.at(TOKEN), place.at(taken))
         assert (ask(home, "take", 1, "a") is not None) is begins
         if not begins:
-            os.rename(place.at(taken), place.at(runner.TOKEN))
+            os.rename(place.at(taken), place.at(TOKEN))
 
 
 def test_what_was_voided_first_is_nobodys(home: str) -> None:
-    runner.withdraw(attempt(home, "job", 1), "")
+    void_queued(attempt(home, "job", 1), "")
     assert ask(home, "take", 1, "a") is None
 
 
@@ -97,7 +100,7 @@ def test_ended_by_the_desk_it_is_over(home: str) -> None:
     ask(home, "end", "because")
     assert ask(home, "take", 1, "a") is None
     assert ask(home, "hand_over", 1, "a") is False
-    ended = runner.exit_of(attempt(home, "job", 1), "exit.json")
+    ended = exit_of(attempt(home, "job", 1), "exit.json")
     assert ended is not None
     assert (ended["reason"], ended["message"]) == ("cancelled", "because")
 

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
-from groupwise.jobs.hosts import driver, runner
-from groupwise.jobs.hosts.driver import Launch, Runner, runner_text
+from groupwise.jobs.hosts import driver
+from groupwise.jobs.hosts.driver import Launch, Runner
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.framing import BadAnswer
 from groupwise.jobs.hosts.port import Request, RunnerRefused, RunnerResponse
+from groupwise.jobs.hosts.runner.requests import LONG, SIGN_EVERY
+from groupwise.jobs.hosts.runner_text import runner_text
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec, Manifest
 
 Reply = Callable[[Request], RunnerResponse]
@@ -159,5 +161,5 @@ async def test_a_runner_may_take_as_long_as_it_says_that_it_goes_on() -> None:
     await asked.gather("j", 3, {})
     await asked.sweep()
     given = {(request.verb, request.longest) for request in host.asked}
-    assert given == {(v, driver.LONGEST if v in runner.LONG else None) for v in host.replies}
-    assert 10 * runner.SIGN_EVERY < driver.SLOW < driver.LONGEST
+    assert given == {(v, driver.LONGEST if v in LONG else None) for v in host.replies}
+    assert 10 * SIGN_EVERY < driver.SLOW < driver.LONGEST

@@ -20,7 +20,12 @@ from typing import Any
 
 import pytest
 
-from groupwise.jobs.hosts import runner, spec
+from groupwise.jobs.hosts import spec
+from groupwise.jobs.hosts.runner.artefacts import MOST_ARTEFACTS
+from groupwise.jobs.hosts.runner.order import ENVIRONMENT_NAME, RESERVED_NAMES, RESERVED_PREFIXES
+from groupwise.jobs.hosts.runner.processes import ATTEMPT_VARIABLE
+from groupwise.jobs.hosts.runner.protocol import SHA256
+from groupwise.jobs.hosts.runner.root import JOB_ID
 from tests.processes import is_gone, wait_until
 from tests.runner_machine import Machine, Refused, machine, request
 
@@ -33,13 +38,13 @@ def new(tmp_path: Path) -> Iterator[Machine]:
 
 
 def test_what_jobs_may_not_set_is_the_same_on_both_sides() -> None:
-    assert runner.RESERVED_NAMES == spec.RESERVED_NAMES
-    assert runner.RESERVED_PREFIXES == spec.RESERVED_PREFIXES
-    assert runner.JOB_ID.pattern == spec.JOB_ID.pattern
-    assert runner.ENVIRONMENT_NAME.pattern == spec.ENVIRONMENT_NAME.pattern
-    assert runner.SHA256.pattern == spec.SHA256.pattern
-    assert runner.ATTEMPT_VARIABLE == spec.ATTEMPT_VARIABLE
-    assert runner.MOST_ARTEFACTS == spec.MOST_ARTEFACTS
+    assert RESERVED_NAMES == spec.RESERVED_NAMES
+    assert RESERVED_PREFIXES == spec.RESERVED_PREFIXES
+    assert JOB_ID.pattern == spec.JOB_ID.pattern
+    assert ENVIRONMENT_NAME.pattern == spec.ENVIRONMENT_NAME.pattern
+    assert SHA256.pattern == spec.SHA256.pattern
+    assert ATTEMPT_VARIABLE == spec.ATTEMPT_VARIABLE
+    assert MOST_ARTEFACTS == spec.MOST_ARTEFACTS
 
 
 def test_a_damaged_runner_is_replaced_and_another_than_the_named_one_refused(new: Machine) -> None:
@@ -172,8 +177,8 @@ def test_a_supervisor_imports_nothing_once_it_has_settled(replaced: Machine) -> 
     replaced.source += "\n\ndef watch(self):\n    {}['nothing']\n\n\nSupervisor.watch = watch\n"
     replaced.sh("true", epoch=5)
     said = wait_until(lambda: replaced.complaints(epoch=5), "its complaint")
-    assert said.startswith("KeyError at ")
-    assert "'nothing'" in said
+    assert said.startswith("KeyError at run+")
+    assert "watch+1: 'nothing'" in said
 
 
 def test_launch_again_tells_the_state_and_starts_nothing(either: Machine) -> None:

@@ -23,7 +23,21 @@ from typing import Any
 
 import pytest
 
-from groupwise.jobs.hosts import runner
+import groupwise
+from groupwise.jobs.hosts.runner.cgroups import (
+    methods,
+    own_groups,
+    remove_group,
+)
+from groupwise.jobs.hosts.runner.claims import RESERVE, claim
+from groupwise.jobs.hosts.runner.command import run_child
+from groupwise.jobs.hosts.runner.files import TAIL, read_json, set_cell, write_json
+from groupwise.jobs.hosts.runner.order import Order
+from groupwise.jobs.hosts.runner.processes import boot_clock, process, send
+from groupwise.jobs.hosts.runner.protocol import Refusal, as_bytes
+from groupwise.jobs.hosts.runner.requests import VERBS
+from groupwise.jobs.hosts.runner.root import SPARE, Attempt, Root
+from groupwise.jobs.hosts.runner.supervisor import Supervisor, save_exit
 from tests.disks import fill, small_disk
 from tests.processes import is_gone, wait_until
 from tests.runner_machine import Machine, Refused, machine, request
@@ -65,7 +79,7 @@ while True:
 
 @pytest.fixture
 def cgroups() -> None:
-    if "cgroup" not in runner.methods():
+    if "cgroup" not in methods():
         pytest.skip("control groups of version 2 cannot be made here")
 
 
@@ -161,8 +175,8 @@ def test_a_survivor_that_only_a_lock_shows_is_counted(here: Machine, share_mb: i
 
 def claimed(here: Machine, epoch: int = 1) -> int:
     """As by a launch that has come no further; what it holds meanwhile."""
-    attempt = runner.Attempt(runner.Root(str(here.root)), "job", epoch)
-    lock = runner.claim(attempt, {"phase": "claimed"})
+    attempt = Attempt(Root(str(here.root)), "job", epoch)
+    lock = claim(attempt, {"phase": "claimed"})
     assert lock is not None
     return lock
 
@@ -199,15 +213,17 @@ def test_a_command_waits_for_the_word_of_its_supervisor(
 ) -> None:
     """It comes after the record is on disk; from a supervisor that dies before, only the end of the pipe comes."""
     began, ended = list[bool](), list[int]()
-    monkeypatch.setattr(runner, "exec_command", lambda *_: began.append(True))
-    monkeypatch.setattr(runner, "prctl", lambda *_: None)
+    monkeypatch.setattr(
+        "groupwise.jobs.hosts.runner.command.exec_command", lambda *_: began.append(True)
+    )
+    monkeypatch.setattr("groupwise.jobs.hosts.runner.command.prctl", lambda *_: None)
     monkeypatch.setattr(os, "setsid", lambda: None)
     monkeypatch.setattr(os, "_exit", ended.append)
     go_on, go = os.pipe()
     os.write(go, word)
     os.close(go)
     try:
-        runner.become(None, {}, go_on, -1, -1, [])  # pyright: ignore[reportArgumentType]
+        run_child(None, {}, go_on, -1, -1, [])  # pyright: ignore[reportArgumentType]
     finally:
         os.close(go_on)
     assert (began, ended) == ([True] * begins, [127])
@@ -232,10 +248,10 @@ def test_who_decides_is_decided_by_one_at_a_time(
     here: Machine, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     body = here.body(verb, **here.order("true"))
-    root = runner.Root(str(here.root))
-    monkeypatch.setattr(runner, "LOCK_PATIENCE", 0.05)
-    with root.job_lock("job"), pytest.raises(runner.Refusal, match="another request"):
-        runner.VERBS[verb](root, body, io.BytesIO())
+    root = Root(str(here.root))
+    monkeypatch.setattr("groupwise.jobs.hosts.runner.locks.LOCK_PATIENCE", 0.05)
+    with root.job_lock("job"), pytest.raises(Refusal, match="another request"):
+        VERBS[verb](root, body, io.BytesIO())
     assert here.status()["state"] == "absent"
 
 
@@ -347,7 +363,7 @@ def test_a_pid_that_was_reused_is_not_killed(here: Machine, what: str) -> None:
     here.kill_supervisor()
     with subprocess.Popen(["sleep", "60"]) as stranger:
         try:
-            found = runner.process(stranger.pid)
+            found = process(stranger.pid)
             assert found is not None
             state = {**here.state(), "pid": stranger.pid, "start_ticks": found.ticks}
             state[what] = {"start_ticks": found.ticks - 1, "boot_id": "another"}[what]
@@ -369,21 +385,21 @@ def test_send_compares_before_it_signals(monkeypatch: pytest.MonkeyPatch, with_p
     else:
         monkeypatch.delattr(os, "pidfd_open")  # as before Python 3.9
         monkeypatch.setattr(os, "kill", lambda _pid, signum: sent.append(signum))
-    me = runner.process(os.getpid())
+    me = process(os.getpid())
     assert me is not None
-    runner.send(me.pid, me.ticks + 1, signal.SIGTERM)
+    send(me.pid, me.ticks + 1, signal.SIGTERM)
     assert sent == []
-    runner.send(me.pid, me.ticks, signal.SIGTERM)
+    send(me.pid, me.ticks, signal.SIGTERM)
     assert sent == [signal.SIGTERM]
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
-    runner.send(ended.pid, 1, signal.SIGKILL)  # nobody: that is no error
+    send(ended.pid, 1, signal.SIGKILL)  # nobody: that is no error
     assert sent == [signal.SIGTERM]
 
 
 def clock_passes(moment: float) -> None:
     """Wait two milliseconds: the contact file holds milliseconds."""
-    while runner.boot_clock() < moment + 0.002:
+    while boot_clock() < moment + 0.002:
         pass
 
 
@@ -401,7 +417,7 @@ def test_the_deadman_counts_from_the_last_contact(here: Machine) -> None:
     here.ask("wait", known={"job.1": {"clock": second + 0.001}}, timeout=0)
     assert contact(here) == round(second + 0.001, 3)
     here.ask("touch", attempts={"job.1": 1e11})  # beyond now is now
-    assert contact(here) <= runner.boot_clock() + 0.0005  # it is kept in whole milliseconds
+    assert contact(here) <= boot_clock() + 0.0005  # it is kept in whole milliseconds
     assert here.ask("touch", attempts=["none.1"])["touched"] == []
     here.sh(FOR_EVER, epoch=2, deadman=0.3, limits={"grace_seconds": 0.1})
     assert here.comes_to("exited", epoch=2)["exit"]["reason"] == "deadman"
@@ -425,7 +441,7 @@ def test_nor_does_one_that_is_repeated_keep_it_alive(here: Machine) -> None:
         here.sh(FOR_EVER, deadman=3600, clock=told)
         assert contact(here) == round(counts, 3)
     here.sh(FOR_EVER, deadman=3600, clock=clock + 1e9)  # of before it booted
-    assert contact(here) <= runner.boot_clock()
+    assert contact(here) <= boot_clock()
 
 
 def test_a_machine_that_slept_through_its_deadman_kills_at_once(
@@ -435,11 +451,11 @@ def test_a_machine_that_slept_through_its_deadman_kills_at_once(
     limits = {"grace_seconds": 600}
     here.sh(FOR_EVER, deadman=3600, limits=limits)
     body = here.body("launch", **here.order("true", deadman=3600, limits=limits))
-    slept = runner.Supervisor(runner.Order(runner.Root(str(here.root)), body), "", [0], 0, 0)
+    slept = Supervisor(Order(Root(str(here.root)), body), "", [0], 0, 0)
     true = time.time
     for hours in (0, -2):
-        heard = runner.boot_clock() + hours * 3600
-        runner.set_cell(str(here.folder() / "contact"), f"{heard:.3f}")
+        heard = boot_clock() + hours * 3600
+        set_cell(str(here.folder() / "contact"), f"{heard:.3f}")
         slept.last_contact = -math.inf  # the machine may have booted a minute ago
         for days in (0, 2, -2):
             monkeypatch.setattr(time, "time", lambda d=days: true() + d * 86_400)
@@ -453,7 +469,7 @@ def test_a_machine_that_slept_through_its_deadman_kills_at_once(
 @pytest.mark.usefixtures("cgroups")
 def test_a_service_manager_is_asked_for_a_scope(here: Machine) -> None:
     tool = here.home / "busctl"
-    v2 = runner.own_groups()["v2"]
+    v2 = own_groups()["v2"]
     told = here.home / "told"
     tool.write_text(f"""#!{sys.executable}
 import os, sys
@@ -467,11 +483,12 @@ open(os.path.join(folder, "cgroup.procs"), "w").write(pid)
     tool.chmod(0o755)
     unit = f"groupwise-test-{os.getpid()}"
     program = (
-        "import json, sys; sys.path[:0] = [sys.argv[1]]; import runner\n"
-        "scope = runner.enter_scope(sys.argv[2]); group = runner.make_group('inner', scope)\n"
-        "print(json.dumps([scope, runner.own_groups()['v2'], group.v2])); group.remove()\n"
+        "import json, sys; sys.path[:0] = [sys.argv[1]]\n"
+        "from groupwise.jobs.hosts.runner.cgroups import enter_scope, make_group, own_groups\n"
+        "scope = enter_scope(sys.argv[2]); group = make_group('inner', scope)\n"
+        "print(json.dumps([scope, own_groups()['v2'], group.v2])); group.remove()\n"
     )
-    folder = str(Path(runner.__file__).parent)
+    folder = str(Path(groupwise.__file__).parents[1])
     said = subprocess.run(
         [sys.executable, "-Sc", program, folder, unit],
         env={"PATH": f"{here.home}:/usr/bin:/bin"},
@@ -488,7 +505,7 @@ open(os.path.join(folder, "cgroup.procs"), "w").write(pid)
         assert words[-9:-5] == ["2", "PIDs", "au", "1"]
         assert words[-4:] == ["Delegate", "b", "true", "0"]
     finally:
-        runner.remove_group(scope)
+        remove_group(scope)
 
 
 def test_memory_beyond_the_limit_is_told(here: Machine) -> None:
@@ -529,7 +546,7 @@ def test_what_failed_to_begin_can_be_given_up_and_what_is_old_can_go_from_a_full
     small.launch("true", job="third")
     assert small.launch("true")["refused"]["code"] == "lower_epoch"
     assert small.launch("true", job="other")["state"] == "voided"
-    assert (small.root / "spare").stat().st_size == runner.SPARE
+    assert (small.root / "spare").stat().st_size == SPARE
 
 
 def test_the_exit_record_has_room_on_a_full_disk(small: Machine) -> None:
@@ -567,7 +584,7 @@ def test_no_write_may_be_torn(here: Machine, monkeypatch: pytest.MonkeyPatch) ->
     """Every write of a JSON fails once at each of its steps: what is read is the old one or the new one."""
     path = here.home / "a.json"
     for step in ("fsync", "rename", "open"):
-        runner.write_json(str(path), {"old": "x" * 100})
+        write_json(str(path), {"old": "x" * 100})
         real = getattr(os, step)
 
         def fails(*arguments: Any, real: Any = real, **options: Any) -> Any:
@@ -580,29 +597,29 @@ def test_no_write_may_be_torn(here: Machine, monkeypatch: pytest.MonkeyPatch) ->
         with monkeypatch.context() as patched:
             patched.setattr(os, step, fails)
             with pytest.raises(OSError, match="No space"):
-                runner.write_json(str(path), {"new": 1})
-        assert runner.read_json(str(path)) == {"old": "x" * 100}
+                write_json(str(path), {"new": 1})
+        assert read_json(str(path)) == {"old": "x" * 100}
         assert os.listdir(here.home) == ["a.json"]
 
 
 def test_an_exit_record_waits_for_room(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the reserve holds the worst one: with a log of control characters, each of which is six in JSON."""
     lock = claimed(here)
-    attempt = runner.Attempt(runner.Root(str(here.root)), "job", 1)
+    attempt = Attempt(Root(str(here.root)), "job", 1)
     (here.folder() / "reserve").unlink()
 
     def full(path: str, document: dict[str, Any]) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(runner, "write_json", full)
-        assert not runner.save_exit(attempt, {"code": 0})
-    assert runner.save_exit(attempt, {"code": 0})
+        patched.setattr("groupwise.jobs.hosts.runner.supervisor.write_json", full)
+        assert not save_exit(attempt, {"code": 0})
+    assert save_exit(attempt, {"code": 0})
     os.close(lock)
     here.sh("head -c 5000 /dev/zero; exit 1", epoch=2)
     record = here.comes_to("exited", epoch=2)["exit"]
-    assert len(record["tail"]) == runner.TAIL
-    assert len(runner.as_bytes(record)) + 10_000 < runner.RESERVE
+    assert len(record["tail"]) == TAIL
+    assert len(as_bytes(record)) + 10_000 < RESERVE
 
 
 def test_files_that_do_not_fit_refuse_the_launch(small: Machine) -> None:

@@ -26,7 +26,16 @@ from typing import Any
 
 import pytest
 
-from groupwise.jobs.hosts import answers, runner
+from groupwise.jobs.hosts import answers
+from groupwise.jobs.hosts.runner.artefacts import listed_bytes, verb_manifest
+from groupwise.jobs.hosts.runner.blobs import hash_of, protect_blob
+from groupwise.jobs.hosts.runner.ending import verb_sweep
+from groupwise.jobs.hosts.runner.locks import take_lock
+from groupwise.jobs.hosts.runner.observe import WatchedAttempt
+from groupwise.jobs.hosts.runner.protocol import Refusal, Work
+from groupwise.jobs.hosts.runner.requests import send_sign
+from groupwise.jobs.hosts.runner.root import Attempt, Root
+from groupwise.jobs.hosts.runner.work_folder import open_inside, read_inside, whole_inside
 from tests.processes import wait_until
 from tests.runner_machine import Machine, Refused, machine, request
 
@@ -118,7 +127,7 @@ def test_what_a_job_does_to_its_files_harms_no_other(here: Machine) -> None:
     (here.work() / "go").touch()
     assert here.comes_to("exited")["exit"]["tail"].startswith(sha(large))
     assert here.ask("missing", sha256=[sha(small), sha(large)])["missing"] == []
-    blob = Path(runner.Root(str(here.root)).blob(sha(large)))
+    blob = Path(Root(str(here.root)).blob(sha(large)))
     blob.chmod(0o644)
     blob.write_bytes(b"bad")
     with pytest.raises(Refused, match="missing_blobs"):
@@ -136,12 +145,12 @@ def test_the_sweep_keeps_what_is_wanted_and_waits_for_a_launch(
     left.mkdir(parents=True)
     removed = here.ask("sweep", keep=[keep])["removed"]
     assert removed == 0, "a launch under way may just have sent them"
-    root = runner.Root(str(here.root))
-    held = runner.take_lock(root.lock("blobs.lock"), runner.fcntl.LOCK_SH)
+    root = Root(str(here.root))
+    held = take_lock(root.lock("blobs.lock"), fcntl.LOCK_SH)
     assert held is not None
-    monkeypatch.setattr(runner, "LOCK_PATIENCE", 0.05)
-    with pytest.raises(runner.Refusal, match="blobs"):
-        runner.verb_sweep(root, {"keep": [], "older_than": 0, "runner": "r"}, io.BytesIO())
+    monkeypatch.setattr("groupwise.jobs.hosts.runner.locks.LOCK_PATIENCE", 0.05)
+    with pytest.raises(Refusal, match="blobs"):
+        verb_sweep(root, {"keep": [], "older_than": 0, "runner": "r"}, io.BytesIO())
     os.close(held)
     assert here.ask("missing", sha256=[keep, gone])["missing"] == []
     assert here.ask("sweep", keep=[keep], older_than=0)["removed"] == 1
@@ -151,14 +160,14 @@ def test_the_sweep_keeps_what_is_wanted_and_waits_for_a_launch(
 
 def test_what_was_asked_for_lately_is_not_swept(here: Machine) -> None:
     asked, old = here.put(b"asked for", b"old")
-    root = runner.Root(str(here.root))
+    root = Root(str(here.root))
     changed = os.stat(root.blob(old)).st_ctime
     until = time.monotonic() + 5.0
     while os.stat(root.blob(asked)).st_ctime < changed + 0.1:
-        assert runner.spare_blob(root, asked)
+        assert protect_blob(root, asked)
         assert time.monotonic() < until, "its time of change stays what it was"
     body = {"keep": [], "older_than": time.time() - changed - 0.05, "runner": "r"}
-    assert runner.verb_sweep(root, body, io.BytesIO())[0] == {"removed": 1}
+    assert verb_sweep(root, body, io.BytesIO())[0] == {"removed": 1}
     assert here.ask("missing", sha256=[asked, old])["missing"] == [old]
 
 
@@ -279,14 +288,14 @@ def test_no_more_is_read_of_a_file_than_was_listed(
     """It may have grown to any size since, or grow as it is read."""
     work = done(here, "mkdir outputs; truncate -s 64M outputs/grown")
     read: list[int] = []
-    real = runner.read_inside
+    real = read_inside
 
     def counted(work: str, path: str, most: int) -> bytes:
         read.append(len(data := real(work, path, most)))
         return data
 
-    monkeypatch.setattr(runner, "read_inside", counted)
-    assert runner.whole_inside(str(work), "outputs/grown", sha(bytes(10)), 10) is None
+    monkeypatch.setattr("groupwise.jobs.hosts.runner.work_folder.read_inside", counted)
+    assert whole_inside(str(work), "outputs/grown", sha(bytes(10)), 10) is None
     assert read == [11]
 
 
@@ -298,10 +307,10 @@ def test_what_becomes_a_link_a_moment_before_it_is_opened(
     plain = os.stat(file)
     file.unlink()
     file.symlink_to(tmp_path / "key")
-    monkeypatch.setattr(runner.os, "stat", lambda *_a, **_k: plain)
-    with pytest.raises(runner.Refusal, match="outputs/file"):
-        runner.open_inside(str(here.work()), "outputs/file")
-    assert runner.whole_inside(str(here.work()), "outputs/file", sha(b"canary"), 6) is None
+    monkeypatch.setattr(os, "stat", lambda *_a, **_k: plain)
+    with pytest.raises(Refusal, match="outputs/file"):
+        open_inside(str(here.work()), "outputs/file")
+    assert whole_inside(str(here.work()), "outputs/file", sha(b"canary"), 6) is None
 
 
 def test_a_hash_is_remembered_only_while_the_file_is_the_same(here: Machine) -> None:
@@ -323,21 +332,21 @@ def test_of_very_much_that_is_refused_some_is_told_and_how_much_more(
     """Links say nothing of whether a job's artefacts are whole: they take no room from what does."""
     script = "for n in 1 2 3 4 5; do ln -s x outputs/a-$n; head -c 1100000 /dev/zero > outputs/b-$n; done"
     done(here, "mkdir outputs; " + script, limits={"artefact_mb": 1})
-    monkeypatch.setattr(runner, "MOST_REFUSED", 2)
+    monkeypatch.setattr("groupwise.jobs.hosts.runner.artefacts.MOST_REFUSED", 2)
     told = in_process(here)
     large, links = [("outputs/b-1", "too_large"), ("outputs/b-2", "too_large")], ["link", "link"]
     assert list(told.refused[:2]) == large
     assert [why for _, why in told.refused[2:]] == links
     assert told.refused_more == {"too_large": 3, "link": 3}
-    monkeypatch.setattr(runner, "REFUSED_TOGETHER", runner.told_size("outputs/b-1"))
+    monkeypatch.setattr(
+        "groupwise.jobs.hosts.runner.artefacts.REFUSED_TOGETHER", listed_bytes("outputs/b-1")
+    )
     assert in_process(here).refused_more == {"too_large": 4, "link": 4}
 
 
 def in_process(here: Machine, what: str = "artefacts") -> answers.WorkTree:
     body = here.body("manifest", job="job", epoch=1, what=what)
-    return answers.work_tree(
-        runner.verb_manifest(runner.Root(str(here.root)), body, io.BytesIO())[0]
-    )
+    return answers.work_tree(verb_manifest(Root(str(here.root)), body, io.BytesIO())[0])
 
 
 # --- what takes long ----------------------------------------------------------------------------
@@ -396,11 +405,11 @@ def test_what_takes_long_is_done_by_one_at_a_time(either: Machine, verb: str) ->
 
 
 def test_a_disk_that_hangs_gives_no_signs(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    told = runner.Work.done
-    assert runner.sign(told) == told
+    before = Work.done
+    assert send_sign(before) == before
     assert capfdbinary.readouterr().out == b""
-    runner.hash_of(io.BytesIO(b"x"))
-    assert runner.sign(told) > told
+    hash_of(io.BytesIO(b"x"))
+    assert send_sign(before) > before
     assert capfdbinary.readouterr().out == b"\n"
 
 
@@ -502,9 +511,7 @@ def test_checkpoints_show_while_the_job_runs_and_in_its_record(here: Machine) ->
     known["job.1"] |= {"checkpoints": 1, "step": 7}
     (here.work() / "outputs" / "step-7").rename(here.home / "old")
     checkpoint(here.work() / "outputs" / "step-8", 8, {"w": b"8"})
-    watched = runner.WatchedAttempt(
-        runner.Attempt(runner.Root(str(here.root)), "job", 1), known["job.1"]
-    )
+    watched = WatchedAttempt(Attempt(Root(str(here.root)), "job", 1), known["job.1"])
     found = watched.look()
     assert (found["state"], found["checkpoints"], found["step"]) == ("running", 1, 8)
     assert watched.differs(found, log_too=False)

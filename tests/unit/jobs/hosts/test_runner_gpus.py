@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.jobs.hosts import answers, runner
+from groupwise.jobs.hosts import answers
+from groupwise.jobs.hosts.runner.gpus import number, parse_apps, parse_gpus, parse_mig
 from tests.processes import is_gone, wait_until
 from tests.runner_machine import Machine, machine
 
@@ -132,17 +133,17 @@ GOLDEN = dict.fromkeys(NOTHING.split("|")) | {
 
 
 def test_cells() -> None:
-    assert {cell: runner.number(cell) for cell in GOLDEN} == GOLDEN
+    assert {cell: number(cell) for cell in GOLDEN} == GOLDEN
 
 
 @given(st.text(max_size=400))
 def test_any_text_at_all(text: str) -> None:
-    gpus, unread = runner.parse_gpus(text)
-    apps, apps_unread = runner.parse_apps(text)
+    gpus, unread = parse_gpus(text)
+    apps, apps_unread = parse_apps(text)
     lines = [line for line in text.split("\n") if line.strip()]
     assert len(gpus) + len(unread) == len(lines)
     assert len(apps) + len(apps_unread) == len(lines)
-    runner.parse_mig(text, text)
+    parse_mig(text, text)
 
 
 CELLS = st.sampled_from([*GOLDEN, "GPU-1", "GPU-2", "Enabled", "Disabled", "0", "1", "a,b"])
@@ -151,7 +152,7 @@ CELLS = st.sampled_from([*GOLDEN, "GPU-1", "GPU-2", "Enabled", "Disabled", "0", 
 @given(st.lists(st.lists(CELLS, min_size=7, max_size=9), max_size=5))
 def test_any_table_of_such_cells(table: list[list[str]]) -> None:
     text = "".join(", ".join(row) + "\n" for row in table)
-    gpus, unread = runner.parse_gpus(text)
+    gpus, unread = parse_gpus(text)
     assert len(gpus) + len(unread) == len([row for row in table if ", ".join(row).strip()])
     assert len({gpu["uuid"] for gpu in gpus}) == len(gpus)
     for gpu in gpus:
@@ -162,11 +163,11 @@ def test_any_table_of_such_cells(table: list[list[str]]) -> None:
 def test_a_table_that_was_cut_off_gives_no_wrong_number() -> None:
     text = f"0, {A}, H100, 81559, 12345, 50, 40, Disabled\n1, {B}, H100, 81559, 54321, 50, 40, Disabled\n"
     for kept in range(len(text)):
-        for gpu in runner.parse_gpus(text[:kept])[0]:
+        for gpu in parse_gpus(text[:kept])[0]:
             assert gpu["memory_used_mb"] in (12345, 54321)
     text = f"{A}, 4711, 5000\n{B}, 4712, 6000\n"
     for kept in range(len(text)):
-        apps, unread = runner.parse_apps(text[:kept])
+        apps, unread = parse_apps(text[:kept])
         assert [app["memory_mb"] for app in apps] == [5000, 6000][: len(apps)]
         assert len(apps) + len(unread) == len(text[:kept].splitlines())
 

@@ -16,7 +16,12 @@ from typing import Any
 
 import pytest
 
-from groupwise.jobs.hosts import answers, runner
+from groupwise.jobs.hosts import answers
+from groupwise.jobs.hosts.runner.artefacts import Hashes
+from groupwise.jobs.hosts.runner.cgroups import unit_of
+from groupwise.jobs.hosts.runner.requests import VERBS
+from groupwise.jobs.hosts.runner.root import Attempt, Root
+from groupwise.jobs.hosts.runner.state import count_checkpoints, state_of
 from tests.processes import is_gone, wait_until
 from tests.runner_machine import Machine, Refused
 
@@ -38,8 +43,8 @@ def observed(here: Machine) -> dict[str, dict[str, Any]]:
     return {each["job"]: each for each in told["attempts"]}
 
 
-def in_process(here: Machine) -> runner.Attempt:
-    return runner.Attempt(runner.Root(str(here.root)), "job", 1)
+def in_process(here: Machine) -> Attempt:
+    return Attempt(Root(str(here.root)), "job", 1)
 
 
 def saved(folder: Path, step: int, *, more: str = "") -> Path:
@@ -194,13 +199,13 @@ def test_nothing_is_looked_for_where_a_record_points(here: Machine) -> None:
     here.sh("sleep 600")
     here.kill_supervisor()
     state = here.state()
-    groups = runner.state_of(in_process(here))
+    groups = state_of(in_process(here))
     assert groups is not None
     assert groups["cgroup"] == {n: f for n, f in state["cgroup"].items() if f}
-    for odd in ("/", str(here.home), "/sys/fs/cgroup", f"/tmp/{runner.unit_of(in_process(here))}"):
+    for odd in ("/", str(here.home), "/sys/fs/cgroup", f"/tmp/{unit_of(in_process(here))}"):
         text = json.dumps({**state, "cgroup": {"v2": odd, "memory": odd}})
         (here.folder() / "state.json").write_text(text)
-        groups = runner.state_of(in_process(here))
+        groups = state_of(in_process(here))
         assert groups is not None
         assert groups["cgroup"] == {}
 
@@ -210,13 +215,13 @@ def test_a_checkpoint_whose_manifest_is_being_written_is_not_listed(
 ) -> None:
     for name, step in (("a", 1), ("b", 2)):
         saved(over.work() / "outputs" / name, step)
-    real = runner.Hashes.of
+    real = Hashes.of
     changing = "outputs/a/manifest.json"
     monkeypatch.setattr(
-        runner.Hashes, "of", lambda self, path: None if path == changing else real(self, path)
+        Hashes, "of", lambda self, path: None if path == changing else real(self, path)
     )
     body = over.body("manifest", job="job", epoch=1, what="checkpoints")
-    told, _ = runner.VERBS["manifest"](runner.Root(str(over.root)), body, io.BytesIO())
+    told, _ = VERBS["manifest"](Root(str(over.root)), body, io.BytesIO())
     assert [c.step for c in answers.work_tree(told).checkpoints] == [2]
 
 
@@ -240,19 +245,17 @@ def test_whatever_happens_to_one_the_others_are_told_of(
 ) -> None:
     here.sh("sleep 600", job="other")
     here.sh("sleep 600")
-    real = runner.state_of
+    real = state_of
 
-    def fails(attempt: runner.Attempt, *_: object) -> dict[str, Any] | None:
+    def fails(attempt: Attempt, *_: object) -> dict[str, Any] | None:
         if attempt.job == "job":
             raise RecursionError
         return real(attempt)
 
-    monkeypatch.setattr(runner, "state_of", fails)
-    told, _ = runner.VERBS["observe"](
-        runner.Root(str(here.root)), here.body("observe"), io.BytesIO()
-    )
+    monkeypatch.setattr("groupwise.jobs.hosts.runner.state.state_of", fails)
+    told, _ = VERBS["observe"](Root(str(here.root)), here.body("observe"), io.BytesIO())
     found = [(a["job"], a["state"]) for a in told["attempts"]]
     assert found == [("job", "running"), ("other", "running")]
     answers.observation(told)
-    monkeypatch.setattr(runner, "checkpoints_of", fails)
-    assert runner.count_checkpoints(in_process(here), {}) == (0, None), "its record needs none"
+    monkeypatch.setattr("groupwise.jobs.hosts.runner.state.checkpoints_of", fails)
+    assert count_checkpoints(in_process(here), {}) == (0, None), "its record needs none"

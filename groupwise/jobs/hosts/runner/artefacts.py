@@ -1,0 +1,282 @@
+"""What a job leaves: its log, files and checkpoints, listed and read for the control plane."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import time
+from typing import TYPE_CHECKING
+
+from groupwise.jobs.hosts.runner.blobs import has_blob, hash_of, store_blob
+from groupwise.jobs.hosts.runner.checkpoints import SETTLED, checkpoints_of, identity
+from groupwise.jobs.hosts.runner.files import open_plain, read_json, write_json
+from groupwise.jobs.hosts.runner.locks import HeldLock, one_at_a_time
+from groupwise.jobs.hosts.runner.protocol import (
+    Refusal,
+    as_list,
+    count_of,
+    is_sha,
+    shas_of,
+    text_of,
+)
+from groupwise.jobs.hosts.runner.root import attempt_of
+from groupwise.jobs.hosts.runner.state import state_of
+from groupwise.jobs.hosts.runner.work_folder import (
+    MOST_ENTRIES,
+    NO_FILES,
+    Walk,
+    open_regular,
+    whole_inside,
+)
+
+if TYPE_CHECKING:
+    from typing import Any, BinaryIO
+
+    from groupwise.jobs.hosts.runner.checkpoints import Checkpoint
+    from groupwise.jobs.hosts.runner.protocol import Answered
+    from groupwise.jobs.hosts.runner.root import Attempt, Root
+
+LARGEST_READ = 64 << 20
+MOST_GATHERED = 1000
+"""Most files in one `gather`: some tenths of a second."""
+LARGEST_GATHERED = 4 << 20
+"""Most bytes in one `gather`, all files together."""
+KEPT_EVERY = 20.0
+"""Time in seconds between saves of the hashes while files are read: the caller may not wait for the end of it."""
+MOST_ARTEFACTS = 1_000_000
+"""Files of a job, and as many folders; no limit of a job goes beyond."""
+LARGEST_LISTING = 192 << 20
+"""Bytes of the files in an answer: MOST_ARTEFACTS with paths of 100 letters. The client reads more (LARGEST_MANIFEST in `driver.py`)."""
+MOST_REFUSED = 1000
+"""Most refused files that an answer lists one by one, of each kind."""
+REFUSED_TOGETHER = 4 << 20
+"""Most bytes that those refused files take up in an answer."""
+LARGEST_HASHES = 64 << 20
+HASHES_EACH = 400
+"""Bytes for one file, where a job may leave so many that it comes to more."""
+
+
+def read_slice(body: dict[str, Any], fd: int) -> Answered:
+    """Answer with the part of a file that a request asks for, then close the file."""
+    offset = count_of(body, "offset", 0)
+    limit = min(count_of(body, "limit", LARGEST_READ), LARGEST_READ)
+    try:
+        return {"size": os.fstat(fd).st_size, "offset": offset}, os.pread(fd, limit, offset)
+    finally:
+        os.close(fd)
+
+
+def files_of(body: dict[str, Any]) -> list[tuple[str, str, int]]:
+    """The field `files` of a request: path, SHA-256 and size in bytes of each."""
+    files = body["files"]
+    shas = shas_of({"files": [entry[1] for entry in files]}, "files")
+    return [
+        (text_of({"path": entry[0]}, "path"), shas[n], count_of({"size": entry[2]}, "size"))
+        for n, entry in enumerate(files)
+    ]
+
+
+def verb_log(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Read the command's output from a byte on."""
+    attempt = attempt_of(root, body)
+    try:
+        fd = open_plain(attempt.at("log"))
+    except OSError:
+        return {"size": 0, "offset": count_of(body, "offset", 0)}, b""
+    return read_slice(body, fd)
+
+
+def verb_read(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Read part of a file of the working folder."""
+    attempt, path = attempt_of(root, body), text_of(body, "path")
+    expected = body.get("sha256")
+    if expected is not None:
+        hashes = Hashes(attempt)
+        if hashes.of(path) != expected:
+            raise Refusal("changed", f"{path} is not what it was: its hash is another")
+        hashes.keep()
+    return read_slice(body, open_regular(attempt.work, path))
+
+
+def verb_gather(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Read many small files of the working folder in one answer: starting a process for each takes longer than reading it."""
+    attempt, files = attempt_of(root, body), files_of(body)
+    if len(files) > MOST_GATHERED or sum(size for _, _, size in files) > LARGEST_GATHERED:
+        raise Refusal(
+            "bad_request",
+            f"files: at most {MOST_GATHERED} of together {LARGEST_GATHERED} bytes are expected",
+        )
+    found = [whole_inside(attempt.work, path, sha, size) for path, sha, size in files]
+    return {"whole": [data is not None for data in found]}, b"".join(filter(None, found))
+
+
+def verb_keep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Store files of the working folder as blobs; if one has changed, those before it are kept."""
+    attempt, files = attempt_of(root, body), files_of(body)
+    with HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
+        for path, sha, size in files:
+            if not has_blob(root, sha):
+                keep_file(root, attempt.work, path, sha, size)
+    return {"kept": [sha for _, sha, _ in files]}, b""
+
+
+def keep_file(root: Root, work: str, path: str, sha: str, size: int) -> None:
+    """Store a copy, because the command may go on writing to the file."""
+    with open(open_regular(work, path), "rb") as file:
+        try:
+            store_blob(root, sha, size, file)
+        except Refusal as refusal:
+            if refusal.body["code"] not in ("truncated", "bad_blob"):
+                raise
+            raise Refusal("changed", f"{path} is not what it was: its hash is another") from None
+
+
+def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """List the files and checkpoints that can be fetched."""
+    attempt, what = attempt_of(root, body), text_of(body, "what")
+    if what not in ("artefacts", "checkpoints", "all"):
+        raise Refusal("bad_request", "what: artefacts, checkpoints or all")
+    state = state_of(attempt) or {}
+    answer: dict[str, Any] = {"files": {}, "refused": [], "refused_more": {}, "checkpoints": []}
+    if what != "checkpoints" and os.path.isdir(attempt.path):
+        with one_at_a_time(attempt.path):
+            answer.update(Artefacts(attempt, state).collect())
+    if what != "artefacts":
+        # Oldest first; only the newest if an answer does not hold them all.
+        hashes, room = Hashes(attempt), LARGEST_LISTING
+        found: list[dict[str, Any]] = []
+        for checkpoint in reversed(checkpoints_of(attempt, state.get("checkpoints") or ())):
+            listed = listed_checkpoint(checkpoint, hashes)
+            size = sum(map(listed_bytes, listed["files"])) if listed else 0
+            if listed and size <= room:
+                room -= size
+                found.append(listed)
+        hashes.keep()
+        answer["checkpoints"] = found[::-1]
+    return answer, b""
+
+
+class Artefacts:
+    """The files that a job leaves behind, within its limits and within the size of an answer."""
+
+    def __init__(self, attempt: Attempt, state: dict[str, Any]) -> None:
+        limits: dict[str, Any] = state.get("limits") or {}
+        most_mb = limits.get("artefact_mb")
+        self.bytes_left = (20_000 if most_mb is None else int(most_mb)) << 20
+        self.files_left = most_artefacts(state)
+        self.room = LARGEST_LISTING
+        self.hashes = Hashes(attempt)
+        self.walk = Walk(attempt.work, max(MOST_ENTRIES, 2 * self.files_left))
+        self.named: list[str] = state.get("artefacts") or []
+        self.files: dict[str, list[Any]] = {}
+        self.refused: dict[bool, list[list[str]]] = {True: [], False: []}
+        """Refused files for which the job fails (True), and the others: each kind has room of its own."""
+        self.refused_room = {True: REFUSED_TOGETHER, False: REFUSED_TOGETHER}
+        self.more: dict[str, int] = {}
+        """How many more of each kind are refused, beside those."""
+
+    def collect(self) -> dict[str, Any]:
+        """The files in order of their names, and those that are refused."""
+        for path in self.named:
+            self.walk.enter(path)
+        for path, why in self.walk.refused.items():
+            self._refuse(path, why)
+        for path in sorted(self.walk.files):
+            self._take(path, self.walk.files[path])
+        self.hashes.keep()
+        refused = self.refused[True] + self.refused[False]
+        return {"files": self.files, "refused": refused, "refused_more": self.more}
+
+    def _refuse(self, path: str, why: str) -> None:
+        weighs = path in self.named or why not in NO_FILES
+        self.refused_room[weighs] -= listed_bytes(path)
+        if self.refused_room[weighs] < 0 or len(self.refused[weighs]) >= MOST_REFUSED:
+            self.more[why] = self.more.get(why, 0) + 1
+        else:
+            self.refused[weighs].append([path, why])
+
+    def _take(self, path: str, found: os.stat_result) -> None:
+        self.room -= listed_bytes(path)
+        if not self.files_left or self.room < 0:
+            return self._refuse(path, "too_many")
+        if found.st_size > self.bytes_left:
+            return self._refuse(path, "too_large")
+        try:
+            sha = self.hashes.of(path)
+        except PermissionError:
+            return self._refuse(path, "unreadable")
+        except OSError:
+            return self._refuse(path, "broken")
+        except Refusal:
+            sha = None
+        if sha is None:
+            return self._refuse(path, "changing")
+        self.files[path] = [sha, stat.S_IMODE(found.st_mode), found.st_size]
+        self.files_left -= 1
+        self.bytes_left -= found.st_size
+        return None
+
+
+def most_artefacts(state: dict[str, Any]) -> int:
+    """How many files the job may leave."""
+    limits: dict[str, Any] = state.get("limits") or {}
+    most = limits.get("artefact_files")
+    return min(100_000 if most is None else int(most), MOST_ARTEFACTS)
+
+
+def listed_bytes(path: str) -> int:
+    """Most bytes that one file takes up in an answer."""
+    return len(json.dumps(path)) + 96
+
+
+def listed_checkpoint(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] | None:
+    """One checkpoint with its manifest among its files; None if it is changing. The hashes are the manifest's claim: the client verifies
+    them."""
+    hashed = {checkpoint.path + "/" + p: e["sha256"] for p, e in checkpoint.files.items()}
+    hashed[checkpoint.manifest] = None
+    with contextlib.suppress(OSError, Refusal):  # it is another one by now
+        hashed[checkpoint.manifest] = hashes.of(checkpoint.manifest)
+    if hashed[checkpoint.manifest] is None:
+        return None
+    found = {path: checkpoint.found[path] for path in hashed}
+    files = {path: [hashed[path], stat.S_IMODE(f.st_mode), f.st_size] for path, f in found.items()}
+    return {"path": checkpoint.path, "step": checkpoint.step, "files": files}
+
+
+class Hashes:
+    """SHA-256 of files, remembered while size, inode and times stay the same: callers ask for gigabytes again and again."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.path, self.work = attempt.at("hashes.json"), attempt.work
+        most = most_artefacts(state_of(attempt) or {}) * HASHES_EACH
+        self.known = read_json(self.path, max(LARGEST_HASHES, most)) or {}
+        self.new = False
+        self.keep_at = time.monotonic() + KEPT_EVERY
+
+    def of(self, path: str) -> str | None:
+        """A file's hash; None if it changed while it was read. OSError if it cannot be read, Refusal if it is no plain file any more."""
+        with open(open_regular(self.work, path), "rb") as file:
+            before = identity(os.fstat(file.fileno()))
+            entry = as_list(self.known.get(path))
+            if entry[:1] == [before] and is_sha(entry[-1]):
+                return str(entry[-1])
+            sha = hash_of(file)
+            if identity(os.fstat(file.fileno())) != before:
+                return None
+        if time.time() - before[2] / 1e9 > SETTLED:
+            self.known[path] = [before, sha]
+            self.new = True
+        if time.monotonic() >= self.keep_at:
+            self.keep()
+            self.keep_at = time.monotonic() + KEPT_EVERY
+        return sha
+
+    def keep(self) -> None:
+        """Save the hashes for the next request; if the disk refuses, nothing is lost."""
+        if self.new:
+            with contextlib.suppress(OSError):
+                write_json(self.path, self.known)
+                self.new = False

@@ -1,0 +1,190 @@
+"""Content by its hash: blobs are received, stored, and copied into working folders."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from groupwise.jobs.hosts.runner.files import make_folder, remove_file, sync_folder
+from groupwise.jobs.hosts.runner.locks import HeldLock, one_at_a_time
+from groupwise.jobs.hosts.runner.protocol import Refusal, Refused, Work, count_of, shas_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any, BinaryIO
+
+    from groupwise.jobs.hosts.runner.protocol import Answered, Readable
+    from groupwise.jobs.hosts.runner.root import Root
+
+CLONE = 0x40049409
+"""FICLONE of the kernel: a file of its own that shares its blocks with another until one of them is changed."""
+BLOB_TIME = 1_000_000_000
+"""Modification time of a blob, in seconds: one that was written to since has another one."""
+
+
+def has_blob(root: Root, sha: str) -> bool:
+    """True if the blob is there and unchanged. One that was written to is hashed again, and removed if its content differs."""
+    path = root.blob(sha)
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    if not stat.S_ISREG(found.st_mode):
+        return False
+    if found.st_mtime_ns == BLOB_TIME * 10**9:
+        return True
+    with open(path, "rb") as file:
+        if hash_of(file) == sha:
+            os.utime(path, (BLOB_TIME, BLOB_TIME))
+            return True
+    remove_file(path)
+    return False
+
+
+def hash_of(file: BinaryIO) -> str:
+    """SHA-256 of the rest of a file."""
+    digest = hashlib.sha256()
+    while True:
+        data = file.read(1 << 20)
+        Work.done += 1
+        if not data:
+            return digest.hexdigest()
+        digest.update(data)
+
+
+def store_blob(root: Root, sha: str, size: int, source: Readable, by: str | None = None) -> None:
+    """Read `size` bytes and keep them if their hash is `sha`, else raise Refusal. The caller holds the lock of blobs, shared. `by` replaces
+    this process's id in the temporary name, so that a torn file is overwritten by the next request with that name."""
+    folder = make_folder(os.path.dirname(root.blob(sha)))
+    new = os.path.join(folder, f"{sha}.{by or os.getpid()}.new")
+    digest, left = hashlib.sha256(), size
+    try:
+        with open(
+            os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb"
+        ) as file:
+            while left:
+                data = source.read(min(left, 1 << 20))
+                if not data:
+                    raise Refusal("truncated", f"the payload ended {left} bytes before its end")
+                digest.update(data)
+                file.write(data)
+                left -= len(data)
+                Work.done += 1
+            if digest.hexdigest() != sha:
+                raise Refusal("bad_blob", f"{sha}: the bytes sent have another hash")
+            file.flush()
+            os.fchmod(file.fileno(), 0o444)
+            os.utime(file.fileno(), (BLOB_TIME, BLOB_TIME))
+            os.fsync(file.fileno())
+        os.rename(new, root.blob(sha))
+    except BaseException:
+        remove_file(new)
+        raise
+    sync_folder(folder)
+
+
+def lay_out(root: Root, work: str, manifest: dict[str, list[Any]]) -> Iterator[None]:
+    """Put the files of a manifest into the working folder, where the command may change them. Yields now and then, so the caller may
+    stop."""
+    for path, (sha, mode, _) in manifest.items():
+        target = os.path.join(work, path)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        yield from copy_blob(root.blob(sha), target, sha, mode & 0o777)
+
+
+def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
+    """Make an independent copy: a clone if the file system can, else a verified copy. Raises Refused if the blob is damaged."""
+    remove_file(target)
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with open(blob, "rb") as source, open(fd, "wb") as file:
+        try:  # with a clone, `file` shares the blob's content until one of them is changed
+            fcntl.ioctl(file.fileno(), CLONE, source.fileno())
+            sound = True
+        except OSError:  # this file system cannot clone
+            digest = hashlib.sha256()
+            for data in iter(lambda: source.read(1 << 20), b""):
+                yield
+                digest.update(data)
+                file.write(data)
+            sound = digest.hexdigest() == sha
+        os.fchmod(file.fileno(), mode)
+    if not sound:
+        remove_file(blob)
+        raise Refused(
+            "bad_spec",
+            f"blob {sha} was damaged on this machine's disk; it has been removed, send it again",
+        )
+
+
+def verb_missing(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """List the blobs that have to be sent. Those that are here are about to be used, so no sweep takes them for a while."""
+    return {"missing": [sha for sha in shas_of(body, "sha256") if not protect_blob(root, sha)]}, b""
+
+
+def protect_blob(root: Root, sha: str) -> bool:
+    """True if the blob is here; it then counts as changed now, which protects it from a sweep. `launch` looks again, under the lock."""
+    try:
+        if has_blob(root, sha):
+            os.utime(root.blob(sha), (BLOB_TIME, BLOB_TIME))
+            return True
+    except FileNotFoundError:
+        pass  # a sweep was quicker
+    return False
+
+
+def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> Answered:
+    """Store blobs; those that came whole are kept even if a later one did not."""
+    shas = shas_of({"blobs": [entry[0] for entry in body["blobs"]]}, "blobs")
+    sizes = [count_of({"size": entry[1]}, "size") for entry in body["blobs"]]
+    if sum(sizes) != body.get("payload", 0):
+        raise Refusal(
+            "bad_request", "payload: as many bytes as the blobs have together are expected"
+        )
+    with HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
+        for n, sha in enumerate(shas):
+            store_blob(root, sha, sizes[n], payload)
+    return {"stored": shas}, b""
+
+
+def verb_join(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Join parts that were sent before into one blob, then remove the parts."""
+    (sha,) = shas_of({"blob": [body["blob"][0]]}, "blob")
+    size = count_of({"size": body["blob"][1]}, "size")
+    parts = shas_of({"parts": [entry[0] for entry in body["parts"]]}, "parts")
+    folder = make_folder(os.path.dirname(root.blob(sha)))
+    with one_at_a_time(folder), HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
+        if not has_blob(root, sha):
+            missing = [part for part in parts if not has_blob(root, part)]
+            if missing:
+                raise Refusal(
+                    "missing_blobs", f"{len(missing)} parts are not here", missing=missing
+                )
+            store_blob(root, sha, size, JoinedFiles([root.blob(part) for part in parts]), "join")
+        for part in parts:
+            if part != sha:
+                remove_file(root.blob(part))
+    return {"stored": [sha]}, b""
+
+
+class JoinedFiles:
+    """Several files, read one after the other as one."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.paths = paths[::-1]
+        self.file: BinaryIO | None = None
+
+    def read(self, most: int) -> bytes:
+        """Read from the current file; empty at the end of the last."""
+        while True:
+            if self.file is None:
+                if not self.paths:
+                    return b""
+                self.file = open(self.paths.pop(), "rb")  # noqa: SIM115  (closed below, or with the process)
+            data = self.file.read(most)
+            if data:
+                return data
+            self.file.close()
+            self.file = None

@@ -1,0 +1,228 @@
+"""Control groups of an attempt, as far as this user may make them: to find and kill its processes, to limit and count their memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from typing import TYPE_CHECKING
+
+from groupwise.jobs.hosts.runner.files import read_text
+from groupwise.jobs.hosts.runner.locks import is_locked
+from groupwise.jobs.hosts.runner.root import attempt_by_name
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from groupwise.jobs.hosts.runner.root import Attempt, Root
+
+UNIT = re.compile(r"groupwise-(.+\.[0-9]+)-[0-9a-f]{8}")
+SCOPE_PATIENCE = 5.0
+
+
+class Group:
+    """The control groups of one attempt: one of v2, to find and kill its processes, and one that limits memory. Either may be missing."""
+
+    def __init__(self, v2: str | None = None, memory: str | None = None) -> None:
+        self.v2, self.memory = v2, memory
+
+    @staticmethod
+    def from_record(record: dict[str, Any] | None) -> Group:
+        """Build the groups that a state file names."""
+        return Group((record or {}).get("v2"), (record or {}).get("memory"))
+
+    def record(self) -> dict[str, Any]:
+        """The groups as the state file keeps them."""
+        return {"v2": self.v2, "memory": self.memory}
+
+    def folders(self) -> list[str]:
+        """Both folders, or one if they are the same."""
+        return [f for f in dict.fromkeys((self.v2, self.memory)) if f]
+
+    def take_in(self, pid: int) -> None:
+        """Move a process that is in neither group yet into both. A group that refuses it is removed and given up."""
+        for name in ("v2", "memory"):
+            folder = getattr(self, name)
+            if folder and not write_control(os.path.join(folder, "cgroup.procs"), str(pid)):
+                remove_group(folder)
+                setattr(self, name, None)
+
+    def limit(self, ram_mb: int | None) -> None:
+        """Limit memory, if there is a memory group."""
+        if not self.memory or ram_mb is None:
+            return
+        size = str(ram_mb << 20)
+        for name, value in (
+            ("memory.limit_in_bytes", size),
+            ("memory.max", size),
+            ("memory.swap.max", "0"),
+        ):
+            if os.path.exists(os.path.join(self.memory, name)):
+                write_control(os.path.join(self.memory, name), value)
+
+    def oom_kills(self) -> int | None:
+        """How many of its processes the kernel has killed for memory; None if that is not counted."""
+        if not self.memory:
+            return None
+        for name in ("memory.events", "memory.oom_control"):
+            found = re.search(
+                r"^oom_kill (\d+)$", read_text(os.path.join(self.memory, name)), re.MULTILINE
+            )
+            if found:
+                return int(found.group(1))
+        return None
+
+    def pids(self) -> frozenset[int]:
+        """Processes in the groups, and in groups that the command made below them."""
+        found: set[int] = set()
+        for folder in self.folders():
+            for below, _, _ in os.walk(folder):
+                listed = read_text(os.path.join(below, "cgroup.procs")).split()
+                found.update(int(pid) for pid in listed)
+        return frozenset(found)
+
+    def kill(self) -> None:
+        """Kill all at once, even while they fork. Kernels before 5.14 cannot; signals have to do there."""
+        if self.v2:
+            write_control(os.path.join(self.v2, "cgroup.kill"), "1")
+
+    def remove(self) -> None:
+        """Remove the groups if they are empty."""
+        for folder in self.folders():
+            remove_group(folder)
+
+
+def write_control(path: str, value: str) -> bool:
+    """Write to a control file; False if the kernel refuses."""
+    try:
+        fd = os.open(path, os.O_WRONLY)
+    except OSError:
+        return False
+    try:
+        os.write(fd, value.encode("ascii"))
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def remove_group(folder: str) -> None:
+    """Remove a group and those below it; the kernel refuses while processes are in it."""
+    for below, _, _ in os.walk(folder, topdown=False):
+        try:
+            os.rmdir(below)
+        except OSError:
+            return
+
+
+def own_groups() -> dict[str, str]:
+    """Folder of this process's control group: "v2", and "memory" where that controller is of v1."""
+    inside: dict[str, str] = {}
+    for line in read_text("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        inside.update((name, path) for name in controllers.split(",") or [""])
+    found: dict[str, str] = {}
+    for line in read_text("/proc/self/mounts").splitlines():
+        _, mount, kind, options = line.split(" ")[:4]
+        mount = mount.replace("\\040", " ")
+        if kind == "cgroup2" and "" in inside:
+            found.setdefault("v2", mount + inside[""].rstrip("/"))
+        elif kind == "cgroup" and "memory" in options.split(",") and "memory" in inside:
+            found.setdefault("memory", mount + inside["memory"].rstrip("/"))
+    return {name: folder for name, folder in found.items() if os.path.isdir(folder)}
+
+
+def is_group_of(attempt: Attempt, folder: object) -> bool:
+    """True if a supervisor may have made this control group for the attempt. Checked because all below a folder that a state file names is
+    read, and killed."""
+    if not isinstance(folder, str) or os.path.normpath(folder) != folder:
+        return False
+    mounts = [line.split(" ")[1:3] for line in read_text("/proc/self/mounts").splitlines()]
+    groups = [mount for mount, kind in mounts if kind in ("cgroup", "cgroup2")]
+    above = tuple(mount.replace("\\040", " ").rstrip("/") + "/" for mount in groups)
+    return os.path.basename(folder) == unit_of(attempt) and folder.startswith(above)
+
+
+def unit_of(attempt: Attempt) -> str:
+    """The name of its control groups. It includes a hash of the path: two roots on one machine may hold members of the same attempt."""
+    return f"groupwise-{attempt.name}-{hashlib.sha256(os.fsencode(attempt.path)).hexdigest()[:8]}"
+
+
+def remove_stray_groups(root: Root) -> None:
+    """Remove empty groups of this root's attempts that have no supervisor: it was killed before it could write down where they are."""
+    for parent in own_groups().values():
+        for name in os.listdir(parent):
+            found = UNIT.fullmatch(name)
+            attempt = attempt_by_name(root, found.group(1)) if found else None
+            ours = attempt is not None and unit_of(attempt) == name
+            if attempt and ours and not is_locked(attempt.at("supervisor.lock")):
+                remove_group(os.path.join(parent, name))
+
+
+def make_group(name: str, scope: str | None = None) -> Group:
+    """New control groups below the one of this process, or below `scope`, as far as that is permitted."""
+    own = {**own_groups(), **({"v2": scope} if scope else {})}
+    v2 = make_leaf(own["v2"], name) if "v2" in own else None
+    if "memory" in own:
+        return Group(v2, make_leaf(own["memory"], name))
+    if v2 and not os.path.exists(os.path.join(v2, "memory.max")):
+        write_control(os.path.join(own["v2"], "cgroup.subtree_control"), "+memory")
+    return Group(v2, v2 if v2 and os.path.exists(os.path.join(v2, "memory.max")) else None)
+
+
+def make_leaf(parent: str, name: str) -> str | None:
+    """Make a group; None if that is not permitted. The folder may be left from a launch that died."""
+    folder = os.path.join(parent, name)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError:
+        return None
+    if os.access(os.path.join(folder, "cgroup.procs"), os.W_OK):
+        return folder
+    remove_group(folder)
+    return None
+
+
+def may_make_groups(folder: str | None) -> bool:
+    """True if groups may be made below that control group."""
+    return folder is not None and os.access(folder, os.W_OK)
+
+
+def methods() -> list[str]:
+    """Ways to place a supervisor here, the best first."""
+    found = ["session"]
+    if may_make_groups(own_groups().get("v2")):
+        found.insert(0, "cgroup")
+    if os.path.isdir("/run/systemd/system") and os.geteuid() == 0:
+        found.insert(0, "systemd")
+    return found
+
+
+def enter_scope(unit: str) -> str | None:
+    """Have the system's service manager put this process into a transient scope, out of the login session, which may be ended as a whole.
+
+    Returns the scope's control group, or None. This process moves into a group below it, since only an empty group may hand its controllers
+    on."""
+    import subprocess
+
+    names = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1")
+    method = ("org.freedesktop.systemd1.Manager", "StartTransientUnit", "ssa(sv)a(sa(sv))")
+    settings = ("2", "PIDs", "au", "1", str(os.getpid()), "Delegate", "b", "true", "0")
+    call = ("busctl", "call", *names, *method, unit + ".scope", "fail", *settings)
+    quiet = subprocess.DEVNULL
+    try:
+        subprocess.run(call, stdin=quiet, stdout=quiet, timeout=SCOPE_PATIENCE, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    until = time.monotonic() + SCOPE_PATIENCE
+    while unit not in own_groups().get("v2", ""):
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.02)
+    scope = own_groups()["v2"]
+    inner = make_leaf(scope, "supervisor")
+    if inner:
+        write_control(os.path.join(inner, "cgroup.procs"), str(os.getpid()))
+    return scope

@@ -1,0 +1,124 @@
+"""Checkpoints in a working folder: complete once their manifest, which is written last, names files that are all there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING
+
+from groupwise.jobs.hosts.runner.files import read_json, write_json
+from groupwise.jobs.hosts.runner.protocol import (
+    NO_JSON,
+    Refusal,
+    as_list,
+    is_count,
+    is_sha,
+    parse_json,
+)
+from groupwise.jobs.hosts.runner.work_folder import Walk, read_inside
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
+
+    from groupwise.jobs.hosts.runner.root import Attempt
+
+SETTLED = 2.0
+"""Time in seconds after which another change of a file shows in its times."""
+LARGEST_MANIFEST = 4 << 20
+"""Bytes of the `manifest.json` of a checkpoint: some 30,000 files. What is larger is something else of that name, and is not read."""
+MOST_MANIFESTS = 10_000
+MANIFESTS_TOGETHER = 32 << 20
+"""Bytes that one look at the checkpoints of an attempt reads: a second."""
+REMEMBERED_ABOVE = 64 << 10
+"""Bytes; smaller files that are no checkpoint's manifest are read again sooner than remembered."""
+MOST_STEPS = 1 << 63
+"""Highest step that a database can hold, plus one."""
+
+
+def identity(found: os.stat_result) -> list[int]:
+    """Differs when a file was written to or replaced."""
+    return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+class Checkpoint:
+    """A folder whose `manifest.json`, which is written last, names a step and files that are all there."""
+
+    def __init__(self, walk: Walk, path: str, step: int, files: dict[str, dict[str, Any]]) -> None:
+        self.path, self.step, self.files = path, step, files
+        self.found = walk.files
+
+    @property
+    def manifest(self) -> str:
+        """The path of its `manifest.json`."""
+        return self.path + "/manifest.json"
+
+
+def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]:
+    """Complete checkpoints in order of their steps, without folders that are under construction. If there are very many or very large
+    manifests, only the newest are read."""
+    walk = Walk(attempt.work)
+    for folder in folders:
+        walk.enter(folder)
+    others, left = OtherManifests(attempt), MANIFESTS_TOGETHER
+    found: list[Checkpoint] = []
+    manifests = [p for p in walk.files if p.endswith("/manifest.json") and "/." not in "/" + p]
+    manifests.sort(key=lambda p: walk.files[p].st_mtime_ns, reverse=True)
+    for path in manifests[:MOST_MANIFESTS]:
+        file = walk.files[path]
+        if file.st_size > min(left, LARGEST_MANIFEST) or others.has(file):
+            continue
+        left -= file.st_size
+        checkpoint = checkpoint_of(walk, path)
+        if checkpoint is None:
+            others.note(file)
+            continue
+        there = {name: walk.files.get(f"{checkpoint.path}/{name}") for name in checkpoint.files}
+        if all(f and f.st_size == checkpoint.files[name]["size"] for name, f in there.items()):
+            found.append(checkpoint)
+    others.keep()
+    return sorted(found, key=lambda c: (c.step, c.path))
+
+
+def checkpoint_of(walk: Walk, path: str) -> Checkpoint | None:
+    """Read a manifest; None if it describes no checkpoint, since any file may have that name."""
+    try:
+        manifest = parse_json(read_inside(walk.work, path, LARGEST_MANIFEST))
+        step, files = manifest["step"], manifest["files"]
+        right = is_count(step, MOST_STEPS - 1) and all(
+            is_count(entry["size"]) and is_sha(entry["sha256"]) for entry in files.values()
+        )
+    except (Refusal, OSError, *NO_JSON, KeyError, TypeError, AttributeError):
+        return None
+    return Checkpoint(walk, path.rpartition("/")[0], step, files) if right else None
+
+
+class OtherManifests:
+    """Large files named `manifest.json` that belong to no checkpoint, as in data sets: not read again while they stay unchanged."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.path = attempt.at("others.json")
+        self.known = as_list((read_json(self.path) or {}).get("seen"))
+        self.seen: list[list[int]] = []
+        self.keys = {
+            tuple(entry) for entry in map(as_list, self.known) if all(map(is_count, entry))
+        }
+
+    def has(self, file: os.stat_result) -> bool:
+        """True if this file was read before and is unchanged."""
+        same = tuple(identity(file)) in self.keys
+        if same:
+            self.seen.append(identity(file))
+        return same
+
+    def note(self, file: os.stat_result) -> None:
+        """Remember that it was read, unless it was just written: it might be written again without a sign of it."""
+        if file.st_size > REMEMBERED_ABOVE and time.time() - file.st_ctime > SETTLED:
+            self.seen.append(identity(file))
+
+    def keep(self) -> None:
+        """Save the list for the next look; if the disk refuses, nothing is lost."""
+        if self.seen != self.known:
+            with contextlib.suppress(OSError):
+                write_json(self.path, {"seen": self.seen})

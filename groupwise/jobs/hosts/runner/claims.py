@@ -1,0 +1,195 @@
+"""The race for an attempt: its folder is made once, by `launch` or by `void`, and never again after `forget`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING
+
+from groupwise.jobs.hosts.runner.files import (
+    CELL,
+    make_folder,
+    read_json,
+    remove_file,
+    remove_or_name,
+    remove_tree,
+    sync_folder,
+    write_file,
+    write_json,
+)
+from groupwise.jobs.hosts.runner.locks import is_locked, take_lock
+from groupwise.jobs.hosts.runner.processes import Belonging, boot_clock, boot_id
+from groupwise.jobs.hosts.runner.protocol import LONGEST_WORD, PROTOCOL, Refusal, text_of
+from groupwise.jobs.hosts.runner.root import TOKEN, attempt_of, with_spare
+from groupwise.jobs.hosts.runner.state import absent_member, member, state_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, BinaryIO
+
+    from groupwise.jobs.hosts.runner.protocol import Answered
+    from groupwise.jobs.hosts.runner.root import Attempt, Root
+
+RESERVE = 48 * 1024
+"""Bytes set aside for the exit record: the tail, each byte as `\\u0000` at worst, and the rest."""
+
+
+def verb_void(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Ensure that this epoch never begins, unless it has begun already."""
+    attempt = attempt_of(root, body)
+    because = text_of(body, "because")[:LONGEST_WORD] if body.get("because") else ""
+
+    def make_void() -> None:
+        with root.job_lock(attempt.job):
+            remove_unbegun(attempt)
+            void_queued(attempt, because)
+            if not os.path.isdir(attempt.path):
+                root.note_epoch(attempt.job, highest=attempt.epoch)
+                claim(attempt, {"phase": "voided"})
+
+    with_spare(root, make_void)
+    return member(attempt), b""
+
+
+def void_queued(attempt: Attempt, because: str) -> None:
+    """Void a queued attempt by taking its token before its engine does."""
+    state = read_json(attempt.at("state.json")) or {}
+    if state.get("phase") != "queued":
+        return
+    taken, voided = attempt.at(TOKEN + ".voided"), {**state, "phase": "voided"}
+    if because:
+        voided["refused"] = {"code": "voided", "message": because}
+    if not take_token(attempt, taken) and not os.path.exists(taken):
+        return
+    write_json(attempt.at("state.json"), voided)
+    remove_file(taken)
+
+
+def take_token(attempt: Attempt, target: str) -> bool:
+    """Rename the token; of all that try, one succeeds."""
+    try:
+        os.rename(attempt.at(TOKEN), target)
+    except FileNotFoundError:
+        return False
+    sync_folder(attempt.path)
+    return True
+
+
+def lower_epoch_member(attempt: Attempt, known: dict[str, Any]) -> dict[str, Any]:
+    """The answer to an epoch that has been overtaken; no folder is made for it, and none ever will be."""
+    what = "forgotten" if attempt.epoch <= known["forgotten"] else "overtaken"
+    message = f"epoch {attempt.epoch} was {what}: this machine has seen {known['highest']}"
+    return {
+        **absent_member(attempt),
+        "state": "refused",
+        "refused": {"code": "lower_epoch", "message": message, "highest": known["highest"]},
+    }
+
+
+def never_began(attempt: Attempt) -> bool:
+    """True if it was claimed by a launch that was killed before its command began."""
+    state = state_of(attempt) or {}
+    return (
+        state.get("phase") == "claimed"
+        and not state.get("engine")
+        and not is_locked(attempt.at("supervisor.lock"))
+        and not os.path.exists(attempt.at("exit.json"))
+    )
+
+
+def remove_unbegun(attempt: Attempt) -> None:
+    """Remove an unbegun attempt. The child of a supervisor begins only after the state says `running`, so nothing of it runs."""
+    if not never_began(attempt):
+        return
+    lock = take_lock(attempt.at("supervisor.lock"))
+    if lock is not None:
+        try:
+            # Look again under its lock: the supervisor may have gone on and ended meanwhile.
+            state = state_of(attempt) or {}
+            if state.get("phase") == "claimed" and not os.path.exists(attempt.at("exit.json")):
+                clear_away(attempt)
+        finally:
+            os.close(lock)
+
+
+def claim(
+    attempt: Attempt,
+    state: dict[str, Any],
+    heard: float = 0.0,
+    fill: Callable[[str], None] | None = None,
+) -> int | None:
+    """Make the folder of an attempt atomically; OSError if the disk is full. Returns the lock of its supervisor, held, or None if it needs
+    none. `fill` puts more into the folder."""
+    above = make_folder(attempt.root.at("attempts"))
+    new = os.path.join(above, f".new-{attempt.name}-{os.urandom(4).hex()}")
+    os.mkdir(new, 0o700)
+    lock = None
+    try:
+        if state["phase"] == "claimed":
+            lock = take_lock(os.path.join(new, "supervisor.lock"))
+            create_files(new, heard)
+        if fill is not None:
+            create_files(new, heard)
+            fill(new)
+        document = {
+            "protocol": PROTOCOL,
+            "job": attempt.job,
+            "epoch": attempt.epoch,
+            "boot_id": boot_id(),
+            "claimed_at": time.time(),
+            **state,
+        }
+        write_json(os.path.join(new, "state.json"), document)
+        os.rename(new, attempt.path)
+        sync_folder(above)
+    except BaseException:
+        remove_tree(new)
+        if lock is not None:
+            os.close(lock)
+        raise
+    return lock
+
+
+def create_files(folder: str, heard: float) -> None:
+    """Create all files that are written later, so that a full disk cannot prevent it."""
+    cells = {"contact": f"{heard:.3f}", "heartbeat": f"{boot_clock():.3f}", "cancel": ""}
+    for name, text in cells.items():
+        write_file(os.path.join(folder, name), text.ljust(CELL).encode("ascii"))
+    write_file(os.path.join(folder, "reserve"), b" " * RESERVE)
+    for name in ("log", "tether"):
+        write_file(os.path.join(folder, name), b"")
+    os.mkdir(os.path.join(folder, "work"), 0o700)
+    with contextlib.suppress(OSError):
+        # Some file systems have no pipes: the supervisor then looks every TICK.
+        os.mkfifo(os.path.join(folder, "bell"), 0o600)
+
+
+def verb_forget(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Remove everything of an attempt but the record that it existed."""
+    attempt = attempt_of(root, body)
+
+    def record_and_remove() -> None:
+        with root.job_lock(attempt.job):
+            state = state_of(attempt) or {}
+            if is_locked(attempt.at("supervisor.lock")) or Belonging(attempt, state).alive():
+                raise Refusal("still_running", f"{attempt.name} has processes; end it first")
+            if os.path.exists(attempt.at(TOKEN)):
+                message = f"{attempt.name} waits for its engine; void it first"
+                raise Refusal("still_running", message)
+            root.note_epoch(attempt.job, highest=attempt.epoch, forgotten=attempt.epoch)
+            clear_away(attempt)
+
+    with_spare(root, record_and_remove)
+    return {"forgotten": True}, b""
+
+
+def clear_away(attempt: Attempt) -> None:
+    """Rename the folder away at once, then remove as much of it as possible. `sweep` takes the rest."""
+    away = attempt.root.at("attempts", f".gone-{attempt.name}-{os.urandom(4).hex()}")
+    try:
+        os.rename(attempt.path, away)
+    except FileNotFoundError:
+        return
+    sync_folder(os.path.dirname(away))
+    remove_or_name(away)

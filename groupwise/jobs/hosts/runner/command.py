@@ -1,0 +1,165 @@
+"""The command of an attempt: its environment, its streams, and the log of its output."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+from groupwise.jobs.hosts.runner.files import TAIL
+from groupwise.jobs.hosts.runner.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE, find_program
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from groupwise.jobs.hosts.runner.order import Order
+
+ENGINE_PREFIXES = ("SLURM_", "SLURMD_", "RAY_")
+"""Prefixes of the variables that an engine sets about its machines and ranks; the command receives them."""
+LOG_PIECE = 1 << 20
+"""Bytes of the command's output that are read at once."""
+LOG_PATIENCE = 60.0
+"""Time in seconds for a log that cannot be written to become writable again; its command blocks when it writes more."""
+SET_DEATH_SIGNAL, SET_NAME, SET_SUBREAPER = 1, 15, 36
+
+
+def prctl(option: int, value: object) -> None:
+    """Call the kernel's prctl; skipped if Python has no ctypes."""
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    except (ImportError, OSError, AttributeError):
+        pass
+
+
+def command_environment(order: Order, visible: str, user: str) -> dict[str, str]:
+    """The command's environment: a little of the machine's, then the job's, its secrets, and the runner's own variables."""
+    attempt = order.attempt
+    outer = os.environ.items() if order.engine else ()
+    environment = {
+        **{name: text for name, text in outer if name.startswith(ENGINE_PREFIXES)},
+        "HOME": os.path.expanduser("~"),
+        "USER": user,
+        "LOGNAME": user,
+        "LANG": os.environ.get("LANG") or "C.UTF-8",
+        "PYTHONUNBUFFERED": "1",  # its output is a pipe, in which lines would wait for kilobytes of others
+        **order.spec.get("environment", {}),
+        **order.environment,
+        **order.secrets,
+        "PATH": order.path,
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": visible,
+        ATTEMPT_VARIABLE: attempt.name,
+        FOLDER_VARIABLE: attempt.path,
+    }
+    if order.artefacts:
+        environment["GROUPWISE_OUTPUT"] = os.path.join(attempt.work, order.artefacts[0])
+    if order.resume_path:
+        environment["RESUME_FROM"] = os.path.join(attempt.work, order.resume_path)
+    if order.members > 1:
+        environment["NODE_RANK"], environment["NNODES"] = str(order.rank), str(order.members)
+        environment["GROUPWISE_RENDEZVOUS"] = attempt.name
+    return environment
+
+
+def run_child(
+    order: Order,
+    environment: dict[str, str],
+    go_on: int,
+    failure: int,
+    log: int,
+    inherited: list[int],
+) -> NoReturn:
+    """Runs in the child: wait for the supervisor's word, then become the command. The child dies with its supervisor."""
+    try:
+        os.setsid()
+        prctl(SET_DEATH_SIGNAL, int(signal.SIGKILL))
+        if os.read(go_on, 1):
+            exec_command(order, environment, log, inherited)
+    except OSError as error:
+        os.write(failure, b"%d" % (error.errno or errno.EIO))
+    except BaseException:  # noqa: BLE001  (it must not go on as a second supervisor, whatever exec would not take)
+        os.write(failure, b"%d" % errno.EINVAL)
+    finally:
+        os._exit(127)
+
+
+def exec_command(
+    order: Order, environment: dict[str, str], log: int, inherited: list[int]
+) -> NoReturn:
+    """Set up streams, folder and signals as a program expects them, then execute it."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, nothing), (1, log), (2, log)):
+        os.dup2(source, target)
+    for fd in inherited:
+        os.set_inheritable(fd, True)
+    os.chdir(order.attempt.work)
+    os.umask(0o022)
+    for signum in (
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGPIPE,
+        signal.SIGCHLD,
+        signal.SIGXFSZ,
+    ):
+        signal.signal(signum, signal.SIG_DFL)
+    arguments = order.spec["arguments"]
+    program = find_program(arguments[0], order.path) or arguments[0]
+    os.execve(program, arguments, environment)
+
+
+class Log:
+    """Collects the output of a command and its processes. It comes through a pipe, because a process that opens /dev/stderr again would
+    truncate a file.
+
+    If the file cannot be written, the command blocks once the pipe is full; after LOG_PATIENCE the pipe is closed."""
+
+    def __init__(self, path: str) -> None:
+        self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        self.source, self.sink = os.pipe()  # the sink stays open, so that the pipe has no end
+        os.set_blocking(self.source, False)
+        self.unwritten = b""
+        self.last = b""
+        self.problem = ""
+        self.stuck_at: float | None = None
+        self.is_closed = False
+
+    def sources(self) -> list[int]:
+        """Descriptors to listen to; none while output is unwritten, or after the pipe is closed."""
+        return [] if self.unwritten or self.is_closed else [self.source]
+
+    def write_down(self) -> bool:
+        """Move some output from the pipe to the file; False if there was none, or it could not be written."""
+        if self.is_closed:
+            return False
+        if not self.unwritten:
+            try:
+                self.unwritten = os.read(self.source, LOG_PIECE)
+            except BlockingIOError:
+                return False
+            self.last = (self.last + self.unwritten[-TAIL:])[-TAIL:]
+        try:
+            written = os.write(self.file, self.unwritten)
+        except OSError as error:
+            self.fail(error)
+            return False
+        self.unwritten, self.stuck_at, self.problem = self.unwritten[written:], None, ""
+        return True
+
+    def fail(self, error: OSError) -> None:
+        """Note that the file cannot be written now; after LOG_PATIENCE give up."""
+        now = time.monotonic()
+        self.stuck_at = now if self.stuck_at is None else self.stuck_at
+        self.problem = f"\n[its log could not be written: {error.strerror}]\n"
+        if now - self.stuck_at >= LOG_PATIENCE:
+            self.is_closed, self.unwritten = True, b""
+            os.close(self.source)
+
+    def tail(self) -> str:
+        """The end of the output, as text, with a note if the log could not be written."""
+        kept = TAIL - len(self.problem.encode())
+        return self.last[-kept:].decode("utf-8", "replace") + self.problem

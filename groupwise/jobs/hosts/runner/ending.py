@@ -1,0 +1,118 @@
+"""Ends commands that should stop, and removes what is no longer wanted."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from typing import TYPE_CHECKING
+
+from groupwise.jobs.hosts.runner.cgroups import remove_stray_groups
+from groupwise.jobs.hosts.runner.files import (
+    cell_words,
+    changed_before,
+    modified,
+    number_in,
+    remove_file,
+    remove_or_name,
+    set_cell,
+    write_file,
+)
+from groupwise.jobs.hosts.runner.locks import HeldLock, is_locked
+from groupwise.jobs.hosts.runner.processes import Belonging, boot_id
+from groupwise.jobs.hosts.runner.protocol import seconds_of, shas_of, text_of
+from groupwise.jobs.hosts.runner.root import attempt_of
+from groupwise.jobs.hosts.runner.state import member, state_of
+from groupwise.jobs.hosts.runner.supervisor import EVICT
+
+if TYPE_CHECKING:
+    from typing import Any, BinaryIO
+
+    from groupwise.jobs.hosts.runner.protocol import Answered
+    from groupwise.jobs.hosts.runner.root import Attempt, Root
+
+KILL_VERB_PATIENCE = 2.0
+
+
+def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """End the command, through its supervisor if there is one."""
+    attempt = attempt_of(root, body)
+    grace = seconds_of(body, "grace", 30.0)
+    before = number_in(cell_words(attempt.at("cancel")))
+    least = grace if before is None else min(before, grace)
+    if is_locked(attempt.at("supervisor.lock")) and set_cell(attempt.at("cancel"), f"{least:.3f}"):
+        ring(attempt)
+        return member(attempt), b""
+    state = state_of(attempt) or {}
+    if state.get("engine"):  # its supervisor may live on another machine
+        set_cell(attempt.at("cancel"), f"{least:.3f}")
+    # No supervisor is left here, so nothing can record its exit any more and waiting gains nothing. If no pid is known, its processes are
+    # found by their mark: the folder may have been removed.
+    if state.get("boot_id") in (None, boot_id()):
+        belonging = Belonging(attempt, state)
+        if not belonging.kill(KILL_VERB_PATIENCE):
+            belonging.group.remove()
+    return member(attempt), b""
+
+
+def evict(attempt: Attempt, seconds: float) -> None:
+    """Ask the supervisor to end the command within that time; used when the machine has to be given back."""
+    new = attempt.at(f"{EVICT}.new")
+    write_file(new, f"{seconds:g}".encode("ascii"))
+    os.replace(new, attempt.at(EVICT))
+    ring(attempt)
+
+
+def ring(attempt: Attempt) -> None:
+    """Wake the supervisor; without a bell it looks every TICK."""
+    try:
+        fd = os.open(attempt.at("bell"), os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        os.write(fd, b"!")
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+
+
+RUNNER_FILE = re.compile(r"[0-9a-f]{64}\.py")
+
+
+def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Remove unwanted blobs, and what killed runners left. `older_than` spares what a launch under way has just sent."""
+    keep = set(shas_of(body, "keep"))
+    before = time.time() - seconds_of(body, "older_than", 3600.0)
+    removed = remove_old_runners(root, text_of(body, "runner"), before)
+    for folder, _folders, names in os.walk(root.at("blobs")):
+        with HeldLock(root.lock("blobs.lock")):  # taken again for each folder: launches wait for it
+            for name in names:
+                path = os.path.join(folder, name)
+                if name not in keep and changed_before(path, before):
+                    remove_file(path)
+                    removed += 1
+    remove_stray_groups(root)
+    for folder in (root.at("attempts"), root.at("epochs"), root.at("runners")):
+        for name in os.listdir(folder) if os.path.isdir(folder) else ():
+            path = os.path.join(folder, name)
+            if (name.startswith(".") or name.endswith(".new")) and changed_before(path, before):
+                remove_or_name(path) if os.path.isdir(path) else remove_file(path)
+    return {"removed": removed}, b""
+
+
+def remove_old_runners(root: Root, current: str, before: float) -> int:
+    """Remove all runners but this one and the newest other: during an upgrade both are asked for. A caller that misses one sends it
+    again."""
+    try:
+        names = os.listdir(root.at("runners"))
+    except OSError:
+        return 0
+    found = [name[:64] for name in names if RUNNER_FILE.fullmatch(name) and name[:64] != current]
+    found.sort(key=lambda sha: modified(root.at("runners", sha + ".py")))
+    gone = set(found[:-1])
+    old = [root.at("runners", name) for name in names if name[:64] in gone]
+    old = [path for path in old if changed_before(path, before)]
+    for path in old:
+        remove_file(path)
+    return len(old)

@@ -1,0 +1,245 @@
+"""Files that are whole or absent. A job may put a pipe, a link or an endless file wherever it can write, so each is opened as a plain file
+and read to a limit; what is written is durable before its name is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from groupwise.jobs.hosts.runner.protocol import NO_JSON, as_bytes, as_object, parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+    from typing import Any
+
+CELL = 64
+"""Bytes of a file that is overwritten in place, which needs no room on a full disk."""
+LARGEST_TEXT = 16 << 20
+LARGEST_RECORD = 4 << 20
+"""Bytes of a file of ours in an attempt's folder: its job runs as the same user, and may write anything there."""
+STAYS = ".stays"
+"""Prefix of a folder that could not be removed, or not all of it."""
+TAIL = 4000
+"""Bytes of the log in the exit record."""
+
+
+def is_full(error: OSError) -> bool:
+    """True if the disk or this user's quota is full, or the file would exceed the largest size allowed."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def open_plain(path: str, how: int = os.O_RDONLY) -> int:
+    """Open a plain file and nothing else, OSError otherwise: opening a pipe blocks, and a job may put one in place of a file of ours."""
+    fd = os.open(path, how | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "no plain file", path)
+
+
+def read_plain(path: str, most: int) -> bytes:
+    """Read a plain file, up to that many bytes."""
+    fd, found = open_plain(path), bytearray()
+    try:
+        while len(found) < most:
+            data = os.read(fd, min(most - len(found), 1 << 16))
+            if not data:
+                break
+            found += data
+    finally:
+        os.close(fd)
+    return bytes(found)
+
+
+def read_text(path: str, most: int = LARGEST_TEXT) -> str:
+    """The file's text; empty if it cannot be read."""
+    try:
+        return read_plain(path, most).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def read_json(path: str, most: int = LARGEST_RECORD) -> dict[str, Any] | None:
+    """A JSON object from a file; None if the file is missing, damaged or longer than `most`."""
+    try:
+        data = read_plain(path, most + 1)
+        return as_object(parse_json(data)) if len(data) <= most else None
+    except (OSError, *NO_JSON):
+        return None
+
+
+def read_end(path: str) -> str:
+    """The last TAIL bytes of a file; empty if it cannot be read."""
+    try:
+        fd = open_plain(path)
+    except OSError:
+        return ""
+    try:
+        return os.pread(fd, TAIL, max(0, os.fstat(fd).st_size - TAIL)).decode("utf-8", "replace")
+    finally:
+        os.close(fd)
+
+
+def sync_folder(path: str) -> None:
+    """Write a folder's entries to disk, so that names in it survive a crash."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(path: str, data: bytes) -> None:
+    """Write a new file to disk; its name is safe only after `sync_folder`."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with open(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: str, document: dict[str, Any]) -> None:
+    """Replace a file atomically and durably; if that fails the old one stands."""
+    new = f"{path}.{os.getpid()}.new"
+    try:
+        write_file(new, as_bytes(document))
+        os.rename(new, path)
+    except OSError:
+        remove_file(new)
+        raise
+    sync_folder(os.path.dirname(path))
+
+
+def make_folder(path: str) -> str:
+    """Create a folder and its missing parents, for this user alone."""
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    return path
+
+
+def size_of(path: str) -> int:
+    """A file's size in bytes; 0 if it is not there."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def modified(path: str) -> float:
+    """Modification time of a file; 0 if it is not there."""
+    try:
+        return os.lstat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+def changed_before(path: str, moment: float) -> bool:
+    """True if it last changed at `moment` or before, by the one file time that cannot be set."""
+    try:
+        return os.lstat(path).st_ctime <= moment
+    except OSError:
+        return False
+
+
+def set_cell(path: str, text: str) -> bool:
+    """Overwrite a small file in place: one write, no new room. False if there is no such file."""
+    try:
+        fd = open_plain(path, os.O_WRONLY)
+    except OSError:
+        return False
+    try:
+        os.pwrite(fd, text.ljust(CELL)[:CELL].encode("ascii"), 0)
+    finally:
+        os.close(fd)
+    return True
+
+
+def cell_words(path: str) -> list[str]:
+    """Words in a cell, a small file as `set_cell` writes it."""
+    return read_text(path, CELL).split()
+
+
+def number_in(words: Sequence[str]) -> float | None:
+    """The first word as a number; None if it is none, or 1e12 or more."""
+    try:
+        found = float(words[0])
+    except (IndexError, ValueError):
+        return None
+    return found if abs(found) < 1e12 else None
+
+
+def remove_file(path: str) -> None:
+    """Remove a file if it is there and can be removed."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def remove_tree(path: str) -> None:
+    """Remove as much of a folder as possible. A job may have closed its folders or nested them without end: each is opened for this user,
+    and deeper ones are moved to the top before they are emptied."""
+    with contextlib.suppress(OSError):
+        with open_folder(path) as top:
+            todo = empty(top, top)
+            while todo:
+                name = todo.pop()
+                with contextlib.suppress(OSError), open_folder(name, top) as folder:
+                    todo += empty(folder, top)
+                with contextlib.suppress(OSError):
+                    os.rmdir(name, dir_fd=top)
+        os.rmdir(path)
+
+
+def remove_or_name(path: str) -> None:
+    """Remove a folder. If some of it stays, because only another user may remove it, rename it with the prefix STAYS."""
+    remove_tree(path)
+    above, name = os.path.split(path)
+    if not name.startswith(STAYS):
+        with contextlib.suppress(OSError):
+            os.rename(path, os.path.join(above, STAYS + name))
+
+
+@contextlib.contextmanager
+def open_folder(name: str, above: int | None = None) -> Generator[int, None, None]:
+    """Open a folder that is not a link, with all permissions for its owner if that is this user."""
+    found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+    try:
+        same = f"/proc/self/fd/{found}"
+        with contextlib.suppress(OSError):  # it is another user's
+            os.chmod(same, 0o700)
+        folder = os.open(same, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    finally:
+        os.close(found)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def empty(folder: int, top: int) -> list[str]:
+    """Remove everything but folders, and move those into `top`; returns the names that they have there."""
+    found: list[str] = []
+    with os.scandir(folder) as entries:
+        inside = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in inside:
+        with contextlib.suppress(OSError):  # that one stays
+            if not is_folder:
+                os.unlink(name, dir_fd=folder)
+            elif folder == top:
+                found.append(name)
+            else:
+                found += move_up(name, folder, top)
+    return found
+
+
+def move_up(name: str, folder: int, top: int) -> list[str]:
+    """Move a folder into `top` and return its new name; an empty one is just removed. Moving a folder needs write permission for it,
+    removing an empty one only for the folder around it."""
+    with contextlib.suppress(OSError):
+        os.rmdir(name, dir_fd=folder)
+        return []
+    new = os.urandom(16).hex()
+    with open_folder(name, folder):
+        os.rename(name, new, src_dir_fd=folder, dst_dir_fd=top)
+    return [new]

@@ -1,0 +1,200 @@
+"""From a launch request to a running supervisor, or to a folder that waits for an engine."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+from typing import TYPE_CHECKING
+
+from groupwise.jobs.hosts.runner.blobs import lay_out
+from groupwise.jobs.hosts.runner.claims import (
+    claim,
+    lower_epoch_member,
+    never_began,
+    remove_unbegun,
+    take_token,
+)
+from groupwise.jobs.hosts.runner.files import (
+    is_full,
+    make_folder,
+    read_json,
+    remove_file,
+    write_file,
+)
+from groupwise.jobs.hosts.runner.gpu_locks import resolve_gpus, take_gpus
+from groupwise.jobs.hosts.runner.locks import LOCK_PATIENCE, take_lock
+from groupwise.jobs.hosts.runner.order import LARGEST_TOKEN, Order, check_program, check_room
+from groupwise.jobs.hosts.runner.protocol import Refusal, Refused, as_bytes, place_of
+from groupwise.jobs.hosts.runner.root import TOKEN, Root, attempt_by_name, keep_spare
+from groupwise.jobs.hosts.runner.state import ENGINE_LOG, exit_of, member, record_contact
+from groupwise.jobs.hosts.runner.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from typing import Any, BinaryIO, NoReturn
+
+    from groupwise.jobs.hosts.runner.protocol import Answered
+
+LAUNCH_PATIENCE = 20.0
+"""Time in seconds that `launch` waits for its supervisor's first word."""
+BEGIN = """#!/bin/sh
+exec python3 -I -S -X utf8 {runner} {folder}
+"""
+
+
+def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Start the command of an attempt, once."""
+    order = Order(root, body)
+    attempt = order.attempt
+    if os.path.isdir(attempt.path) and not never_began(attempt):
+        record_contact(attempt, order.heard)
+        return member(attempt), b""
+    visible: str | None = None
+    refused: dict[str, Any] | None = None
+    try:
+        order.check()
+        missing = order.missing()
+        if missing:
+            raise Refusal(
+                "missing_blobs", f"{len(missing)} blobs have to be sent first", missing=missing
+            )
+        check_room(order)
+        if not order.engine:
+            check_program(order)
+            visible = resolve_gpus(order)
+    except Refused as refusal:
+        refused = refusal.record
+    keep_spare(root)
+    with root.job_lock(attempt.job):
+        remove_unbegun(attempt)
+        if os.path.isdir(attempt.path):
+            return member(attempt), b""
+        known = root.highest(attempt.job)
+        if attempt.epoch < known["highest"] or attempt.epoch <= known["forgotten"]:
+            return lower_epoch_member(attempt, known), b""
+        root.note_epoch(attempt.job, highest=attempt.epoch)
+        if refused:
+            claim(attempt, {"phase": "refused", "refused": refused, **order.first_state()})
+            return member(attempt), b""
+        report = enqueue(order) if order.engine else begin(order, visible)
+    if report is not None:
+        select.select([report], [], [], LAUNCH_PATIENCE)  # readable: it spoke, or it ended
+        os.close(report)
+    return member(attempt), b""
+
+
+def enqueue(order: Order) -> None:
+    """Claim the folder with everything in it that the engine needs to begin."""
+    blobs = take_lock(order.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_PATIENCE)
+    if blobs is None or order.missing():
+        raise Refusal("busy", "blobs are being swept; ask again")
+    try:
+        state = {"phase": "queued", **order.first_state()}
+        claim(order.attempt, state, order.heard, lambda folder: fill_queued(order, folder))
+    except Refused as refusal:
+        claim(order.attempt, {"phase": "refused", "refused": refusal.record, **order.first_state()})
+    finally:
+        os.close(blobs)
+
+
+def fill_queued(order: Order, folder: str) -> None:
+    """Write the job's files, this file, the script that the engine runs, and the token."""
+    import shlex
+
+    attempt, work = order.attempt, os.path.join(folder, "work")
+    try:
+        for manifest in (order.files, order.resume_files):
+            for _ in lay_out(order.root, work, manifest):
+                pass
+    except OSError as error:
+        if is_full(error):
+            raise
+        raise Refused("bad_spec", f"its files cannot be laid out: {error}") from None
+    for path in order.artefacts[:1]:
+        make_folder(os.path.dirname(os.path.join(work, path)))
+    with open(__file__, "rb") as text:  # on a machine all pieces are one file
+        write_file(os.path.join(folder, "runner.py"), text.read())
+    runner, own = shlex.quote(attempt.at("runner.py")), shlex.quote(attempt.path)
+    begins = BEGIN.format(runner=runner, folder=own).encode()
+    write_file(os.path.join(folder, "begin.sh"), begins)
+    fields = {name: value for name, value in order.body.items() if name not in ("clock", "source")}
+    token = {**fields, "root": os.path.abspath(order.root.path), "secrets": order.secrets}
+    write_file(os.path.join(folder, TOKEN), as_bytes(token))
+    write_file(os.path.join(folder, ENGINE_LOG), b"")
+    write_file(os.path.join(folder, "supervisor.lock"), b"")
+
+
+def begin(order: Order, visible: str | None) -> int | None:
+    """Take locks, claim the folder, fork the supervisor. Returns a pipe that becomes readable once there is a state to see; None if
+    refused."""
+    attempt = order.attempt
+    try:
+        locks = take_gpus(order)
+    except Refused as refusal:
+        claim(attempt, {"phase": "refused", "refused": refusal.record, **order.first_state()})
+        return None
+    blobs = take_lock(order.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_PATIENCE)
+    if blobs is None or order.missing():
+        raise Refusal("busy", "blobs are being swept; ask again")
+    state = {"phase": "claimed", **order.first_state()}
+    lock = claim(attempt, state, order.heard)
+    assert lock is not None, "a claimed folder has a lock"
+    hear, speak = os.pipe()
+    between = os.fork()
+    if between == 0:
+        detach(order, visible or "", [lock, *locks], blobs, speak)
+    for fd in (lock, *locks, blobs, speak):
+        os.close(fd)
+    os.waitpid(between, 0)
+    return hear
+
+
+def detach(order: Order, visible: str, locks: list[int], blobs: int, speak: int) -> NoReturn:
+    """Fork a grandchild in its own session, adopted by init or a subreaper, which becomes the supervisor."""
+    try:
+        os.setsid()
+        if os.fork() == 0:
+            Supervisor(order, visible, locks, blobs, speak).run()
+    except BaseException as error:  # noqa: BLE001
+        # This process is a copy of one that has an answer to give: whatever happened, it must not go on as that.
+        text = f"{type(error).__name__} at {place_of(error)}: {error}\n"
+        os.write(2, text.encode("utf-8", "replace"))
+    finally:
+        os._exit(0)
+
+
+def supervise(folder: str) -> int:
+    """Run by `begin.sh`: begin a queued attempt in the foreground, on the machine that its engine has chosen.
+
+    Returns the exit status of the command, as shells have it."""
+    os.umask(0o077)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until it can be answered
+    known = read_json(os.path.join(folder, "state.json")) or {}
+    if not known:
+        return skip_attempt(
+            f"{folder} is not there any more: it was removed, or is not on this machine"
+        )
+    attempt = attempt_by_name(
+        Root(os.path.dirname(os.path.dirname(folder))), os.path.basename(folder)
+    )
+    lock = take_lock(attempt.at("supervisor.lock"), patience=LOCK_PATIENCE)
+    taken = attempt.at(f"{TOKEN}.{os.urandom(4).hex()}")
+    if lock is None or not take_token(attempt, taken):
+        return skip_attempt(f"{attempt.name} was begun before, or voided; it does not begin again")
+    body = read_json(taken, LARGEST_TOKEN) or {}
+    remove_file(taken)
+    order = Order(attempt.root, body)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    nothing = [os.open(os.devnull, os.O_RDWR) for _ in range(2)]
+    Supervisor(order, visible, [lock], *nothing).run()
+    ended = exit_of(attempt, "exit.json") or {}
+    if ended.get("signal") is not None:
+        return 128 + int(ended["signal"])
+    return 1 if ended.get("code") is None else int(ended["code"])
+
+
+def skip_attempt(message: str) -> int:
+    """Write to the engine's log and succeed: an attempt that was handed out twice has not failed."""
+    os.write(2, (message + "\n").encode("utf-8", "replace"))
+    return 0

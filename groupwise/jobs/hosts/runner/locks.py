@@ -1,0 +1,89 @@
+"""File locks. They end with the last process that has the file open, so a crash leaves none behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import time
+from typing import TYPE_CHECKING
+
+from groupwise.jobs.hosts.runner.files import open_plain
+from groupwise.jobs.hosts.runner.protocol import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+LOCK_PATIENCE = 10.0
+"""Time in seconds to wait for locks that are held only while a request is answered."""
+
+
+def take_lock(path: str, how: int = fcntl.LOCK_EX, patience: float = 0.0) -> int | None:
+    """The open file that holds the lock; None if another process holds it for all of `patience` seconds."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    until = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                os.close(fd)
+                return None
+        except BaseException:
+            os.close(fd)
+            raise
+        time.sleep(0.01)
+
+
+def is_locked(path: str) -> bool:
+    """True if another process holds the lock exclusively."""
+    try:
+        fd = open_plain(path)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: str) -> Generator[None, None, None]:
+    """Lock for slow work that may be requested again after its caller was cut off: later requests wait, then find it done. The process
+    exits if the caller of this request hangs up meanwhile."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    listener = select.poll()
+    listener.register(1, 0)
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if listener.poll(100):
+                    os._exit(0)  # the caller hung up
+        yield
+    finally:
+        os.close(lock)
+
+
+class HeldLock:
+    """A lock for the length of a `with`, released at once even if a child was forked meanwhile. Raises Refusal `busy`."""
+
+    def __init__(self, path: str, how: int = fcntl.LOCK_EX) -> None:
+        self.path, self.how = path, how
+
+    def __enter__(self) -> None:
+        fd = take_lock(self.path, self.how, LOCK_PATIENCE)
+        if fd is None:
+            raise Refusal("busy", f"another request holds {os.path.basename(self.path)}; ask again")
+        self.fd = fd
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        os.close(self.fd)

@@ -1,0 +1,211 @@
+"""A launch request, and whether it is possible on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from groupwise.jobs.hosts.runner.blobs import has_blob
+from groupwise.jobs.hosts.runner.files import LARGEST_RECORD
+from groupwise.jobs.hosts.runner.observe import load_of
+from groupwise.jobs.hosts.runner.processes import boot_clock, find_program, path_of
+from groupwise.jobs.hosts.runner.protocol import (
+    SHA256,
+    Refusal,
+    Refused,
+    are_words,
+    arguments_of,
+    as_bytes,
+    as_list,
+    count_of,
+    gpus_of,
+    is_amount,
+    seconds_of,
+    text_of,
+)
+from groupwise.jobs.hosts.runner.root import attempt_of
+from groupwise.jobs.hosts.runner.work_folder import parts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from typing import Any
+
+    from groupwise.jobs.hosts.runner.root import Root
+
+ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+RESERVED_NAMES = frozenset(
+    "PATH HOME SHELL USER LOGNAME IFS ENV BASH_ENV CDPATH GLOBIGNORE SHELLOPTS BASHOPTS PS4 PROMPT_COMMAND "
+    "PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONINSPECT PYTHONEXECUTABLE PYTHONUSERBASE PYTHONWARNINGS PYTHONBREAKPOINT "
+    "PYTHONPLATLIBDIR PYTHONPYCACHEPREFIX PYTHONCASEOK ZDOTDIR GLIBC_TUNABLES GCONV_PATH LOCPATH HOSTALIASES OPENSSL_CONF "
+    "OPENSSL_MODULES PERL5LIB PERLLIB PERL5OPT PERL5DB RUBYLIB RUBYOPT GEM_HOME GEM_PATH BUNDLE_GEMFILE NODE_OPTIONS NODE_PATH "
+    "JAVA_TOOL_OPTIONS _JAVA_OPTIONS JDK_JAVA_OPTIONS CLASSPATH PYTHON_PRESITE PHPRC PHP_INI_SCAN_DIR TCLLIBPATH "
+    "R_ENVIRON R_ENVIRON_USER R_PROFILE R_PROFILE_USER R_LIBS R_LIBS_SITE R_LIBS_USER JULIA_LOAD_PATH JULIA_DEPOT_PATH "
+    "DOTNET_STARTUP_HOOKS CORECLR_PROFILER CORECLR_PROFILER_PATH OMP_TOOL_LIBRARIES OCL_ICD_FILENAMES OCL_ICD_VENDORS "
+    "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NVIDIA_VISIBLE_DEVICES CUDA_INJECTION32_PATH CUDA_INJECTION64_PATH "
+    "NVTX_INJECTION32_PATH NVTX_INJECTION64_PATH NCCL_CONF_FILE NCCL_NET_PLUGIN NCCL_TUNER_PLUGIN NCCL_PROFILER_PLUGIN "
+    "NCCL_ENV_PLUGIN NCCL_GIN_PLUGIN UCX_MODULE_DIR FI_PROVIDER_PATH HWLOC_PLUGINS_PATH "
+    "RESUME_FROM ATTEMPT PREVIOUS_FAILURE MASTER_ADDR MASTER_PORT NNODES NODE_RANK "
+    "GROUPWISE_OUTPUT GROUPWISE_RENDEZVOUS GROUPWISE_KEY_FILE".split()
+)
+RESERVED_PREFIXES = (
+    "LD_",
+    "DYLD_",
+    "BASH_FUNC_",
+    "GIT_",
+    "SSH_",
+    "LUA_",
+    "GROUPWISE_ATTEMPT",
+    "GROUPWISE_RUNNER",
+)
+"""The same names as in `spec.py`, which a test compares: the runner trusts no caller."""
+LARGEST_TOKEN = 256 << 20
+"""Bytes of a request that waits for an engine: a job may have a hundred thousand files."""
+
+
+class Order:
+    """A checked launch request. An ill-formed one raises Refusal; one that is well-formed but not possible, Refused, which ends that
+    epoch."""
+
+    def __init__(self, root: Root, body: dict[str, Any]) -> None:
+        self.root, self.body = root, body
+        self.attempt = attempt_of(root, body)
+        self.rank, self.members = count_of(body, "rank", 0), count_of(body, "members", 1)
+        self.gpus = gpus_of(body)
+        self.share_mb = None if body.get("share_mb") is None else count_of(body, "share_mb")
+        self.slot = None if body.get("slot") is None else count_of(body, "slot")
+        self.deadman: float | None = seconds_of(body, "deadman", 0.0) or None
+        self.heard = boot_clock()
+        """Boot-clock time of the last contact: now, or when the control plane had last heard from here before it sent this."""
+        if body.get("clock") is not None:
+            self.heard = min(self.heard, seconds_of(body, "clock", 0.0))
+        self.method: str | None = body.get("method")
+        self.engine: str | None = text_of(body, "engine") if body.get("engine") else None
+        self.engine_options: list[str] = as_list(body.get("engine_options"))
+        self.spec: dict[str, Any] = body["spec"]
+        self.limits: dict[str, Any] = self.spec.get("limits") or {}
+        self.files: dict[str, list[Any]] = dict(self.spec.get("files") or {})
+        resume: dict[str, Any] = body.get("resume") or {}
+        self.resume_files: dict[str, list[Any]] = dict(resume.get("manifest") or {})
+        self.resume_path: str | None = resume.get("path") or top_of(self.resume_files)
+        self.environment: dict[str, str] = dict(body.get("environment") or {})
+        self.secrets: dict[str, str] = dict(body.pop("secrets", None) or {})
+        self.path = path_of(body.get("python"))
+        self.memory_mb: dict[str, int | None] = {}
+        """Memory of each GPU in MiB, filled in once they have been looked at."""
+        if len(as_bytes(self.first_state())) > LARGEST_RECORD // 2:
+            raise Refusal("bad_request", "its lists of artefacts and checkpoints are too long")
+
+    def check(self) -> None:
+        """Raises Refused with everything that is wrong with the spec."""
+        if self.engine and (self.gpus or self.slot is not None or self.deadman is not None):
+            raise Refusal("bad_request", "GPUs and slots are the engine's, and it has no deadman")
+        if not are_words(self.engine_options):
+            raise Refusal("bad_request", "engine_options are words of a command line")
+        found = list(self._problems())
+        if found:
+            raise Refused("bad_spec", "; ".join(found))
+
+    def _problems(self) -> Iterator[str]:
+        try:
+            arguments_of(self.spec.get("arguments"))
+        except Refusal as refusal:
+            yield str(refusal)
+        for name, value in self.limits.items():
+            if not (value is None or is_amount(value)):
+                yield f"limits.{name}: a number from 0 is expected"
+        own: dict[str, Any] = self.spec.get("environment") or {}
+        for name in (*own, *self.secrets):
+            if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
+                yield f"the environment variable {name} is not for jobs to set"
+        values: list[tuple[str, Any]] = [
+            *own.items(),
+            *self.environment.items(),
+            *self.secrets.items(),
+        ]
+        for name, value in values:
+            if not ENVIRONMENT_NAME.fullmatch(name) or not isinstance(value, str) or "\0" in value:
+                yield f"{name!r:.80} is no environment variable, or its value is no text"
+        for name in self.spec.get("secrets") or ():
+            if name not in self.secrets:
+                yield f"the secret {name} has no value"
+        yield from self._path_problems()
+
+    def _path_problems(self) -> Iterator[str]:
+        manifest = {**self.files, **self.resume_files}
+        named = [self.resume_path] if self.resume_path else []
+        for path in (*manifest, *self.artefacts, *self.checkpoints, *named):
+            try:
+                parts_of(path)
+            except Refusal:
+                yield f"{path!r:.200} is no path inside the working folder"
+        for path, entry in manifest.items():
+            if (
+                len(entry) != 3
+                or not SHA256.fullmatch(str(entry[0]))
+                or any(type(n) is not int for n in entry[1:])
+            ):
+                yield f"{path!r:.200}: [sha256, mode, size] is expected"
+
+    @property
+    def artefacts(self) -> list[str]:
+        """Paths of the artefacts in the working folder."""
+        return list(self.spec.get("artefacts") or ())
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Folders of checkpoints in the working folder."""
+        return list(self.spec.get("checkpoints") or ())
+
+    @property
+    def grace(self) -> float:
+        """Time in seconds between TERM and KILL."""
+        grace = self.limits.get("grace_seconds")
+        return 30.0 if grace is None else float(grace)
+
+    def missing(self) -> list[str]:
+        """Blobs that are not here."""
+        wanted = {str(e[0]) for e in (*self.files.values(), *self.resume_files.values())}
+        return sorted(sha for sha in wanted if not has_blob(self.root, sha))
+
+    def first_state(self) -> dict[str, Any]:
+        """The fields that every state file of this attempt has."""
+        return {
+            "rank": self.rank,
+            "gpus": self.gpus,
+            "share_mb": self.share_mb,
+            "slot": self.slot,
+            "engine": self.engine,
+            "engine_options": self.engine_options,
+            "deadman": self.deadman,
+            "artefacts": self.artefacts,
+            "checkpoints": self.checkpoints,
+            "limits": self.limits,
+        }
+
+
+def top_of(manifest: Iterable[str]) -> str | None:
+    """The folder of a checkpoint's files: the one with the uppermost manifest.json."""
+    found = [path.rpartition("/")[0] for path in manifest if path.split("/")[-1] == "manifest.json"]
+    return min(found, key=len) if found else None
+
+
+def check_room(order: Order) -> None:
+    """Check disk and memory, Refused if there is too little. With an engine only the disk: memory is that of another machine."""
+    load = load_of(order.root)
+    disk, ram = order.limits.get("disk_mb"), order.limits.get("ram_mb")
+    ram = None if order.engine else ram
+    if disk is not None and load["disk_free_mb"] < disk:
+        raise Refused("disk_full", f"{load['disk_free_mb']} MB are free, {disk} are asked for")
+    if ram is not None and load["ram_free_mb"] < ram:
+        raise Refused("ram", f"{load['ram_free_mb']} MB of memory are free, {ram} are asked for")
+
+
+def check_program(order: Order) -> None:
+    """Check that the command's program is there, else Refused; one that is among the job's files is not looked for."""
+    program = order.spec["arguments"][0]
+    if "/" in program and not os.path.isabs(program):
+        return
+    if not find_program(program, order.path):
+        where = "" if "/" in program else f"on PATH, which is {order.path}"
+        raise Refused("unknown_program", f"there is no program {program:.200} {where}")

@@ -1,0 +1,224 @@
+"""Processes: how those of an attempt are found and signalled, even if they left its tree."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+from groupwise.jobs.hosts.runner.cgroups import Group
+from groupwise.jobs.hosts.runner.files import read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    from groupwise.jobs.hosts.runner.root import Attempt, Root
+
+ATTEMPT_VARIABLE = "GROUPWISE_ATTEMPT"
+FOLDER_VARIABLE = "GROUPWISE_RUNNER_FOLDER"
+"""Beside the attempt's name: two roots on one machine may hold members of the same attempt."""
+LONGEST_MARK = 200
+
+
+def boot_clock() -> float:
+    """Seconds since the machine started, including time asleep; no process can set this clock."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def boot_id() -> str:
+    """Differs after each start of the machine."""
+    return read_text("/proc/sys/kernel/random/boot_id").strip()
+
+
+class Process:
+    """The fields of /proc/<pid>/stat that are needed here."""
+
+    def __init__(self, pid: int, fields: list[str]) -> None:
+        self.pid = pid
+        # One whose first thread has ended looks like a zombie while its others go on.
+        self.zombie = fields[0] in "ZX" and int(fields[17]) <= 1
+        self.parent = int(fields[1])
+        self.session = int(fields[3])
+        self.ticks = int(fields[19])
+        """Clock ticks from the start of the machine to its own: with the boot id they tell a reused pid apart."""
+
+
+def process(pid: int) -> Process | None:
+    """The process with this pid; None if there is none."""
+    text = read_text(f"/proc/{pid}/stat")
+    try:
+        return Process(pid, text[text.rindex(")") + 2 :].split())
+    except (ValueError, IndexError):
+        return None
+
+
+def processes() -> Iterator[Process]:
+    """All processes but this one, zombies too."""
+    me = os.getpid()
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != me:
+            found = process(int(name))
+            if found:
+                yield found
+
+
+def marker_of(pid: int, root: Root) -> str | None:
+    """The attempt named in the environment that a process was started with, if it is one of this root. None if the environment cannot be
+    read, as that of another user's process."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return None
+    environment = dict(e.split(b"=", 1) for e in entries if b"=" in e)
+    name = environment.get(ATTEMPT_VARIABLE.encode())
+    if name is None:
+        return None
+    folder = environment.get(FOLDER_VARIABLE.encode())
+    text = name[:LONGEST_MARK].decode("utf-8", "replace")
+    here = folder is None or os.fsdecode(folder) == root.at("attempts", text)
+    return text if here else None
+
+
+def has_open(pid: int, path: str) -> bool:
+    """True if a process has the file open. This finds those that overwrote their environment, as programs that set their title do."""
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return False
+    for name in names:
+        try:
+            if os.readlink(f"/proc/{pid}/fd/{name}") == path:
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def send(pid: int, ticks: int, signum: int) -> None:
+    """Signal that process and no other: a pid that was reused has other start ticks."""
+    opener = getattr(os, "pidfd_open", None)  # from Python 3.9
+    try:
+        fd = opener(pid) if opener else None
+    except ProcessLookupError:
+        return
+    except OSError:  # a kernel before 5.3, or a filter that refuses
+        fd = None
+    try:
+        found = process(pid)
+        if found is None or found.ticks != ticks or found.zombie:
+            return
+        if fd is None:
+            os.kill(pid, signum)
+        else:
+            signal.pidfd_send_signal(fd, signum)
+    except (ProcessLookupError, PermissionError):
+        pass
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+class Belonging:
+    """The processes that belong to an attempt, looked up again on each call."""
+
+    def __init__(
+        self, attempt: Attempt, state: dict[str, Any], supervisor: int | None = None
+    ) -> None:
+        self.attempt = attempt
+        self.group = Group.from_record(state.get("cgroup"))
+        self.supervisor = supervisor
+        self.child = (state.get("pid"), state.get("start_ticks"))
+        self.same_boot = state.get("boot_id") == boot_id()
+
+    def alive(self) -> dict[int, Process]:
+        """Living processes by pid. An empty look is repeated: between two names in /proc a process may move to another pid."""
+        return self.look() or self.look()
+
+    def look(self) -> dict[int, Process]:
+        """Look once; may miss a process that moves to another pid meanwhile."""
+        everyone = {p.pid: p for p in processes() if not p.zombie}
+        below = self._descendants(everyone) if self.supervisor else ()
+        grouped = self.group.pids()
+        return {
+            pid: p
+            for pid, p in everyone.items()
+            if pid in below
+            or pid in grouped
+            or (self.same_boot and (p.pid, p.ticks) == self.child)
+            or marker_of(pid, self.attempt.root) == self.attempt.name
+            or has_open(pid, self.attempt.at("tether"))
+        }
+
+    def _descendants(self, everyone: dict[int, Process]) -> frozenset[int]:
+        children: dict[int, list[int]] = {}
+        for p in everyone.values():
+            children.setdefault(p.parent, []).append(p.pid)
+        found: set[int] = set()
+        todo = [self.supervisor or 0]
+        while todo:
+            new = [pid for pid in children.get(todo.pop(), []) if pid not in found]
+            found.update(new)
+            todo.extend(new)
+        return frozenset(found)
+
+    def terminate(self, but_session: int) -> None:
+        """Send TERM to all outside `but_session`, which has had it: a second TERM means more than the first to some programs."""
+        for p in self.alive().values():
+            if p.session != but_session:
+                send(p.pid, p.ticks, signal.SIGTERM)
+
+    def kill(self, patience: float) -> dict[int, Process]:
+        """Send KILL until nothing is left or `patience` seconds have passed; returns what is left."""
+        until = time.monotonic() + patience
+        while True:
+            self.group.kill()
+            found = self.alive()
+            for p in found.values():
+                send(p.pid, p.ticks, signal.SIGKILL)
+            if not found or time.monotonic() > until:
+                return found
+            time.sleep(0.02)
+
+
+def reap_adopted(but: int | None = None) -> None:
+    """Reap orphans that were handed to this process. `but`: a child that is left a zombie."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None or ended.si_pid == but:
+            return
+        os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def command_of(pid: int) -> str:
+    """The name of a process's program, without its arguments."""
+    return read_text(f"/proc/{pid}/comm").strip()
+
+
+def find_program(program: str, path: str) -> str | None:
+    """The program's path, found as a shell would; None if there is none."""
+    places = [""] if "/" in program else path.split(":")
+    for place in places:
+        if not place.startswith("/") and "/" not in program:
+            continue  # a name is never looked for in the working folder
+        full = os.path.join(place, program)
+        if os.path.isfile(full) and os.access(full, os.X_OK):
+            return full
+    return None
+
+
+def path_of(python: object) -> str:
+    """PATH of the command: the folder of the machine's python first, then PATH as a login has it."""
+    path = os.environ.get("PATH") or "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    if isinstance(python, str) and "/" in python:
+        return (
+            os.path.dirname(os.path.join(os.path.expanduser("~"), os.path.expanduser(python)))
+            + ":"
+            + path
+        )
+    return path

@@ -1,0 +1,187 @@
+"""One request and its answer. The bootstrap calls `answer_request`; an engine's `begin.sh` runs this as a program."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from groupwise.jobs.hosts.runner.artefacts import (
+    verb_gather,
+    verb_keep,
+    verb_log,
+    verb_manifest,
+    verb_read,
+)
+from groupwise.jobs.hosts.runner.blobs import verb_join, verb_missing, verb_put
+from groupwise.jobs.hosts.runner.claims import verb_forget, verb_void
+from groupwise.jobs.hosts.runner.ending import verb_kill, verb_sweep
+from groupwise.jobs.hosts.runner.files import is_full
+from groupwise.jobs.hosts.runner.gpu_locks import verb_release
+from groupwise.jobs.hosts.runner.launch import supervise, verb_launch
+from groupwise.jobs.hosts.runner.observe import (
+    verb_hello,
+    verb_observe,
+    verb_status,
+    verb_touch,
+    verb_wait,
+)
+from groupwise.jobs.hosts.runner.processes import find_program, path_of
+from groupwise.jobs.hosts.runner.protocol import (
+    PROTOCOL,
+    SPOKEN,
+    Refusal,
+    Work,
+    arguments_of,
+    as_bytes,
+    place_of,
+    seconds_of,
+    text_of,
+)
+from groupwise.jobs.hosts.runner.root import root_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from typing import Any, BinaryIO, NoReturn
+
+    from groupwise.jobs.hosts.runner.protocol import Answered
+    from groupwise.jobs.hosts.runner.root import Root
+
+RUN_PATIENCE = 60.0
+LARGEST_OUTPUT = 4 << 20
+"""Most bytes of output kept from a program started by `run`."""
+SIGN_EVERY = 10.0
+"""Time in seconds between signs of life."""
+
+
+def verb_run(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Run a program of the machine to its end, for RUN_PATIENCE seconds at most."""
+    import subprocess
+
+    arguments = arguments_of(body.get("arguments"))
+    program = find_program(arguments[0], path_of(None))
+    if program is None:
+        raise Refusal("unknown_program", f"there is no program {arguments[0]:.200} on PATH")
+    patience = min(seconds_of(body, "timeout", RUN_PATIENCE), RUN_PATIENCE)
+    with subprocess.Popen(
+        [program, *arguments[1:]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=os.path.expanduser("~"),
+        start_new_session=True,
+    ) as running:
+        code: int | None = None
+        try:
+            out, err = running.communicate(timeout=patience)
+            code = running.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)
+            out, err = running.communicate()
+    texts = [output[:LARGEST_OUTPUT].decode("utf-8", "replace") for output in (out, err)]
+    return {"code": code, "out": texts[0], "err": texts[1]}, b""
+
+
+VERBS: dict[str, Callable[[Root, dict[str, Any], BinaryIO], Answered]] = {
+    "hello": verb_hello,
+    "observe": verb_observe,
+    "missing": verb_missing,
+    "put": verb_put,
+    "join": verb_join,
+    "launch": verb_launch,
+    "void": verb_void,
+    "status": verb_status,
+    "wait": verb_wait,
+    "touch": verb_touch,
+    "kill": verb_kill,
+    "run": verb_run,
+    "log": verb_log,
+    "manifest": verb_manifest,
+    "read": verb_read,
+    "gather": verb_gather,
+    "keep": verb_keep,
+    "release": verb_release,
+    "forget": verb_forget,
+    "sweep": verb_sweep,
+}
+LONG = frozenset({"join", "keep", "manifest"})
+"""Verbs that read as much as a job has made."""
+
+
+def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
+    """Answer one request; the bootstrap calls this after length and hash of the body agreed."""
+    os.umask(0o077)
+    try:
+        if body.get("protocol") not in SPOKEN:
+            raise Refusal("protocol", "this runner speaks {}".format(", ".join(map(str, SPOKEN))))
+        verb = VERBS.get(text_of(body, "verb"))
+        if verb is None:
+            raise Refusal("unknown_verb", "there are: {}".format(", ".join(VERBS)))
+        slow = body["verb"] in LONG or body.get("engine")
+        with signs_of_life() if slow else contextlib.nullcontext():
+            answer, data = verb(root_of(body), body, payload)
+        answer = {"ok": True, **answer}
+    except Refusal as refusal:
+        answer, data = {"error": refusal.body}, b""
+    except OSError as error:
+        code = "disk_full" if is_full(error) else "os_error"
+        answer, data = {"error": {"code": code, "message": str(error)}}, b""
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        # Bodies come from outside, and anything may be in them. Not the message: it may hold a value.
+        where = f"{type(error).__name__} at {place_of(error)}"
+        message = f"a field is missing or of another kind than expected ({where})"
+        answer, data = {"error": {"code": "bad_request", "message": message}}, b""
+    send_answer(answer, data)
+
+
+@contextlib.contextmanager
+def signs_of_life() -> Generator[None, None, None]:
+    """Send signs of life while the request makes progress."""
+    import threading
+
+    working = threading.Lock()
+
+    def send_signs() -> None:
+        before = Work.done
+        with contextlib.suppress(OSError):  # the caller hung up; it will ask again
+            while not working.acquire(timeout=SIGN_EVERY):
+                before = send_sign(before)
+
+    thread = threading.Thread(target=send_signs)
+    try:
+        with working:
+            with contextlib.suppress(RuntimeError):  # this user may have no more threads
+                thread.start()
+            yield
+    finally:
+        if thread.ident is not None:
+            thread.join()  # nothing comes in between the bytes of the answer
+
+
+def send_sign(before: int) -> int:
+    """Send one sign of life if more is done than `before`; returns how much is done now."""
+    done = Work.done
+    if done != before:
+        os.write(1, b"\n")
+    return done
+
+
+def send_answer(answer: dict[str, Any], data: bytes) -> NoReturn:
+    """Write the answer and exit at once, without Python's clean-up."""
+    text = as_bytes(answer)
+    sha = hashlib.sha256(text).hexdigest()
+    head = f"GROUPWISE-ANSWER {PROTOCOL} {len(text)} {sha} {len(data)}\n"
+    left = memoryview(head.encode("ascii") + text + data)
+    try:
+        while left:
+            left = left[os.write(1, left) :]
+    except OSError:
+        pass  # the caller has gone
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(sys.argv[1]))

@@ -1,0 +1,301 @@
+"""The state of an attempt, read from its files and locks. The job can write there too, so records are checked first."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from groupwise.jobs.hosts.runner.cgroups import is_group_of
+from groupwise.jobs.hosts.runner.checkpoints import MOST_STEPS, checkpoints_of
+from groupwise.jobs.hosts.runner.files import (
+    TAIL,
+    cell_words,
+    modified,
+    number_in,
+    read_end,
+    read_json,
+    read_text,
+    set_cell,
+    size_of,
+)
+from groupwise.jobs.hosts.runner.locks import is_locked
+from groupwise.jobs.hosts.runner.processes import Belonging, boot_clock, boot_id
+from groupwise.jobs.hosts.runner.protocol import (
+    GPU_UUID,
+    are_words,
+    as_list,
+    as_object,
+    is_amount,
+    is_count,
+    is_small,
+    is_word,
+)
+from groupwise.jobs.hosts.runner.root import TOKEN
+from groupwise.jobs.hosts.runner.work_folder import paths_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from groupwise.jobs.hosts.runner.root import Attempt
+
+MOST_GPUS = 256
+"""Most GPUs that the state of one attempt may list."""
+ENGINE_LOG = "engine.log"
+
+
+def state_of(attempt: Attempt) -> dict[str, Any] | None:
+    """The state file, without fields that a supervisor could not have written: the job can write there too. None if there is none."""
+    found = read_json(attempt.at("state.json"))
+    if found is None:
+        return None
+    state = {
+        name: value
+        for name, value in found.items()
+        if name in STATE_FIELDS and STATE_FIELDS[name](value)
+    }
+    limits, group = as_object(found.get("limits")) or {}, as_object(found.get("cgroup")) or {}
+    state["limits"] = {name: value for name, value in limits.items() if is_amount(value)}
+    state["cgroup"] = {n: folder for n, folder in group.items() if is_group_of(attempt, folder)}
+    for name in ("artefacts", "checkpoints"):
+        state[name] = paths_in(found.get(name))
+    if state.get("phase") == "refused" and "refused" not in state:
+        del state["phase"]
+    return state
+
+
+def is_refusal(value: Any) -> bool:
+    """True for a record as `Refused` makes it."""
+    record = as_object(value) or {}
+    texts = [record.get("code"), record.get("message"), record.get("holder", "")]
+    return set(record) <= {"code", "message", "holder"} and all(map(is_word, texts))
+
+
+def are_gpus(value: Any) -> bool:
+    """True for GPU UUIDs as a launch names them, MOST_GPUS at most."""
+    if not isinstance(value, list) or len(as_list(value)) > MOST_GPUS:
+        return False
+    return all(isinstance(name, str) and GPU_UUID.fullmatch(name) for name in as_list(value))
+
+
+STATE_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "phase": is_word,
+    "rank": is_small,
+    "boot_id": is_word,
+    "pid": is_count,
+    "start_ticks": is_count,
+    "method": is_word,
+    "started_at": is_amount,
+    "gpus": are_gpus,
+    "share_mb": is_small,
+    "slot": is_small,
+    "refused": is_refusal,
+    "engine": is_word,
+    "engine_options": are_words,
+    "claimed_at": is_amount,
+}
+
+
+def exit_of(attempt: Attempt, name: str) -> dict[str, Any] | None:
+    """An exit record, without values that a supervisor could not have written. None if there is none."""
+    found = read_json(attempt.at(name))
+    if found is None or found.get("reason") not in REASONS:
+        return None
+    values = {name: found.get(name) for name in EXIT_FIELDS}
+    record = {name: value if EXIT_FIELDS[name](value) else None for name, value in values.items()}
+    texts = {name: found.get(name) for name in ("reason", "message", "tail")}
+    record.update((n, text[:TAIL] if isinstance(text, str) else "") for n, text in texts.items())
+    return record
+
+
+REASONS = ("exited", "cancelled", "evicted", "time_limit", "deadman", "spawn_failed")
+EXIT_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "code": lambda value: is_count(value, 255),
+    "signal": lambda value: is_count(value, 255),
+    "oom_kill": is_small,
+    "seconds": is_amount,
+    "cpu_seconds": is_amount,
+    "max_rss_mb": is_amount,
+    "finished_at": is_amount,
+    "gpus": is_small,
+    "checkpoints": is_small,
+    "step": lambda value: is_count(value, MOST_STEPS - 1),
+    "leftovers": is_small,
+}
+
+
+def guarded_member(
+    attempt: Attempt, progress: tuple[int, int | None] | None = None
+) -> dict[str, Any]:
+    """`member` for answers about many attempts: if one cannot be read, the others are still reported."""
+    try:
+        return member(attempt, progress)
+    except Exception:  # noqa: BLE001  (its job may have put anything there)
+        held = is_locked(attempt.at("supervisor.lock"))
+        here = {"state": "running" if held else "lost", "boot_id": boot_id(), "same_boot": True}
+        return {
+            **absent_member(attempt),
+            **here,
+            "survivors": None if held else survivors(attempt, {}),
+        }
+
+
+def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> dict[str, Any]:
+    """Everything known about an attempt. `progress`: the number of checkpoints and the newest step, if they were counted a moment ago."""
+    # The order matters: what is read after the lock was seen free is final, since only its holder writes.
+    held = is_locked(attempt.at("supervisor.lock"))
+    ended = exit_of(attempt, "exit.json")
+    if ended is None and not held:
+        ended = exit_of(attempt, "outcome.json")
+    state = state_of(attempt)
+    if state is None and not os.path.isdir(attempt.path):
+        return absent_member(attempt)
+    state = state or {}
+    word = state_word(state, held, ended, os.path.exists(attempt.at(TOKEN)))
+    if ended is not None and ended["finished_at"] is not None:
+        # A caller that compares machines does not know their clocks.
+        ended["age"] = max(0.0, time.time() - ended["finished_at"])
+    same_boot = state.get("boot_id") == boot_id()
+    beat = number_in(cell_words(attempt.at("heartbeat")))  # when the supervisor last wrote it
+    count, step = progress_of(attempt, state, word, ended, progress)
+    found = absent_member(attempt)
+    found.update({name: state.get(name) for name in MEMBER_FIELDS})
+    found.update(
+        state=word,
+        same_boot=same_boot,
+        log_size=size_of(attempt.at("log")),
+        heartbeat_age=None if beat is None or not same_boot else max(0.0, boot_clock() - beat),
+        checkpoints=count,
+        step=step,
+        exit=ended if word == "exited" else None,
+        gpus=state.get("gpus", []),
+        refused=state.get("refused"),
+        survivors=survivors(attempt, state) if word == "lost" else None,
+    )
+    if state.get("engine"):
+        # A caller needs these, beside the engine's own answer, to judge an attempt.
+        log = "" if word in ("running", "exited") else read_end(attempt.at(ENGINE_LOG))
+        found.update(
+            {
+                "engine_options": state.get("engine_options") or [],
+                "folder": attempt.path,
+                "age": max(0.0, time.time() - state.get("claimed_at", 0.0)),
+                "beat_age": max(0.0, time.time() - modified(attempt.at("heartbeat"))),
+                "engine_says": log,
+            }
+        )
+    return found
+
+
+MEMBER_FIELDS = (
+    *("rank", "boot_id", "pid", "start_ticks", "method", "started_at"),
+    *("share_mb", "slot", "engine"),
+)
+
+
+def absent_member(attempt: Attempt) -> dict[str, Any]:
+    """The answer for an attempt that is not here."""
+    return {
+        "job": attempt.job,
+        "epoch": attempt.epoch,
+        "rank": None,
+        "state": "absent",
+        "boot_id": None,
+        "same_boot": None,
+        "pid": None,
+        "start_ticks": None,
+        "method": None,
+        "started_at": None,
+        "gpus": [],
+        "share_mb": None,
+        "slot": None,
+        "log_size": 0,
+        "heartbeat_age": None,
+        "checkpoints": 0,
+        "step": None,
+        "exit": None,
+        "refused": None,
+        "survivors": None,
+        "clock": boot_clock(),
+        "place": attempt.root.place(),
+        "engine": None,
+    }
+
+
+def state_word(
+    state: dict[str, Any], held: bool, ended: dict[str, Any] | None, waits: bool = False
+) -> str:
+    """The state, by the table in `protocol.py`. `waits`: its token is there."""
+    phase = state.get("phase")
+    if phase in ("voided", "refused"):
+        return phase
+    if ended is not None:
+        return "exited"
+    if held:
+        return "running" if phase == "running" else "claimed"
+    if phase == "queued" and waits:
+        return "queued"
+    return "lost" if state.get("boot_id") in (None, boot_id()) else "rebooted"
+
+
+def progress_of(
+    attempt: Attempt,
+    state: dict[str, Any],
+    word: str,
+    ended: dict[str, Any] | None,
+    progress: tuple[int, int | None] | None,
+) -> tuple[int, int | None]:
+    """The number of complete checkpoints, and the step of the newest."""
+    if ended is not None and ended["checkpoints"] is not None:
+        return ended["checkpoints"], ended["step"]
+    if progress is not None:
+        return progress
+    if word in ("voided", "refused", "claimed", "queued"):
+        return 0, None
+    return count_checkpoints(attempt, state)
+
+
+def count_checkpoints(attempt: Attempt, state: dict[str, Any]) -> tuple[int, int | None]:
+    """Count checkpoints in their folders; (0, None) if that fails, because neither the exit record nor an answer about other attempts may
+    depend on what a job puts there."""
+    try:
+        found = checkpoints_of(attempt, state.get("checkpoints") or ())
+    except Exception:  # noqa: BLE001  (see above)
+        return 0, None
+    return len(found), found[-1].step if found else None
+
+
+def held_locks(attempt: Attempt, uuids: Sequence[str], share: object) -> list[dict[str, Any]]:
+    """Locks of this attempt that are still held."""
+    found: list[dict[str, Any]] = []
+    if is_locked(attempt.at("supervisor.lock")):
+        found.append({"what": "lock", "detail": "the supervisor has not ended"})
+    for uuid in uuids:
+        if share is None:
+            path = attempt.root.gpu_lock(uuid)
+            ours = read_text(path).strip() in ("", attempt.name)  # else it is another's by now
+        else:
+            path, ours = os.path.join(attempt.root.shares(uuid), attempt.name), True
+        if ours and is_locked(path):
+            found.append({"what": "lock", "detail": f"the lock of {uuid} is held"})
+    return found
+
+
+def survivors(attempt: Attempt, state: dict[str, Any]) -> int:
+    """The number of processes of an attempt whose supervisor is gone; 1 if only its locks show that there are any."""
+    held = held_locks(attempt, state.get("gpus", []), state.get("share_mb"))
+    return len(Belonging(attempt, state).look()) or int(bool(held))
+
+
+def record_contact(attempt: Attempt, clock: float | None = None) -> bool:
+    """Record contact with the control plane, now or at that time of the boot clock. Never moves back."""
+    now, path = boot_clock(), attempt.at("contact")
+    stamp = now if clock is None else min(now, clock)
+    before = number_in(cell_words(path))
+    if before is not None and before >= stamp:
+        return True
+    try:
+        return set_cell(path, f"{stamp:.3f}")
+    except OSError:  # the same request names other attempts
+        return False

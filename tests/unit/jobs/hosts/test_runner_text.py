@@ -1,0 +1,51 @@
+from pathlib import Path
+
+import pytest
+
+from groupwise.jobs.hosts.runner_text import PACKAGE, PIECES, assemble, runner_text
+
+ENTRY = f"""\"\"\"Answers.\"\"\"
+import os
+from typing import TYPE_CHECKING
+
+from {PACKAGE}below import double
+
+if TYPE_CHECKING:
+    from nowhere import Number
+
+
+def answer(number: Number) -> str:
+    return os.fspath(str(double(number)))
+"""
+BELOW = "import sys\n\ndouble = lambda number: number * min(2, sys.maxsize)\n"
+
+
+@pytest.fixture
+def pieces(tmp_path: Path) -> Path:
+    texts = {"requests": ENTRY, "below": BELOW}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    return tmp_path
+
+
+def test_pieces_become_one_module(pieces: Path) -> None:
+    text, space = assemble(pieces), {}
+    exec(compile(text, "runner", "exec", dont_inherit=True), space)
+    assert space["answer"](21) == "42"
+    assert text.index("# --- below.py ---") < text.index("# --- requests.py ---")
+
+
+def test_a_name_has_one_meaning(pieces: Path) -> None:
+    (pieces / "below.py").write_text(BELOW + "answer = 1\n")
+    with pytest.raises(ValueError, match="both define answer"):
+        assemble(pieces)
+    (pieces / "requests.py").write_text(ENTRY.replace("import double", "import double as twice"))
+    with pytest.raises(ValueError, match="no name may change"):
+        assemble(pieces)
+
+
+def test_all_pieces_are_sent() -> None:
+    names = {path.name for path in PIECES.glob("*.py")} - {"__init__.py"}
+    source = runner_text().source
+    assert {name for name in names if f"# --- {name} ---" in source} == names
+    assert "groupwise.jobs" not in source.partition("# --- ")[2]
