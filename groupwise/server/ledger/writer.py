@@ -18,6 +18,7 @@ Each commit is a crash point `commit:<names of the operations that changed somet
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
@@ -31,8 +32,13 @@ from groupwise.server.ledger import uptime
 from groupwise.server.ledger.file import explained, explanation, open_file
 from groupwise.server.ledger.transaction import Clock, Transaction
 
+logger = logging.getLogger(__name__)
+
 LARGEST_BATCH = 500
 """Operations of one commit: enough for the disk's flush to cost little, few enough that the first callers do not wait long."""
+
+RETRY_SECONDS = 1.0
+"""Between two attempts to write to a disk that refuses."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,6 +98,17 @@ class Ledger:
             self._queue.append(job)
             self._changed.notify()
         return await future
+
+    async def do_when_writable(
+        self, operation: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Like `do`, but if the disk refuses, try again every second until it is written."""
+        while True:
+            try:
+                return await self.do(operation, *args, **kwargs)
+            except StoreError as error:
+                logger.warning("what a client sent waits until it can be written: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def close(self) -> None:
         """Finish what is queued, keep the uptime, and close the file. Harmless when repeated."""

@@ -270,7 +270,7 @@ class OpenAIService:
         progress: _Progress,
     ) -> Kept:
         """A new group; with `gathering` the call gets the first member alone."""
-        group = storing.new_group_id()
+        group = f"g-{secrets.token_hex(10)}"
         progress.id = group if gathering is None else f"{group}-0"
         wait = self._config.completions_wait
         async with conductor.room.admitted((None,), wait, keeping.caller.key_id) as (draw,):
@@ -295,11 +295,14 @@ class OpenAIService:
         """A member of a group that calls share; None if there is none to be had."""
         now = conductor.now
         oldest = now.step if ask.model != LATEST else now.step - conductor.request.staleness
-        waiting = await self._ledger.do(storing.next_member, gathering, oldest)
-        if waiting is None:
+        found = await self._ledger.do(storing.next_member, gathering, oldest)
+        if found is None:
             return None
-        (choice,) = await self._written(ask, [waiting.rollout], conductor)
-        return await self._ledger.do(storing.give_member, waiting, choice, keeping)
+        given, rollout = found
+        (choice,) = await self._written(ask, [rollout], conductor)
+        return await self._ledger.do(
+            storing.give_member, given, len(rollout.prompt_ids), choice, keeping
+        )
 
     @asynccontextmanager
     async def _turn(self, gathering: Gathering) -> AsyncGenerator[None]:

@@ -24,28 +24,21 @@ from groupwise.api.schemas.training import (
 from groupwise.core.types import Group, from_json
 from groupwise.server.engine.port import Opened, Sampled
 from groupwise.server.ledger import counters, events, groups, members, plans, runs, uptime
-from groupwise.server.ledger.answers import Request, StoredResponse, once
+from groupwise.server.ledger.answers import StoredResponse, once
 from groupwise.server.ledger.group_states import State
 from groupwise.server.ledger.groups import Echo, GroupRow, NewGroup
-from groupwise.server.ledger.idempotent_answers import (
-    answer_of,
-    completions_answer,
-    rewards_answer,
-    step_answer,
-)
 from groupwise.server.ledger.plans import PlanRow
 from groupwise.server.ledger.rewards import Post, Posted
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.tokenizers import Tokenizer
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.run import steps
-
-
-def named(caller: Caller) -> Request | None:
-    """The request as the ledger names it; None if it does not name itself."""
-    key = caller.answer_key
-    return None if key is None else Request(caller.key_id, key.route, key.key, key.body_hash)
-
+from groupwise.server.run.responses import (
+    answer_of,
+    completions_answer,
+    rewards_answer,
+    step_answer,
+)
 
 # --- runs -----------------------------------------------------------------------------------------
 
@@ -64,7 +57,7 @@ def started(
     """A run that an engine has opened, as the active one."""
     tokenizer = Tokenizer.of(opened)
 
-    def work(transaction: Transaction) -> StoredResponse:
+    def work() -> StoredResponse:
         if goes_on:
             runs.go_on(transaction, run, settings, config, tokenizer)
         else:
@@ -72,7 +65,7 @@ def started(
         events.add_event(transaction, run, EventKind.STARTED, {"step": opened.step})
         return answer
 
-    once(transaction, named(caller), work)
+    once(transaction, caller, work)
     return runs.read_run(transaction, run)
 
 
@@ -97,7 +90,7 @@ def keep_groups(
     """Groups that were sampled, and the answer about them."""
     kept: list[GroupAnswer] = []
 
-    def work(transaction: Transaction) -> StoredResponse:
+    def work() -> StoredResponse:
         new = [_new(each) for each in sampled]
         rows = groups.opened(transaction, run, new, key_id=caller.key_id, lease=lease)
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
@@ -106,7 +99,7 @@ def keep_groups(
         )
         return completions_answer(request, kept)
 
-    once(transaction, named(caller), work)
+    once(transaction, caller, work)
     return kept
 
 
@@ -148,7 +141,7 @@ def keep_rewards(
     """
     answers: list[RewardAnswer] = []
 
-    def work(transaction: Transaction) -> StoredResponse:
+    def work() -> StoredResponse:
         done = steps.next_step(transaction, run) if steps_done is None else steps_done
         version = (run, done)
         posts = [
@@ -160,7 +153,7 @@ def keep_rewards(
         answers.extend(_reward_answer(each) for each in posted)
         return rewards_answer(request, answers)
 
-    once(transaction, named(caller), work)
+    once(transaction, caller, work)
     return answers
 
 
@@ -260,23 +253,16 @@ def keep_plan(
     rate = request.learning_rate
     parameters = {} if rate is None else {steps.LEARNING_RATE: rate}
 
-    def work(transaction: Transaction) -> StoredResponse:
+    def work() -> StoredResponse | None:
         runs.need_active(transaction, run)
         plan = steps.plan_of_named(transaction, run, request.group_ids, most, staleness, parameters)
         if plan is None:
-            raise _Busy
+            return None
         made.append(_step_answer(plan))
         return step_answer(request, made[0])
 
-    try:
-        once(transaction, named(caller), work)
-    except _Busy:
-        return None
-    return made[0]
-
-
-class _Busy(Exception):
-    """Another plan waits."""
+    once(transaction, caller, work)
+    return made[0] if made else None
 
 
 def step_after(transaction: Transaction, answer: StepAnswer) -> StepAnswer:
@@ -306,11 +292,11 @@ def _step_answer(plan: PlanRow) -> StepAnswer:
 def keep_checkpoint(transaction: Transaction, kept: CheckpointAnswer, caller: Caller) -> None:
     """Record that a checkpoint exists under a name, and the answer about it."""
 
-    def work(transaction: Transaction) -> StoredResponse:
+    def work() -> StoredResponse:
         steps.note_named_checkpoint(transaction, kept.run_id, kept.step, kept.address)
         return answer_of(kept)
 
-    once(transaction, named(caller), work)
+    once(transaction, caller, work)
 
 
 # --- time and status ------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.server.engine.port import EngineLost, OpenRun
 from groupwise.server.ledger import runs
-from groupwise.server.ledger.idempotent_answers import answer_of
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations, steps
@@ -33,6 +32,7 @@ from groupwise.server.run.checkpoints import Checkpoints
 from groupwise.server.run.conductor import Conductor, Leaving, RunStatus
 from groupwise.server.run.engine_errors import refusal_of
 from groupwise.server.run.engine_supervisor import EngineSupervisor
+from groupwise.server.run.responses import answer_of
 from groupwise.server.run.run_config import RUNS, Allowed, order_of
 
 logger = logging.getLogger(__name__)

@@ -43,7 +43,6 @@ from groupwise.server.engine.port import Engine
 from groupwise.server.ledger import counters
 from groupwise.server.ledger.answers import StoredResponse, stored_answer
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.run import ledger_operations
 from groupwise.server.run.active_run import Current
 from groupwise.server.run.activity import Activity
 from groupwise.server.run.checkpoints import Checkpoints
@@ -200,8 +199,9 @@ class Service:
 
     async def remembered(self, caller: Caller) -> StoredResponse | None:
         """The earlier answer to this request; refused if its key came with another body."""
-        request = ledger_operations.named(caller)
-        return None if request is None else await self._ledger.do(stored_answer, request)
+        if caller.answer_key is None:
+            return None
+        return await self._ledger.do(stored_answer, caller)
 
     async def count_refusal(self, code: str) -> None:
         """A request about the run was refused."""

@@ -4,7 +4,7 @@
     else                an engine of the verbs' own, begun when it is first needed
 
 Engines come and go: runs begin and end, processes are killed. A model is brought to an engine by its state that was kept last and the calls
-that came after it, which the journal has; then the call that was under way is done there. So the client notices nothing but the time. A
+that came after it, which the ledger has; then the call that was under way is done there. So the client notices nothing but the time. A
 call that ends one engine after another is failed, and its model goes on without it.
 """
 
@@ -32,11 +32,12 @@ from groupwise.server.engine.adapter_port import (
 )
 from groupwise.server.engine.port import EngineLost, OpenModels
 from groupwise.server.engine.saved_adapters import SavedFolders
+from groupwise.server.ledger import calls
+from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.engine_supervisor import EngineSupervisor, is_full
 from groupwise.server.run.run_config import Allowed, allowed_model, folders_in
 from groupwise.server.tinker import requests, translate
-from groupwise.server.tinker.journal import Journal
 from groupwise.server.tinker.training import FORWARD_BACKWARD, optimiser_of
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class Host:
         *,
         runs: Runs,
         supervisor: EngineSupervisor,
-        journal: Journal,
+        ledger: Ledger,
         allowed: Allowed,
         folder: str,
         most: int,
@@ -113,7 +114,7 @@ class Host:
         """`supervisor`: of the verbs' own engine; `most` models at once, a run among them; `longest`: see `OpenModels`."""
         self._runs = runs
         self._supervisor = supervisor
-        self._journal = journal
+        self._ledger = ledger
         self._allowed = allowed
         self._folder = folder
         self._most = most
@@ -126,7 +127,7 @@ class Host:
 
     async def open(self) -> None:
         """Know the models that clients have; before the first call."""
-        for row in (await self._journal.everything()).models:
+        for row in await self._ledger.do(calls.all_models):
             self._models[row.id] = _Model(ModelSpec(**row.spec), row.kept)
 
     async def make_way(self, sessions: Mapping[str, str]) -> None:
@@ -318,7 +319,7 @@ class Host:
             if model in standing.there:
                 return
             after = -1 if held.kept is None else held.kept
-            repeated = await self._journal.to_repeat(model, after)
+            repeated = await self._ledger.do(calls.to_repeat, model, after)
             await standing.call("create_model", model, held.spec, held.kept)
             standing.there.add(model)
             try:

@@ -29,7 +29,6 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
 from groupwise.server.tinker import answers, requests, translate
 from groupwise.server.tinker.compatibility import refused_route
-from groupwise.server.tinker.futures import Failure
 from groupwise.server.tinker.refusals import CODES, code_of
 from groupwise.server.tinker.service import VerbService
 from groupwise.server.tinker.sessions import NotThere
@@ -210,7 +209,7 @@ class _Handlers:
         """Complete a prompt, or tell its log-probabilities."""
         body = await self._read(request, requests.Sample)
         id, sequences = await self._service.sampling.sample(body)
-        await self._service.kept(id)
+        await self._service.accepted(id)
         return _sent(answers.SamplePromise(request_id=id, sample_sequence_ids=sequences))
 
     async def retrieve(self, request: Request) -> Response:
@@ -219,8 +218,9 @@ class _Handlers:
         answer = await self._service.answer(id, self._poll)
         if answer is None:
             return _sent(answers.TryAgain(request_id=id), 408)
-        if isinstance(answer, Failure):
-            return _sent(answers.Failed(error=answer.message, category=answer.category))
+        if answer.state == "failed":
+            category = "user" if answer.media_type == "user" else "server"
+            return _sent(answers.Failed(error=answer.body.decode(), category=category))
         return Response(answer.body, media_type=answer.media_type)
 
     async def refuse(self, request: Request) -> Response:
@@ -232,7 +232,7 @@ class _Handlers:
         )
 
     async def _promise(self, model: str, id: str) -> Response:
-        await self._service.kept(id)
+        await self._service.accepted(id)
         return _sent(answers.Promise(request_id=id, model_id=model))
 
     async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
