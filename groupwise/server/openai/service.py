@@ -57,7 +57,7 @@ class Host(Protocol):
         """The run that takes something new; refused where there is none."""
         ...
 
-    async def asked(self, work: Awaitable[T], conductor: Conductor) -> T:
+    async def await_engine(self, work: Awaitable[T], conductor: Conductor) -> T:
         """Await the engine's answer; its errors become Refusals."""
         ...
 
@@ -336,7 +336,7 @@ class OpenAIService:
         engine = conductor.engine
         progress.draws, progress.n = tuple(order.draw for order in orders), shown
         progress.engine = engine
-        found = await self._host.asked(
+        found = await self._host.await_engine(
             gather_all(engine.sample(order) for order in orders), conductor
         )
         progress.engine = None
@@ -358,7 +358,7 @@ class OpenAIService:
         if ask.logprobs:
             engine = conductor.engine
             asked = (engine.token_texts(rollout.completion_ids) for rollout in rollouts)
-            texts = await self._host.asked(gather_all(asked), conductor)
+            texts = await self._host.await_engine(gather_all(asked), conductor)
         return [written(each, ask, text) for each, text in zip(rollouts, texts, strict=True)]
 
 
