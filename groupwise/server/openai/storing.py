@@ -11,7 +11,7 @@ from groupwise.server.engine.port import Sampled
 from groupwise.server.ledger import counters, groups, members
 from groupwise.server.ledger.answers import StoredResponse, once
 from groupwise.server.ledger.groups import GroupRow, NewGroup
-from groupwise.server.ledger.members import Gathering, Given
+from groupwise.server.ledger.members import Gathering, Member
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.openai.completed import Completed, Written
 
@@ -57,11 +57,11 @@ def keep_group(
 
     def work() -> Completed:
         new = NewGroup(group, sampled.group, sampled.step, sampled.version, sampled.fingerprint)
-        (row,) = groups.opened(
+        (row,) = groups.add_groups(
             transaction, run, [new], key_id=keeping.caller.key_id, lease=keeping.lease
         )
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
-        member = None if gathering is None else members.share(transaction, gathering, group).member
+        member = None if gathering is None else members.share(transaction, gathering, group).place
         prompt = len(sampled.group.rollouts[0].prompt_ids)
         return _completed(transaction, row, member, prompt, choices)
 
@@ -72,26 +72,26 @@ def keep_group(
 
 def next_member(
     transaction: Transaction, gathering: Gathering, oldest: int
-) -> tuple[Given, Rollout] | None:
+) -> tuple[Member, Rollout] | None:
     """The member that the next call there gets, and its completion; None if a new group is needed."""
-    given = members.next_member(transaction, gathering, oldest)
-    if given is None:
+    member = members.next_member(transaction, gathering, oldest)
+    if member is None:
         return None
-    record = groups.read_record(transaction, given.row.id)
+    record = groups.read_record(transaction, member.row.id)
     assert record is not None, "an open group has what it was sampled with"
-    return given, from_json(Group, record).rollouts[given.member]
+    return member, from_json(Group, record).rollouts[member.place]
 
 
 def give_member(
-    transaction: Transaction, given: Given, prompt_tokens: int, choice: Written, keeping: Keeping
+    transaction: Transaction, member: Member, prompt_tokens: int, choice: Written, keeping: Keeping
 ) -> Kept | None:
     """Let a call have the member; None if the group has ended meanwhile."""
 
     def work() -> Completed | None:
-        if not members.give(transaction, given):
+        if not members.give(transaction, member):
             return None
-        counters.count(transaction, given.row.run, counters.COMPLETION_REQUESTS)
-        return _completed(transaction, given.row, given.member, prompt_tokens, [choice])
+        counters.count(transaction, member.row.run, counters.COMPLETION_REQUESTS)
+        return _completed(transaction, member.row, member.place, prompt_tokens, [choice])
 
     return _kept(transaction, keeping, work)
 

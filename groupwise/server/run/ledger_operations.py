@@ -97,7 +97,7 @@ def keep_groups(
             )
             for each in sampled
         ]
-        rows = groups.opened(transaction, run, new, key_id=caller.key_id, lease=lease)
+        rows = groups.add_groups(transaction, run, new, key_id=caller.key_id, lease=lease)
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
         kept.extend(
             group_answer(transaction, row, each.group) for row, each in zip(rows, new, strict=True)

@@ -59,8 +59,8 @@ class Verbs:
         )
         self.service = VerbService(self._host, ledger, keep_every=config.keep_models_every)
         runs.beside[NAME] = self
-        runs.by_verbs = self.service.told
-        runs.sessions = self.service.opened.told
+        runs.by_verbs = self.service.status
+        runs.sessions = self.service.opened.list_sessions
 
     async def begin(self) -> None:
         """Know what clients have opened before, and go on with their calls."""

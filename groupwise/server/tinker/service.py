@@ -64,7 +64,7 @@ class VerbService:
         self.sampling = SamplingCalls(self.opened, engine, self.futures, ledger)
 
     async def open(self) -> None:
-        """Know what clients have opened before, and go on with their calls; before the first request."""
+        """Open what clients had open before, and go on with their calls; before the first request."""
         self.opened.restore(
             await self._ledger.do(calls.all_sessions),
             await self._ledger.do(calls.all_models),
@@ -75,10 +75,17 @@ class VerbService:
             self.futures.restore(row)
         for row in found:
             if row.state == "waiting":
-                await self._go_on(row)
+                try:
+                    self._begin_again(row)
+                except UsageError as error:
+                    # It was not refused with its number, as it was before: its model is no longer there.
+                    self.futures.abandon(row.id, error)
+                except Exception as error:  # what one client has left keeps no server from starting
+                    logger.exception("the call %s of an earlier process cannot go on", row.id)
+                    self.futures.abandon(row.id, UsageError(f"It cannot go on: {error}"))
 
-    async def _go_on(self, row: CallRow) -> None:
-        """Have a call done that came to nothing before the last process ended."""
+    def _begin_again(self, row: CallRow) -> None:
+        """Begin a call that had no outcome yet when the last process ended."""
         assert row.content is not None
         begin: Mapping[str, Callable[[bytes], Any]] = {
             FORWARD_BACKWARD: lambda content: self.training.forward_backward(
@@ -91,19 +98,11 @@ class VerbService:
             "SaveForSampler": _reading(requests.SaveForSampler, self.training.save_for_sampler),
             "Sample": _reading(requests.Sample, self.sampling.begin_sample),
         }
-        try:
-            if row.kind == REFUSED:
-                refused = UsageError("This request was refused before.")
-                line = self.opened.model(row.line).line
-                line.submit(row.sequence, row.content, refused, REFUSED)
-            else:
-                begin[row.kind](row.content)
-        except UsageError as error:
-            # Where it was not refused with its number, as it was before, its model is no longer there.
-            self.futures.abandon(row.id, error)
-        except Exception as error:  # what one client has left keeps no server from starting
-            logger.exception("the call %s of an earlier process cannot be gone on with", row.id)
-            self.futures.abandon(row.id, UsageError(f"It cannot be gone on with: {error}"))
+        if row.kind == REFUSED:
+            error = UsageError("This request was refused before.")
+            self.opened.model(row.line).line.submit(row.sequence, row.content, error, REFUSED)
+        else:
+            begin[row.kind](row.content)
 
     async def accepted(self, id: str) -> None:
         """Return when a call is written down, so that its client may be told of it. NotKept if that takes too long."""
@@ -116,7 +115,7 @@ class VerbService:
             await model.line.close()
         await self.futures.close()
 
-    def told(self) -> ByVerbs:
+    def status(self) -> ByVerbs:
         """The verbs' part of the server's status."""
         made = [model.id for model in self.opened.models.values() if model.spec is not None]
         return ByVerbs(sessions=self.opened.sessions, models=made, waiting=self.futures.waiting)

@@ -151,8 +151,8 @@ class Opened:
             if each.models
         }
 
-    def told(self) -> list[wire.Session]:
-        """All sessions, for people; the steps of their models are known elsewhere."""
+    def list_sessions(self) -> list[wire.Session]:
+        """All sessions, for people; without the steps of their models, which the ledger has."""
         now = self._clock()
         samplers = Counter(session_of(id) for id in self._samplers)
         return [

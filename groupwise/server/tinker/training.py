@@ -65,22 +65,6 @@ class TrainingCalls:
 
         return model.id, model.line.submit(0, content_of(body), make, kind_of(body))
 
-    def _create_from(
-        self, body: requests.LoadWeights, session: str, number: int, stored: Stored
-    ) -> tuple[str, str]:
-        model = self._opened.new_model(session, number)
-
-        async def make() -> Outcome:
-            spec = await self._engine.saved(stored)
-            if body.base_model not in (None, spec.base):
-                raise UsageError(
-                    f"{body.path} was trained on {spec.base}; it cannot go on with {body.base_model}."
-                )
-            await self._make(model, spec)
-            return await self._load(model, body, 0, stored)
-
-        return model.id, model.line.submit(0, content_of(body), make, kind_of(body))
-
     async def _make(self, model: Model, spec: ModelSpec) -> None:
         await self._opened.end_silent_sessions()
         await self._engine.create_model(model.id, spec)
@@ -113,17 +97,17 @@ class TrainingCalls:
     def forward_backward(self, request: translate.ForwardRequest) -> tuple[str, str]:
         """Run a pass with or without gradient. A malformed request is refused at once, but has used its sequence number."""
         model = self._opened.model(request.model)
-        asked = request.asked
-        if isinstance(asked, UsageError):
+        forward = request.forward
+        if isinstance(forward, UsageError):
             if request.sequence >= 1:
-                model.line.submit(request.sequence, request.content, asked, FORWARD_BACKWARD)
-            raise asked
+                model.line.submit(request.sequence, request.content, forward, FORWARD_BACKWARD)
+            raise forward
 
         async def work() -> Outcome:
-            if asked.forward_only:
-                computed = await self._engine.forward(model.id, asked.rows, asked.loss)
+            if forward.forward_only:
+                computed = await self._engine.forward(model.id, forward.rows, forward.loss)
                 return Outcome("answered", PROTOBUF, translate.outputs(computed))
-            computed = await self._engine.forward_backward(model.id, asked.rows, asked.loss)
+            computed = await self._engine.forward_backward(model.id, forward.rows, forward.loss)
             for name, value in computed.sums.items():
                 model.sums[name] = model.sums.get(name, 0.0) + value
             return Outcome("answered", PROTOBUF, translate.outputs(computed), changed=True)
@@ -177,7 +161,18 @@ class TrainingCalls:
         """A state into a model that is there, or into a new one that is made for it."""
         stored = stored_at(body.path)
         if body.session_id is not None and body.model_seq_id is not None:
-            return self._create_from(body, body.session_id, body.model_seq_id, stored)
+            new = self._opened.new_model(body.session_id, body.model_seq_id)
+
+            async def make() -> Outcome:
+                spec = await self._engine.saved(stored)
+                if body.base_model not in (None, spec.base):
+                    raise UsageError(
+                        f"{body.path} was trained on {spec.base}; it cannot go on with {body.base_model}."
+                    )
+                await self._make(new, spec)
+                return await self._load(new, body, 0, stored)
+
+            return new.id, new.line.submit(0, content_of(body), make, kind_of(body))
         if body.model_id is None or body.seq_id is None:
             raise UsageError(
                 "load_weights needs model_id and seq_id, or session_id and model_seq_id."

@@ -26,10 +26,10 @@ from groupwise.server.ledger.answers import StoredResponse, once
 from groupwise.server.ledger.counters import COMPLETION_REQUESTS, REWARD_REQUESTS, count
 from groupwise.server.ledger.events import add_event
 from groupwise.server.ledger.groups import (
+    add_groups,
     expire_overdue,
     give_up,
     go_stale,
-    opened,
     prune_records,
 )
 from groupwise.server.ledger.plans import (
@@ -62,7 +62,7 @@ def start(transaction: Transaction) -> None:
 
 def complete(transaction: Transaction) -> None:
     def work() -> StoredResponse:
-        opened(transaction, RUN, [new(0), new(1)], key_id="k", lease=LEASE)
+        add_groups(transaction, RUN, [new(0), new(1)], key_id="k", lease=LEASE)
         count(transaction, RUN, COMPLETION_REQUESTS)
         return StoredResponse(200, b'["g-0", "g-1"]')
 
@@ -83,7 +83,7 @@ def complete_more(transaction: Transaction) -> None:
 
 def reward_one(transaction: Transaction) -> None:
     def work() -> StoredResponse:
-        accept_rewards(transaction, RUN, [Post("g-0", REWARDS, {"n": 0})])
+        accept_rewards(transaction, RUN, Post("g-0", REWARDS, {"n": 0}))
         count(transaction, RUN, REWARD_REQUESTS)
         add_event(transaction, RUN, "rewarded", {"group": "g-0"})
         return StoredResponse(200, b"0")
@@ -99,11 +99,11 @@ def reward_several(transaction: Transaction) -> None:
         Post("g-2", REWARDS, {"n": 2}, include="hold"),
         Post("g-4", (None, None), {"n": 4}),
     ]
-    assert [each.answer["n"] for each in accept_rewards(transaction, RUN, posts)] == [1, 2, 4]
+    assert [accept_rewards(transaction, RUN, each).answer["n"] for each in posts] == [1, 2, 4]
 
 
 def release(transaction: Transaction) -> None:
-    (posted,) = accept_rewards(transaction, RUN, [Post("g-2", REWARDS, {"n": 22})])
+    posted = accept_rewards(transaction, RUN, Post("g-2", REWARDS, {"n": 22}))
     assert (posted.state, posted.answer) == ("rewarded", {"n": 22})
 
 
