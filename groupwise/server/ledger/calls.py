@@ -10,18 +10,45 @@ A call's content is deleted once it will not be repeated; its outcome, when its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from groupwise.runs.encoding import pack_json, unpack_json
-from groupwise.server.ledger.transaction import Row, Transaction
+from groupwise.server.ledger.transaction import Transaction
 
 CallState = Literal["waiting", "answered", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
+class StepRow:
+    """An update of a model."""
+
+    learning_rate: float
+    grad_norm: float | None
+    """None: it was not finite."""
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call came to."""
+
+    state: CallState
+    media_type: str
+    """Media type of an answer; for a failure, whose fault it was: `user` or `server`."""
+    body: bytes
+    """The answer; for a failure, the message."""
+    changed: bool = False
+    """True if the call changed the model: then it is repeated, even if it failed."""
+    kept: int | None = None
+    """The call after which the model's state was kept, by this one."""
+    step: StepRow | None = None
+    """The update that it was."""
+
+
+@dataclass(frozen=True, slots=True)
 class CallRow:
-    """A call that was taken."""
+    """An accepted call. The fields are in the order of `CALL_COLUMNS`."""
 
     id: str
     session: str
@@ -32,34 +59,11 @@ class CallRow:
     digest: bytes
     content: bytes | None
     state: CallState = "waiting"
-    changed: bool = False
     media_type: str | None = None
-    """Media type of an answer; for a failure, whose fault it was."""
     body: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of a call."""
-
-    state: CallState
-    changed: bool
-    """True if the call changed the model: then it is repeated, even if it failed."""
-    media_type: str
-    body: bytes
-    kept: int | None = None
-    """The call after which the model's state was kept, by this one."""
-    step: StepRow | None = None
-    """The update that it was."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """An update of a model."""
-
-    learning_rate: float
-    grad_norm: float | None
-    metrics: Mapping[str, float]
+CALL_COLUMNS = "id, session, line, sequence, kind, digest, content, state, media_type, body"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +85,16 @@ class SamplerRow:
     id: str
     session: str
     base: str
-    weights: dict[str, str] | None
+    weights: dict[str, Any] | None
+    """Model, kind and name of what was saved; None: the base itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Everything:
-    """All rows of clients' sessions, each kind in order of arrival."""
-
-    sessions: Sequence[tuple[str, str | None]]
-    models: Sequence[ModelRow]
-    samplers: Sequence[SamplerRow]
-    calls: Sequence[CallRow]
-
-
-_CALL = "id, session, line, sequence, kind, digest, content, state, changed, media_type, body"
-
-
-def add_session(transaction: Transaction, id: str, name: str | None) -> None:
-    """A client has opened a session."""
-    transaction.insert("verb_sessions", id=id, name=name)
+def add_session(transaction: Transaction, id: str, name: str | None) -> str:
+    """A client opens a session, named by its Idempotency-Key; returns the id of the one that was opened under this name before."""
+    before = transaction.value("SELECT id FROM verb_sessions WHERE name = ?", (name,))
+    if before is None:
+        transaction.insert("verb_sessions", id=id, name=name)
+    return before or id
 
 
 def end_session(transaction: Transaction, id: str) -> None:
@@ -144,35 +139,26 @@ def settle(transaction: Transaction, id: str, outcome: Outcome) -> None:
         """UPDATE verb_calls SET state = ?, changed = ?, media_type = ?, body = ?,
         content = CASE WHEN ? THEN content END WHERE id = ?""",
         (
-            outcome.state,
-            outcome.changed,
-            outcome.media_type,
-            outcome.body,
-            outcome.changed,
-            id,
+            *(outcome.state, outcome.changed, outcome.media_type, outcome.body),
+            *(outcome.changed, id),
         ),
     )
-    if outcome.step is not None:
-        _add_step(transaction, line, outcome.step)
+    if (step := outcome.step) is not None:
+        transaction.insert(
+            "verb_steps",
+            model=line,
+            step=transaction.value("SELECT count(*) FROM verb_steps WHERE model = ?", (line,)),
+            learning_rate=step.learning_rate,
+            grad_norm=step.grad_norm,
+            metrics=pack_json(step.metrics),
+            at=transaction.now,
+        )
     if outcome.kept is not None:
         transaction.execute("UPDATE verb_models SET kept = ? WHERE id = ?", (outcome.kept, line))
         transaction.execute(
             "UPDATE verb_calls SET content = NULL WHERE line = ? AND sequence <= ? AND content IS NOT NULL AND state <> 'waiting'",
             (line, sequence),
         )
-
-
-def _add_step(transaction: Transaction, model: str, step: StepRow) -> None:
-    steps = transaction.value("SELECT count(*) FROM verb_steps WHERE model = ?", (model,))
-    transaction.insert(
-        "verb_steps",
-        model=model,
-        step=steps,
-        learning_rate=step.learning_rate,
-        grad_norm=step.grad_norm,
-        metrics=pack_json(step.metrics),
-        at=transaction.now,
-    )
 
 
 def to_repeat(transaction: Transaction, model: str, after: int) -> list[tuple[str, bytes]]:
@@ -211,34 +197,34 @@ def steps_done(transaction: Transaction) -> dict[str, int]:
     return dict(transaction.all("SELECT model, count(*) FROM verb_steps GROUP BY model"))
 
 
-def everything(transaction: Transaction) -> Everything:
-    """All that is open, for a server that begins."""
-    models = transaction.all(
+# --- what a new server opens again, each in order of arrival --------------------------------------
+
+
+def all_sessions(transaction: Transaction) -> list[str]:
+    """Ids of the open sessions."""
+    return [id for (id,) in transaction.all("SELECT id FROM verb_sessions ORDER BY position")]
+
+
+def all_models(transaction: Transaction) -> list[ModelRow]:
+    """The models of all open sessions."""
+    rows = transaction.all(
         """SELECT id, session, spec, kept, coalesce(
             (SELECT max(sequence) FROM verb_calls WHERE line = verb_models.id AND state <> 'waiting'), -1)
         FROM verb_models ORDER BY position"""
     )
-    samplers = transaction.all(
-        "SELECT id, session, base, weights FROM verb_samplers ORDER BY position"
-    )
-    return Everything(
-        [
-            (id, name)
-            for id, name in transaction.all("SELECT id, name FROM verb_sessions ORDER BY position")
-        ],
-        [ModelRow(id, session, unpack_json(spec), *rest) for id, session, spec, *rest in models],
-        [
-            SamplerRow(id, session, base, None if weights is None else unpack_json(weights))
-            for id, session, base, weights in samplers
-        ],
-        [
-            _call(row)
-            for row in transaction.all(f"SELECT {_CALL} FROM verb_calls ORDER BY position")
-        ],
-    )
+    return [ModelRow(id, session, unpack_json(spec), *rest) for id, session, spec, *rest in rows]
 
 
-def _call(row: Row) -> CallRow:
-    id, session, line, sequence, kind, digest, content, state, changed, media_type, body = row
-    call = CallRow(id, session, line, sequence, kind, digest, content)
-    return replace(call, state=state, changed=bool(changed), media_type=media_type, body=body)
+def all_samplers(transaction: Transaction) -> list[SamplerRow]:
+    """The samplers of all open sessions."""
+    rows = transaction.all("SELECT id, session, base, weights FROM verb_samplers ORDER BY position")
+    return [
+        SamplerRow(id, session, base, None if weights is None else unpack_json(weights))
+        for id, session, base, weights in rows
+    ]
+
+
+def all_calls(transaction: Transaction) -> list[CallRow]:
+    """The calls of all open sessions, with and without an outcome."""
+    rows = transaction.all(f"SELECT {CALL_COLUMNS} FROM verb_calls ORDER BY position")
+    return [CallRow(*row) for row in rows]

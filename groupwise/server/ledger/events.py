@@ -1,7 +1,7 @@
-"""Events: what has happened on the server, numbered, for those who watch it live.
+"""Events: what has happened on the server, numbered, for clients that watch it live.
 
-An event is added in the transaction of what it tells, so that no client hears of anything not yet on disk. Ids rise by one; a watcher that
-asks for those after an id and sees a gap knows that some are no longer kept.
+An event is added in the transaction of the change that it reports, so no client hears of anything that is not on disk. Ids rise by one;
+a watcher that asks for those after an id and sees a gap knows that some are no longer kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Event:
 
     id: int
     run: str | None
-    """None: it is of no run."""
+    """None: it belongs to no run."""
     kind: str
     data: dict[str, Any]
     at: float
@@ -31,7 +31,7 @@ class Event:
 
 
 def add_event(transaction: Transaction, run: str | None, kind: str, data: Mapping[str, Any]) -> int:
-    """Tell what has happened; returns the event's id."""
+    """Add an event; returns its id."""
     added = transaction.insert(
         "events", run=run, kind=kind, data=pack_json(data), at=transaction.now
     )
@@ -40,11 +40,11 @@ def add_event(transaction: Transaction, run: str | None, kind: str, data: Mappin
 
 
 def add_event_once(transaction: Transaction, run: str, kind: str, data: Mapping[str, Any]) -> None:
-    """Tell what has happened, unless the same was told of the run before, as far as that is still kept."""
-    told = transaction.first(
+    """Add an event, unless the run has the same one already among the events that are still kept."""
+    before = transaction.first(
         "SELECT 1 FROM events WHERE run = ? AND kind = ? AND data = ?", (run, kind, pack_json(data))
     )
-    if told is None:
+    if before is None:
         add_event(transaction, run, kind, data)
 
 

@@ -80,7 +80,7 @@ _FIELDS = tuple(field.name for field in fields(GroupRow))
 _COLUMNS = ", ".join(_FIELDS)
 
 
-def opened(
+def add_groups(
     transaction: Transaction, run: str, groups: Sequence[NewGroup], *, key_id: str, lease: float
 ) -> list[GroupRow]:
     """Keep groups that were sampled, open for `lease` seconds of uptime.
@@ -173,15 +173,13 @@ def matching(transaction: Transaction, run: str, echo: Echo) -> GroupRow | None:
                  accepted DESC, rowid DESC""",
         (content_hash(echo), run, transaction.uptime, transaction.uptime),
     )
-    return next((row for row in map(_group, rows) if _has_tokens(transaction, row, echo)), None)
-
-
-def _has_tokens(transaction: Transaction, row: GroupRow, echo: Echo) -> bool:
-    """True if an echo's tokens are those of the group, or if either side's tokens are unknown."""
-    record = None if echo.completion_tokens is None else read_record(transaction, row.id)
-    if record is None:
-        return True
-    return echo_of(from_json(Group, record)).completion_tokens == echo.completion_tokens
+    for row in map(_group, rows):
+        record = None if echo.completion_tokens is None else read_record(transaction, row.id)
+        if record is None:  # the tokens of one side are unknown
+            return row
+        if echo_of(from_json(Group, record)).completion_tokens == echo.completion_tokens:
+            return row
+    return None
 
 
 def give_up(transaction: Transaction, group: str) -> GroupRow:

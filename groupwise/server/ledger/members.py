@@ -44,16 +44,16 @@ class Gathering:
     run: str
     key_id: str
     name: str
-    asked: str
-    """Hash of what all of them ask the same."""
+    common: str
+    """Hash of the prompt and settings that all of them share."""
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A member for a call."""
+class Member:
+    """A member of a group, for a call."""
 
     row: GroupRow
-    member: int
+    place: int
 
 
 def named(id: str) -> Named:
@@ -65,7 +65,7 @@ def named(id: str) -> Named:
     return Named(match["group"], None if member is None else int(member))
 
 
-def share(transaction: Transaction, gathering: Gathering, group: str) -> Given:
+def share(transaction: Transaction, gathering: Gathering, group: str) -> Member:
     """Let the calls that gather there have a group that was just opened; the first one has the first member."""
     transaction.insert(
         "handed_out",
@@ -73,13 +73,13 @@ def share(transaction: Transaction, gathering: Gathering, group: str) -> Given:
         run=gathering.run,
         key_id=gathering.key_id,
         name=gathering.name,
-        asked=gathering.asked,
+        asked=gathering.common,
         given=1,
     )
-    return Given(read_group(transaction, group), 0)
+    return Member(read_group(transaction, group), 0)
 
 
-def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> Given | None:
+def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> Member | None:
     """The member that the next call gets; None if a new group is needed.
 
     That is where all members are given, or the group is over, or was sampled when fewer than `oldest` steps were done. Refused as
@@ -94,22 +94,22 @@ def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> 
     )
     if found is None:
         return None
-    group, asked, given = found
-    if asked != gathering.asked:
+    group, common, given = found
+    if common != gathering.common:
         raise Refusal(
             "settings_conflict",
             f"the group {gathering.name[:80]!r} was begun with another prompt, size or way of sampling, and its members are compared "
             "with each other. Ask the same in each of its calls, or use another name.",
         )
-    return Given(read_group(transaction, group), given)
+    return Member(read_group(transaction, group), given)
 
 
-def give(transaction: Transaction, given: Given) -> bool:
-    """Note that a call has the member; False if it was given or the group ended meanwhile."""
+def give(transaction: Transaction, member: Member) -> bool:
+    """Note that a call has the member; False if another call got it or the group ended meanwhile."""
     changed = transaction.execute(
         """UPDATE handed_out SET given = given + 1 WHERE id = ? AND given = ?
         AND (SELECT state FROM groups WHERE groups.id = handed_out.id) = 'open'""",
-        (given.row.id, given.member),
+        (member.row.id, member.place),
     )
     return changed.rowcount == 1
 
@@ -123,19 +123,15 @@ def accept(transaction: Transaction, run: str, post: Post) -> Posted:
     A post for the whole group must agree with rewards accepted for members before: otherwise it is refused as `already_rewarded`.
     """
     if not isinstance(post.group, str):
-        return accept_rewards(transaction, run, [post])[0]
+        return accept_rewards(transaction, run, post)
     meant = named(post.group)
     whole = replace(post, group=meant.group)
     if meant.member is not None:
         return _accept_one(transaction, run, whole, meant.member)
-    _check_agrees(transaction, whole, meant.group)
-    return accept_rewards(transaction, run, [whole])[0]
-
-
-def _check_agrees(transaction: Transaction, post: Post, group: str) -> None:
-    for member, (reward, _) in _rewards(transaction, group).items():
-        if member < len(post.rewards) and post.rewards[member] != reward:
-            raise _other(f"{group}-{member}", reward)
+    for place, (reward, _) in _rewards(transaction, meant.group).items():
+        if place < len(post.rewards) and post.rewards[place] != reward:
+            raise _other(f"{meant.group}-{place}", reward)
+    return accept_rewards(transaction, run, whole)
 
 
 def _accept_one(transaction: Transaction, run: str, post: Post, member: int) -> Posted:
@@ -203,7 +199,7 @@ def _complete(transaction: Transaction, run: str, row: GroupRow) -> GroupRow:
         "model_version": [row.run, row.sampled_step],
         "status": "held" if held else "accepted",
     }
-    accept_rewards(transaction, run, [Post(row.id, rewards, answer, include)])
+    accept_rewards(transaction, run, Post(row.id, rewards, answer, include))
     return read_group(transaction, row.id)
 
 
@@ -218,15 +214,13 @@ def settle_overdue(transaction: Transaction) -> list[GroupRow]:
         WHERE groups.state = 'open' AND lease_end <= ? AND runs.state = 'active'""",
         (transaction.uptime,),
     )
-    return [_settled(transaction, group) for (group,) in overdue]
-
-
-def _settled(transaction: Transaction, group: str) -> GroupRow:
-    transaction.execute(
-        "UPDATE groups SET lease_end = ? WHERE id = ?", (transaction.uptime + GRACE, group)
-    )
-    row = read_group(transaction, group)
-    return _complete(transaction, row.run, row)
+    settled: list[GroupRow] = []
+    for (group,) in overdue:
+        lease_end = transaction.uptime + GRACE
+        transaction.execute("UPDATE groups SET lease_end = ? WHERE id = ?", (lease_end, group))
+        row = read_group(transaction, group)
+        settled.append(_complete(transaction, row.run, row))
+    return settled
 
 
 def _rewards(transaction: Transaction, group: str) -> dict[int, tuple[float | None, Include]]:

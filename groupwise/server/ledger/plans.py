@@ -17,7 +17,7 @@ from groupwise.runs.encoding import label, pack_json, unpack_json
 from groupwise.server.ledger.group_states import MoveError, after, before
 from groupwise.server.ledger.groups import GroupRow, move, read_group
 from groupwise.server.ledger.runs import need_active
-from groupwise.server.ledger.transaction import Row, Transaction
+from groupwise.server.ledger.transaction import Transaction
 
 PlanState = Literal["planned", "trained", "quarantined"]
 
@@ -82,7 +82,11 @@ def make_plan(
         made_at=transaction.now,
     )
     for position, group in enumerate(groups):
-        _take(transaction, plan, position, _free(transaction, run, group))
+        row = _trainable(transaction, run, group)
+        transaction.execute(
+            "UPDATE groups SET state = ?, plan = ?, position = ? WHERE id = ?",
+            (after(row.state, "plan"), plan, position, row.id),
+        )
     return _read(transaction, plan)
 
 
@@ -181,7 +185,7 @@ def groups_of(transaction: Transaction, plan: PlanRow) -> list[GroupRow]:
     return [read_group(transaction, group) for group in plan.groups]
 
 
-def _free(transaction: Transaction, run: str, group: str) -> GroupRow:
+def _trainable(transaction: Transaction, run: str, group: str) -> GroupRow:
     row = read_group(transaction, group)
     if row.run != run:
         raise Refusal("unknown_group", f"group {group} is of run {row.run}, not of {run}.")
@@ -205,13 +209,6 @@ _OVER = {
 }
 
 
-def _take(transaction: Transaction, plan: int, position: int, group: GroupRow) -> None:
-    transaction.execute(
-        "UPDATE groups SET state = ?, plan = ?, position = ? WHERE id = ?",
-        (after(group.state, "plan"), plan, position, group.id),
-    )
-
-
 def _need(transaction: Transaction, run: str, step: int) -> PlanRow:
     plan = living_plan(transaction, run, step)
     if plan is None:
@@ -219,23 +216,19 @@ def _need(transaction: Transaction, run: str, step: int) -> PlanRow:
     return plan
 
 
-def _read(transaction: Transaction, plan: int) -> PlanRow:
-    row = transaction.first(f"SELECT {_COLUMNS} FROM plans WHERE id = ?", (plan,))
+def _read(transaction: Transaction, id: int) -> PlanRow:
+    row = transaction.first(f"SELECT {_COLUMNS} FROM plans WHERE id = ?", (id,))
     assert row is not None
-    groups = transaction.all("SELECT id FROM groups WHERE plan = ? ORDER BY position", (plan,))
-    return _plan(row, tuple(group for (group,) in groups))
-
-
-def _plan(row: Row, groups: tuple[str, ...]) -> PlanRow:
-    plan, run, step, state, parameters, losses, reason, fingerprint, version, path, metrics = row
+    _, run, step, state, parameters, losses, reason, fingerprint, version, path, metrics = row
+    groups = transaction.all("SELECT id FROM groups WHERE plan = ? ORDER BY position", (id,))
     return PlanRow(
-        plan,
+        id,
         run,
         step,
         state,
         unpack_json(parameters),
         losses,
-        groups,
+        tuple(group for (group,) in groups),
         reason,
         None if fingerprint is None else Trained(fingerprint, version, path, unpack_json(metrics)),
     )

@@ -1,15 +1,14 @@
-"""Rewards: accepted once, kept before they are acknowledged, answered the same when they come again.
+"""Rewards: accepted once, kept before they are acknowledged, answered the same if they are sent again.
 
 The natural key of a post is the group and its rewards. The first post decides; the same one again, an hour or a crash later, is a
 duplicate and gets the answer of the first. A held group is one that was posted with `include: hold`: the same rewards with
-`include: next` release it. Everything else is refused: other rewards, an unknown group, an expired lease. Of several posts in one
-request all are accepted, or none.
+`include: next` release it. Everything else is refused: other rewards, an unknown group, an expired lease.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,41 +51,23 @@ class Posted:
     """The answer to the first post of these rewards."""
 
 
-def accept_rewards(transaction: Transaction, run: str, posts: Sequence[Post]) -> list[Posted]:
-    """Accept rewards for groups of the active run, all or none; an answer for each, in order.
+def accept_rewards(transaction: Transaction, run: str, post: Post) -> Posted:
+    """Accept the rewards of a group of the active run.
 
     Refused as `unknown_group`, `invalid_request` (wrong number of rewards), `already_rewarded` (others), `lease_expired`,
     `group_given_up`, `group_stale` (release of a group that is) or `finished` (the group's run has ended). Duplicates are answered
-    whatever has become of their group and its run, but where it was given up.
+    whatever has become of their group and its run, unless it was given up.
     """
-    return [_accept(transaction, _group_of(transaction, run, post), post) for post in posts]
-
-
-def _group_of(transaction: Transaction, run: str, post: Post) -> GroupRow:
     if isinstance(post.group, str):
-        return read_group(transaction, post.group)
-    found = matching(transaction, run, post.group)
-    if found is None:
+        group = read_group(transaction, post.group)
+    elif (found := matching(transaction, run, post.group)) is not None:
+        group = found
+    else:
         raise Refusal(
             "unknown_group",
             f"no group of run {run} has this prompt, these completions and these tokens. "
             "Send `group_id`, or the echo exactly as /completions gave it.",
         )
-    return found
-
-
-def _accept(transaction: Transaction, group: GroupRow, post: Post) -> Posted:
-    _check_number(group, post)
-    if group.state == "given_up":
-        raise Refusal(
-            "group_given_up", f"group {group.id} was given up; no rewards are taken for it."
-        )
-    if group.rewards is not None:
-        return _again(transaction, group, post)
-    return _first(transaction, group, post)
-
-
-def _check_number(group: GroupRow, post: Post) -> None:
     if len(post.rewards) != group.members:
         wrong = f"group {group.id} has {group.members} completions, but {len(post.rewards)} rewards came."
         raise Refusal(
@@ -94,9 +75,16 @@ def _check_number(group: GroupRow, post: Post) -> None:
             f"{wrong} Send one for each completion, in order; null where it failed.",
             errors=[FieldError(field=post.field, message=wrong)],
         )
+    if group.state == "given_up":
+        raise Refusal(
+            "group_given_up", f"group {group.id} was given up; no rewards are taken for it."
+        )
+    if group.rewards is not None:
+        return _accept_again(transaction, group, post)
+    return _accept_first(transaction, group, post)
 
 
-def _first(transaction: Transaction, group: GroupRow, post: Post) -> Posted:
+def _accept_first(transaction: Transaction, group: GroupRow, post: Post) -> Posted:
     need_active(transaction, group.run)
     if group.state == "expired" or group.lease_end <= transaction.uptime:
         raise Refusal(
@@ -105,15 +93,16 @@ def _first(transaction: Transaction, group: GroupRow, post: Post) -> Posted:
             "`lease_seconds` of /start sets the time.",
         )
     state = after(group.state, "hold" if post.include == "hold" else "reward")
+    rewards = json.dumps(post.rewards, allow_nan=False)
     transaction.execute(
         """UPDATE groups SET state = ?, rewards = ?, answer = ?,
         accepted = (SELECT coalesce(max(accepted), 0) + 1 FROM groups) WHERE id = ?""",
-        (state, _packed(post.rewards), pack_json(post.answer), group.id),
+        (state, rewards, pack_json(post.answer), group.id),
     )
     return Posted(group.id, True, state, dict(post.answer))
 
 
-def _again(transaction: Transaction, group: GroupRow, post: Post) -> Posted:
+def _accept_again(transaction: Transaction, group: GroupRow, post: Post) -> Posted:
     """A second post: a duplicate, the release of a held group, or refused."""
     if group.rewards != post.rewards:
         raise Refusal(
@@ -130,7 +119,3 @@ def _again(transaction: Transaction, group: GroupRow, post: Post) -> Posted:
         return Posted(group.id, True, state, dict(post.answer))
     stored = transaction.value("SELECT answer FROM groups WHERE id = ?", (group.id,))
     return Posted(group.id, False, group.state, unpack_json(stored))
-
-
-def _packed(rewards: Sequence[float | None]) -> str:
-    return json.dumps(rewards, allow_nan=False)

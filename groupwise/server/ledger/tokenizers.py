@@ -32,18 +32,14 @@ def tokenizer_answer(folder: Path, tokenizer: Tokenizer) -> TokenizerAnswer:
     """Describe the tokenizer files in this folder."""
     text, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     facts: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
+    template = folder / TEMPLATE
     return TokenizerAnswer(
         hash=tokenizer.hash,
-        chat_template=_template(folder, facts),
+        chat_template=template.read_text() if template.is_file() else facts.get("chat_template"),
         tokenizer_json=text.read_text() if text.is_file() else None,
         special_tokens={role: _content(facts[role]) for role in ROLES if facts.get(role)},
         stop_token_ids=list(tokenizer.stop_token_ids),
     )
-
-
-def _template(folder: Path, facts: dict[str, Any]) -> str | None:
-    apart = folder / TEMPLATE
-    return apart.read_text() if apart.is_file() else facts.get("chat_template")
 
 
 def _content(token: Any) -> str:

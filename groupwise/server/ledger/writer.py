@@ -18,9 +18,11 @@ Each commit is a crash point `commit:<names of the operations that changed somet
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -31,8 +33,13 @@ from groupwise.server.ledger import uptime
 from groupwise.server.ledger.file import explained, explanation, open_file
 from groupwise.server.ledger.transaction import Clock, Transaction
 
+logger = logging.getLogger(__name__)
+
 LARGEST_BATCH = 500
 """Operations of one commit: enough for the disk's flush to cost little, few enough that the first callers do not wait long."""
+
+RETRY_SECONDS = 1.0
+"""Between two attempts to write to a disk that refuses."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,6 +100,17 @@ class Ledger:
             self._changed.notify()
         return await future
 
+    async def do_when_writable(
+        self, operation: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Like `do`, but if the disk refuses, try again every second until it is written."""
+        while True:
+            try:
+                return await self.do(operation, *args, **kwargs)
+            except StoreError as error:
+                logger.warning("what a client sent waits until it can be written: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+
     async def close(self) -> None:
         """Finish what is queued, keep the uptime, and close the file. Harmless when repeated."""
         await asyncio.to_thread(self._close)
@@ -104,23 +122,27 @@ class Ledger:
         self._thread.join()
 
     def _serve(self) -> None:
-        while batch := self._next_batch():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                batch = self._queue[:LARGEST_BATCH]
+                del self._queue[:LARGEST_BATCH]
+            if not batch:  # the ledger is closed and all are done
+                break
             self._settle(batch)
-            _tell(batch)
+            _resolve(batch)
         self._leave()
-
-    def _next_batch(self) -> list[_Job]:
-        """Wait for queued jobs and take up to `LARGEST_BATCH`; empty once the ledger is closed and all are done."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
-            batch = self._queue[:LARGEST_BATCH]
-            del self._queue[:LARGEST_BATCH]
-            return batch
 
     def _settle(self, batch: Sequence[_Job]) -> None:
         """Give each job its result or its error; never raises, because the thread must live."""
         try:
-            self._commit_together(batch)
+            self._connection.execute("BEGIN IMMEDIATE")
+            transaction = self._transaction()
+            changed = {job.name for job in batch if self._perform(job, transaction)}
+            if changed:
+                atomic_files.commit(self._connection, "+".join(sorted(changed)))
+            else:
+                self._connection.execute("ROLLBACK")
         except sqlite3.Error as error:
             self._undo()
             for job in batch:
@@ -130,15 +152,6 @@ class Ledger:
             self._undo()
             for job in batch:
                 job.error = error
-
-    def _commit_together(self, batch: Sequence[_Job]) -> None:
-        self._connection.execute("BEGIN IMMEDIATE")
-        transaction = self._transaction()
-        changed = {job.name for job in batch if self._perform(job, transaction)}
-        if changed:
-            atomic_files.commit(self._connection, "+".join(sorted(changed)))
-        else:
-            self._connection.execute("ROLLBACK")
 
     def _transaction(self) -> Transaction:
         return Transaction(
@@ -157,15 +170,11 @@ class Ledger:
             if not self._connection.in_transaction:  # SQLite has given up the whole transaction
                 raise
             self._connection.execute("ROLLBACK TO operation")
-            job.error = self._of_one(error)
+            # A constraint that an operation broke is a mistake of the code and stays what it is; the rest is the disk's.
+            of_disk = isinstance(error, sqlite3.OperationalError)
+            job.error = explanation(self.path, error) if of_disk else error
         self._connection.execute("RELEASE operation")
         return job.error is None and self._connection.total_changes > changes
-
-    def _of_one(self, error: Exception) -> Exception:
-        """A constraint that an operation broke is a mistake of the code and stays what it is; the rest is the disk's."""
-        if isinstance(error, sqlite3.OperationalError):
-            return explanation(self.path, error)
-        return error
 
     def _undo(self) -> None:
         try:
@@ -186,21 +195,19 @@ class Ledger:
             self._connection.close()
 
 
-def _tell(batch: Sequence[_Job]) -> None:
+def _resolve(batch: Sequence[_Job]) -> None:
     """Wake the callers, each loop once."""
+
+    def resolve(jobs: Sequence[_Job]) -> None:
+        for job in jobs:
+            if job.future.done():  # its caller went away
+                continue
+            if job.error is not None:
+                job.future.set_exception(job.error)
+            else:
+                job.future.set_result(job.result)
+
     for loop in dict.fromkeys(job.future.get_loop() for job in batch):
         jobs = [job for job in batch if job.future.get_loop() is loop]
-        try:
-            loop.call_soon_threadsafe(_resolve, jobs)
-        except RuntimeError:  # the loop is closed, so no caller waits any more
-            continue
-
-
-def _resolve(jobs: Sequence[_Job]) -> None:
-    for job in jobs:
-        if job.future.done():  # its caller went away
-            continue
-        if job.error is not None:
-            job.future.set_exception(job.error)
-        else:
-            job.future.set_result(job.result)
+        with suppress(RuntimeError):  # the loop is closed, so no caller waits any more
+            loop.call_soon_threadsafe(resolve, jobs)

@@ -32,18 +32,38 @@ PREFIX: dict[Kind, str] = {"chat": "chatcmpl-", "text": "cmpl-"}
 """Prefixes of answer ids."""
 DONE = b"data: [DONE]\n\n"
 INCOMPLETE = "\ufffd"
+"""In the text of a token that holds only part of a character."""
 
 
 def whole(kind: Kind, completed: Completed) -> ChatCompletion | TextCompletion:
     """Everything at once."""
     common: dict[str, Any] = {**_about(kind, completed), "usage": _usage(completed)}
-    if kind == "chat":
-        chats = [
-            _chat_choice(completed.id, place, each) for place, each in enumerate(completed.choices)
+    if kind == "text":
+        texts = [
+            TextChoice(
+                index=place,
+                text=each.text,
+                finish_reason=each.finish_reason,
+                token_ids=list(each.token_ids),
+                logprobs=_text_logprobs(each),
+            )
+            for place, each in enumerate(completed.choices)
         ]
-        return ChatCompletion(**common, choices=chats)
-    texts = [_text_choice(place, each) for place, each in enumerate(completed.choices)]
-    return TextCompletion(**common, choices=texts)
+        return TextCompletion(**common, choices=texts)
+    chats: list[ChatChoice] = []
+    for place, each in enumerate(completed.choices):
+        calls = _calls(completed.id, place, each)
+        content = None if calls and not each.text else each.text
+        chats.append(
+            ChatChoice(
+                index=place,
+                message=Reply(content=content, tool_calls=calls or None),
+                finish_reason=each.finish_reason,
+                token_ids=list(each.token_ids),
+                logprobs=_chat_logprobs(each),
+            )
+        )
+    return ChatCompletion(**common, choices=chats)
 
 
 def _about(kind: Kind, completed: Completed) -> dict[str, Any]:
@@ -62,19 +82,6 @@ def _usage(completed: Completed) -> Usage:
     return Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)
 
 
-def _chat_choice(id: str, place: int, each: Written) -> ChatChoice:
-    calls = _calls(id, place, each)
-    return ChatChoice(
-        index=place,
-        message=Reply(
-            content=None if calls and not each.text else each.text, tool_calls=calls or None
-        ),
-        finish_reason=each.finish_reason,
-        token_ids=list(each.token_ids),
-        logprobs=_chat_logprobs(each),
-    )
-
-
 def _calls(id: str, place: int, each: Written) -> list[ToolCallData]:
     return [
         ToolCallData(
@@ -88,26 +95,19 @@ def _calls(id: str, place: int, each: Written) -> list[ToolCallData]:
     ]
 
 
-def _text_choice(place: int, each: Written) -> TextChoice:
-    return TextChoice(
-        index=place,
-        text=each.text,
-        finish_reason=each.finish_reason,
-        token_ids=list(each.token_ids),
-        logprobs=_text_logprobs(each),
-    )
-
-
 def _chat_logprobs(each: Written) -> ChatLogprobs | None:
     if each.token_texts is None:
         return None
-    pairs = zip(each.token_texts, each.logprobs, strict=True)
-    return ChatLogprobs(content=[_token(text, logprob) for text, logprob in pairs])
-
-
-def _token(text: str, logprob: float) -> TokenLogprob:
-    known = None if INCOMPLETE in text else list(text.encode())
-    return TokenLogprob(token=text, logprob=logprob, bytes=known)
+    return ChatLogprobs(
+        content=[
+            TokenLogprob(
+                token=text,
+                logprob=logprob,
+                bytes=None if INCOMPLETE in text else list(text.encode()),
+            )
+            for text, logprob in zip(each.token_texts, each.logprobs, strict=True)
+        ]
+    )
 
 
 def _text_logprobs(each: Written) -> TextLogprobs | None:
@@ -166,8 +166,8 @@ class Pieces:
     def _choice(self, place: int, text: str, **delta: str) -> dict[str, Any]:
         if self._kind == "text":
             return {"index": place, "text": text, "logprobs": None, "finish_reason": None}
-        said = {**delta, "content": text}
-        return {"index": place, "delta": said, "logprobs": None, "finish_reason": None}
+        delta = {**delta, "content": text}
+        return {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _piece(self, choices: list[dict[str, Any]], about: dict[str, Any] | None = None) -> bytes:
         piece: dict[str, Any] = {

@@ -53,44 +53,37 @@ class OpenAIErrors:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request."""
-        ours = scope["type"] == "http" and scope["path"].startswith(PREFIX)
-        await self._app(scope, receive, _Translated(send).send if ours else send)
+        if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
+            await self._app(scope, receive, send)
+            return
+        start: Message | None = None
+        """The start of a problem, held back until its body is complete."""
+        body = b""
+
+        async def translate(message: Message) -> None:
+            nonlocal start, body
+            if message["type"] == "http.response.start":
+                kind = dict(message["headers"]).get(b"content-type", b"")
+                start = message if kind.decode("latin-1") == MEDIA_TYPE else None
+            if start is None:
+                await send(message)
+            elif message is not start:
+                body += message.get("body", b"")
+                if not message.get("more_body", False):
+                    await _send_error(send, start, Problem.model_validate_json(body))
+
+        await self._app(scope, receive, translate)
 
 
-class _Translated:
-    """Translates one answer."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._start: Message | None = None
-        """The start of a problem, held back until its body is there."""
-        self._body = b""
-
-    async def send(self, message: Message) -> None:
-        """Pass a part of the answer on, or hold it back."""
-        if message["type"] == "http.response.start" and _is_problem(message):
-            self._start = message
-        elif self._start is None:
-            await self._send(message)
-        else:
-            self._body += message.get("body", b"")
-            if not message.get("more_body", False):
-                await self._finish(self._start, Problem.model_validate_json(self._body))
-
-    async def _finish(self, start: Message, problem: Problem) -> None:
-        body = error_of(problem).model_dump_json().encode()
-        headers = MutableHeaders(raw=list(start["headers"]))
-        headers["content-type"] = "application/json"
-        headers["content-length"] = str(len(body))
-        headers[SHOULD_RETRY] = json.dumps(KINDS[problem.code].retry)
-        status = status_of(problem.status)
-        await self._send({**start, "status": status, "headers": headers.raw})
-        await self._send({"type": "http.response.body", "body": body})
-
-
-def _is_problem(start: Message) -> bool:
-    given = dict(start["headers"])
-    return given.get(b"content-type", b"").decode("latin-1") == MEDIA_TYPE
+async def _send_error(send: Send, start: Message, problem: Problem) -> None:
+    body = error_of(problem).model_dump_json().encode()
+    headers = MutableHeaders(raw=list(start["headers"]))
+    headers["content-type"] = "application/json"
+    headers["content-length"] = str(len(body))
+    headers[SHOULD_RETRY] = json.dumps(KINDS[problem.code].retry)
+    status = status_of(problem.status)
+    await send({**start, "status": status, "headers": headers.raw})
+    await send({"type": "http.response.body", "body": body})
 
 
 def as_documented(document: dict[str, Any]) -> None:
@@ -101,21 +94,21 @@ def as_documented(document: dict[str, Any]) -> None:
     for path, operations in document["paths"].items():
         if path.startswith(PREFIX):
             for operation in operations.values():
-                operation["responses"] = _responses(operation["responses"])
+                operation["responses"] = _as_errors(operation["responses"])
 
 
-def _responses(given: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for status, response in given.items():
+def _as_errors(responses: dict[str, Any]) -> dict[str, Any]:
+    errors: dict[str, Any] = {}
+    for status, response in responses.items():
         if MEDIA_TYPE not in response.get("content", {}):
-            made[status] = response
+            errors[status] = response
             continue
         shown = str(status_of(int(status)))
-        told = made.get(shown, {}).get("description", "")
-        made[shown] = {
-            "description": f"{told}\n\n{response['description']}".strip(),
+        before = errors.get(shown, {}).get("description", "")
+        errors[shown] = {
+            "description": f"{before}\n\n{response['description']}".strip(),
             "content": {
                 "application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}
             },
         }
-    return made
+    return errors

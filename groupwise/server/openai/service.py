@@ -15,8 +15,8 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -27,13 +27,13 @@ from groupwise.api.schemas.training import MAX_DRAW
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Rollout
-from groupwise.server.engine.port import Engine, Sampled, SampleOrder, Sampling
+from groupwise.server.engine.port import Engine, Sampled, SampleOrder
 from groupwise.server.ledger import runs
 from groupwise.server.ledger.answers import StoredResponse
 from groupwise.server.ledger.members import Gathering
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
-from groupwise.server.openai.asking import Ask, Gather
+from groupwise.server.openai.asking import Ask
 from groupwise.server.openai.completed import Completed, TokenTexts, Written, showable_of, written
 from groupwise.server.openai.storing import Keeping, Kept, Render
 from groupwise.server.run.conductor import Conductor, RunStatus
@@ -57,7 +57,7 @@ class Host(Protocol):
         """The run that takes something new; refused where there is none."""
         ...
 
-    async def asked(self, work: Awaitable[T], conductor: Conductor) -> T:
+    async def await_engine(self, work: Awaitable[T], conductor: Conductor) -> T:
         """Await the engine's answer; its errors become Refusals."""
         ...
 
@@ -192,42 +192,49 @@ class OpenAIService:
     async def _kept(self, ask: Ask, caller: Caller, render: Render, progress: _Progress) -> Kept:
         conductor = self._host.active()
         _ = conductor.engine  # refused before waiting
-        self._check_model(ask, conductor)
+        if ask.model not in _names(conductor.now):
+            raise self._unknown(ask.model)
         keeping = Keeping(caller, conductor.request.lease_seconds, render)
         if not ask.store:
             return await self._only_sampled(ask, conductor, keeping, progress)
         if ask.gather is None:
             return await self._group(ask, ask.n, None, conductor, keeping, progress)
         size = ask.gather.size or conductor.request.num_completions_per_prompt
-        gathering = _gathering(ask, ask.gather, size, caller, conductor)
+        common = ask.hash_with(size)
+        name = f"same:{common}" if ask.gather.name is None else f"name:{ask.gather.name}"
+        gathering = Gathering(conductor.now.run, caller.key_id, name, common)
         async with self._turn(gathering):
             kept = await self._member(ask, gathering, conductor, keeping)
             if kept is None:
                 kept = await self._group(ask, size, gathering, conductor, keeping, progress)
             return kept
 
-    def _check_model(self, ask: Ask, conductor: Conductor) -> None:
-        if ask.model not in _names(conductor.now):
-            raise self._unknown(ask.model)
-
     # --- what is only sampled ---------------------------------------------------------------------
 
     async def _only_sampled(
         self, ask: Ask, conductor: Conductor, keeping: Keeping, progress: _Progress
     ) -> Kept:
-        with self._a_place(len(ask.prompts) * ask.n):
-            orders = [
-                SampleOrder(
-                    next(self._draws),
-                    prompt,
-                    ask.n,
-                    _seeded(ask.sampling),
-                    columns=ask.columns,
-                    trains=False,
-                )
-                for prompt in ask.prompts
-            ]
+        completions = len(ask.prompts) * ask.n
+        if self._sampling and self._sampling + completions > MOST_SAMPLING:
+            raise Refusal(
+                "rate_limited",
+                f"{self._sampling} completions are being sampled; beside them there is no room for {completions}. Ask again.",
+                retry_after=TRY_AGAIN,
+            )
+        sampling = ask.sampling
+        orders: list[SampleOrder] = []
+        for prompt in ask.prompts:
+            draw, columns = next(self._draws), ask.columns
+            if (
+                ask.sampling.seed is None
+            ):  # a random one, so that a restarted server does not repeat itself
+                sampling = replace(sampling, seed=secrets.randbits(63))
+            orders.append(SampleOrder(draw, prompt, ask.n, sampling, columns=columns, trains=False))
+        self._sampling += completions
+        try:
             found = await self._sampled(ask, orders, ask.n, conductor, progress)
+        finally:
+            self._sampling -= completions
         rollouts = [rollout for each in found for rollout in each.group.rollouts]
         first = found[0]
         completed = Completed(
@@ -244,20 +251,6 @@ class OpenAIService:
             return Kept(completed, keeping.render(completed))
         return await self._ledger.do(storing.keep_answer, keeping, completed)
 
-    @contextmanager
-    def _a_place(self, completions: int) -> Generator[None]:
-        if self._sampling and self._sampling + completions > MOST_SAMPLING:
-            raise Refusal(
-                "rate_limited",
-                f"{self._sampling} completions are being sampled; beside them there is no room for {completions}. Ask again.",
-                retry_after=TRY_AGAIN,
-            )
-        self._sampling += completions
-        try:
-            yield
-        finally:
-            self._sampling -= completions
-
     # --- what is kept -----------------------------------------------------------------------------
 
     async def _group(
@@ -270,7 +263,7 @@ class OpenAIService:
         progress: _Progress,
     ) -> Kept:
         """A new group; with `gathering` the call gets the first member alone."""
-        group = storing.new_group_id()
+        group = f"g-{secrets.token_hex(10)}"
         progress.id = group if gathering is None else f"{group}-0"
         wait = self._config.completions_wait
         async with conductor.room.admitted((None,), wait, keeping.caller.key_id) as (draw,):
@@ -295,11 +288,14 @@ class OpenAIService:
         """A member of a group that calls share; None if there is none to be had."""
         now = conductor.now
         oldest = now.step if ask.model != LATEST else now.step - conductor.request.staleness
-        waiting = await self._ledger.do(storing.next_member, gathering, oldest)
-        if waiting is None:
+        found = await self._ledger.do(storing.next_member, gathering, oldest)
+        if found is None:
             return None
-        (choice,) = await self._written(ask, [waiting.rollout], conductor)
-        return await self._ledger.do(storing.give_member, waiting, choice, keeping)
+        member, rollout = found
+        (choice,) = await self._written(ask, [rollout], conductor)
+        return await self._ledger.do(
+            storing.give_member, member, len(rollout.prompt_ids), choice, keeping
+        )
 
     @asynccontextmanager
     async def _turn(self, gathering: Gathering) -> AsyncGenerator[None]:
@@ -333,7 +329,7 @@ class OpenAIService:
         engine = conductor.engine
         progress.draws, progress.n = tuple(order.draw for order in orders), shown
         progress.engine = engine
-        found = await self._host.asked(
+        found = await self._host.await_engine(
             gather_all(engine.sample(order) for order in orders), conductor
         )
         progress.engine = None
@@ -355,26 +351,13 @@ class OpenAIService:
         if ask.logprobs:
             engine = conductor.engine
             asked = (engine.token_texts(rollout.completion_ids) for rollout in rollouts)
-            texts = await self._host.asked(gather_all(asked), conductor)
+            texts = await self._host.await_engine(gather_all(asked), conductor)
         return [written(each, ask, text) for each, text in zip(rollouts, texts, strict=True)]
 
 
 def _names(now: RunStatus) -> tuple[str, ...]:
     """Under which the policy that serves can be asked for."""
     return f"{now.run}@{now.step}", LATEST
-
-
-def _gathering(
-    ask: Ask, gather: Gather, size: int, caller: Caller, conductor: Conductor
-) -> Gathering:
-    asked = ask.hash_with(size)
-    name = f"same:{asked}" if gather.name is None else f"name:{gather.name}"
-    return Gathering(conductor.now.run, caller.key_id, name, asked)
-
-
-def _seeded(sampling: Sampling) -> Sampling:
-    """Choose a random seed if the client gives none, so that a restarted server does not repeat itself."""
-    return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(63))
 
 
 def _news(shown: list[str], texts: Sequence[str]) -> list[Piece]:

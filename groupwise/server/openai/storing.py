@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,18 +11,12 @@ from groupwise.server.engine.port import Sampled
 from groupwise.server.ledger import counters, groups, members
 from groupwise.server.ledger.answers import StoredResponse, once
 from groupwise.server.ledger.groups import GroupRow, NewGroup
-from groupwise.server.ledger.members import Gathering, Given
+from groupwise.server.ledger.members import Gathering, Member
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.openai.completed import Completed, Written
-from groupwise.server.run.ledger_operations import named
 
 Render = Callable[[Completed], StoredResponse]
 """Builds the response sent to the client."""
-
-
-def new_group_id() -> str:
-    """A new, unused group id."""
-    return f"g-{secrets.token_hex(10)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +37,11 @@ class Kept:
     answer: StoredResponse
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """The member that the next call gets."""
-
-    given: Given
-    rollout: Rollout
-
-
 def keep_answer(transaction: Transaction, keeping: Keeping, completed: Completed) -> Kept:
-    """Completions that are not kept; only the answer is, where the request names itself."""
-    return _kept(transaction, keeping, lambda _: completed)
+    """Completions that are not kept; only the answer is, if the request has an Idempotency-Key."""
+    kept = _kept(transaction, keeping, lambda: completed)
+    assert kept is not None
+    return kept
 
 
 def keep_group(
@@ -68,50 +55,45 @@ def keep_group(
 ) -> Kept:
     """A group that was sampled, under this id. With `gathering` its members go to one call each, and this call has the first."""
 
-    def work(transaction: Transaction) -> Completed:
+    def work() -> Completed:
         new = NewGroup(group, sampled.group, sampled.step, sampled.version, sampled.fingerprint)
-        (row,) = groups.opened(
+        (row,) = groups.add_groups(
             transaction, run, [new], key_id=keeping.caller.key_id, lease=keeping.lease
         )
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
-        member = None if gathering is None else members.share(transaction, gathering, group).member
+        member = None if gathering is None else members.share(transaction, gathering, group).place
         prompt = len(sampled.group.rollouts[0].prompt_ids)
         return _completed(transaction, row, member, prompt, choices)
 
-    return _kept(transaction, keeping, work)
+    kept = _kept(transaction, keeping, work)
+    assert kept is not None
+    return kept
 
 
-def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> Waiting | None:
-    """The member that the next call there gets; None if a new group is needed."""
-    given = members.next_member(transaction, gathering, oldest)
-    if given is None:
+def next_member(
+    transaction: Transaction, gathering: Gathering, oldest: int
+) -> tuple[Member, Rollout] | None:
+    """The member that the next call there gets, and its completion; None if a new group is needed."""
+    member = members.next_member(transaction, gathering, oldest)
+    if member is None:
         return None
-    record = groups.read_record(transaction, given.row.id)
+    record = groups.read_record(transaction, member.row.id)
     assert record is not None, "an open group has what it was sampled with"
-    return Waiting(given, from_json(Group, record).rollouts[given.member])
+    return member, from_json(Group, record).rollouts[member.place]
 
 
 def give_member(
-    transaction: Transaction, waiting: Waiting, choice: Written, keeping: Keeping
+    transaction: Transaction, member: Member, prompt_tokens: int, choice: Written, keeping: Keeping
 ) -> Kept | None:
-    """Let a call have the member; None if it is no longer to be had."""
-    given = waiting.given
+    """Let a call have the member; None if the group has ended meanwhile."""
 
-    def work(transaction: Transaction) -> Completed:
-        if not members.give(transaction, given):
-            raise _Gone
-        counters.count(transaction, given.row.run, counters.COMPLETION_REQUESTS)
-        prompt = len(waiting.rollout.prompt_ids)
-        return _completed(transaction, given.row, given.member, prompt, [choice])
+    def work() -> Completed | None:
+        if not members.give(transaction, member):
+            return None
+        counters.count(transaction, member.row.run, counters.COMPLETION_REQUESTS)
+        return _completed(transaction, member.row, member.place, prompt_tokens, [choice])
 
-    try:
-        return _kept(transaction, keeping, work)
-    except _Gone:
-        return None
-
-
-class _Gone(Exception):
-    """The group has ended meanwhile."""
+    return _kept(transaction, keeping, work)
 
 
 def _completed(
@@ -134,13 +116,14 @@ def _completed(
 
 
 def _kept(
-    transaction: Transaction, keeping: Keeping, work: Callable[[Transaction], Completed]
-) -> Kept:
-    made: list[Completed] = []
+    transaction: Transaction, keeping: Keeping, work: Callable[[], Completed | None]
+) -> Kept | None:
+    completed: Completed | None = None
 
-    def render(transaction: Transaction) -> StoredResponse:
-        made.append(work(transaction))
-        return keeping.render(made[0])
+    def answer() -> StoredResponse | None:
+        nonlocal completed
+        completed = work()
+        return None if completed is None else keeping.render(completed)
 
-    answer = once(transaction, named(keeping.caller), render)
-    return Kept(made[0] if made else None, answer)
+    found = once(transaction, keeping.caller, answer)
+    return None if found is None else Kept(completed, found)

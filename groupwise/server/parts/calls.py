@@ -1,7 +1,8 @@
-"""The calls of some parts: each is done once, however often it comes, and those of the learner in their order.
+"""The calls of some parts: each is done once, however often it is sent, and those of the learner in their order.
 
-A call goes on whether or not its client waits. Its answer is kept until the client has it: of a call in the order, until a later one
-names it or one behind it in `after`; of any other, which may be done twice without harm, until some time after it was told.
+A call goes on whether or not its client waits. Its answer is kept until the client has it. The answer of a call in the order is kept until
+a later call names it, or one behind it, in `after`; any other may be done twice without harm, and its answer is kept for some time after
+the client got it. All of it is in memory and ends with the engine, which holds all that the calls have changed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ MOST_CALLS = 4096
 """Under way, or not fetched yet."""
 MOST_BODIES = 8
 """Largest bodies that may be in memory at once, of calls that are not over."""
-TOLD_KEPT = 900.0
-"""Seconds for which the answer of a call without order is kept after it was told: for as long as clients ask again."""
+KEPT_AFTER_DELIVERY = 900.0
+"""Seconds for which the answer of a call without order is kept after its client got it: for as long as clients ask again."""
 FREED = frozenset({"generate"})
 """Verbs whose calls end when they are given up; the others have changed something by then, and go on."""
 
@@ -31,15 +32,15 @@ FREED = frozenset({"generate"})
 @dataclass(eq=False, slots=True)
 class _Call:
     content: bytes
-    """Hash of what was asked."""
+    """Hash of the request."""
     task: asyncio.Task[Any] | None
-    """None: it was given up before it came."""
+    """None: the client gave the call up before it arrived."""
     ordered: bool
     verb: str = ""
     size: int = 0
-    """Bytes of what was asked."""
-    told: float | None = None
-    """When its answer was."""
+    """Bytes of the request."""
+    delivered: float | None = None
+    """When the client last got the answer, in seconds of the clock; None: it has not."""
 
     @property
     def over(self) -> bool:
@@ -78,19 +79,30 @@ class Calls:
         digest = hashlib.sha256(content).digest()
         call = self._calls.get(number)
         if call is None:
-            call = self._begun(number, request, digest, len(content))
+            ordered = request.after is not None
+            if ordered and number <= self._forgotten:
+                raise _unknown(number)
+            self._named = max(self._named, request.after or 0)
+            self._refuse_more(len(content))
+            task = asyncio.create_task(
+                self._do_in_turn(number, request), name=f"parts {request.do.verb}"
+            )
+            # Retrieve the error, so that asyncio does not log it as never retrieved.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            call = _Call(digest, task, ordered, request.do.verb, len(content))
+            self._calls[number] = call
         elif call.task is not None and call.content != digest:
             raise Refusal(
                 "call_taken",
                 f"The call {number} was made before, with other content. Each call has a number of its own.",
             )
-        return await self._told(number, call, wait)
+        return await self._state_of(number, call, wait)
 
     async def answer(self, number: int, wait: float) -> CallAnswer:
         """The state of a call."""
         if number not in self._calls:
             raise _unknown(number)
-        return await self._told(number, self._calls[number], wait)
+        return await self._state_of(number, self._calls[number], wait)
 
     async def give_up(self, number: int) -> CallAnswer:
         """Give up waiting for a call. One that changes something goes on; one that has not come yet will not be done."""
@@ -104,7 +116,7 @@ class Calls:
         elif call.task is not None and call.verb in FREED:
             call.task.cancel()
             await asyncio.wait((call.task,))
-        return await self._told(number, call, 0.0)
+        return await self._state_of(number, call, 0.0)
 
     async def end(self) -> None:
         """Cancel those that are under way."""
@@ -120,26 +132,15 @@ class Calls:
 
     def forget(self) -> None:
         """Release answers that the client has."""
-        before = self._clock() - TOLD_KEPT
+        before = self._clock() - KEPT_AFTER_DELIVERY
         for number, call in [*self._calls.items()]:
             if not call.over:
                 continue
             if call.ordered and number <= self._named:
                 self._forgotten = max(self._forgotten, number)
-            elif call.ordered or call.told is None or call.told >= before:
+            elif call.ordered or call.delivered is None or call.delivered >= before:
                 continue
             del self._calls[number]
-
-    def _begun(self, number: int, request: CallRequest, digest: bytes, size: int) -> _Call:
-        ordered = request.after is not None
-        if ordered and number <= self._forgotten:
-            raise _unknown(number)
-        self._named = max(self._named, request.after or 0)
-        self._refuse_more(size)
-        task = asyncio.create_task(self._done(number, request), name=f"parts {request.do.verb}")
-        task.add_done_callback(_look_at_it)
-        call = self._calls[number] = _Call(digest, task, ordered, request.do.verb, size)
-        return call
 
     def _refuse_more(self, size: int) -> None:
         if len(self._calls) >= MOST_CALLS:
@@ -153,7 +154,7 @@ class Calls:
                 retry_after=1.0,
             )
 
-    async def _done(self, number: int, request: CallRequest) -> Any:
+    async def _do_in_turn(self, number: int, request: CallRequest) -> Any:
         try:
             if request.after is not None:
                 await self._after(request.after)
@@ -184,7 +185,7 @@ class Calls:
         self._reached = max(self._reached, number)
         self._over.beat()
 
-    async def _told(self, number: int, call: _Call, wait: float) -> CallAnswer:
+    async def _state_of(self, number: int, call: _Call, wait: float) -> CallAnswer:
         task = call.task
         if task is None:
             return CallAnswer(number=number, state="given_up")
@@ -192,7 +193,7 @@ class Calls:
             await asyncio.wait((task,), timeout=wait)
         if not task.done():
             return CallAnswer(number=number, state="working")
-        call.told = self._clock()
+        call.delivered = self._clock()
         if task.cancelled():
             return CallAnswer(number=number, state="given_up")
         error = task.exception()
@@ -200,8 +201,8 @@ class Calls:
             return CallAnswer(number=number, state="done", result=task.result())
         if isinstance(error, Refusal) or not isinstance(error, GroupwiseError):
             raise error
-        told = CallError(code=error.code, message=error.message)
-        return CallAnswer(number=number, state="failed", error=told)
+        failure = CallError(code=error.code, message=error.message)
+        return CallAnswer(number=number, state="failed", error=failure)
 
 
 def _unknown(number: int) -> Refusal:
@@ -209,9 +210,3 @@ def _unknown(number: int) -> Refusal:
         "unknown_call",
         f"There is no call {number}: it was never made, or it is over and its answer is kept no longer.",
     )
-
-
-def _look_at_it(task: asyncio.Task[Any]) -> None:
-    """Retrieve the error, so that asyncio does not log it as never retrieved."""
-    if not task.cancelled():
-        task.exception()

@@ -197,16 +197,12 @@ class PartsService:
                 self._spare = None  # planning may take long
             engine, self._spare = await self._fresh_engine(), None
             files = Files(self._folder / id)
-            self._parts = self._new(id, request.owner, files, engine)
+            parts = self._parts = _Parts(id, request.owner, files, engine, self._clock())
+            parts.calls = Calls(
+                partial(self._do, parts), self._longest_wait, self._most_bytes, self._clock
+            )
             logger.info("parts %s are opened for %s", id, request.owner)
-            return self._answer(self._parts)
-
-    def _new(self, id: str, owner: str, files: Files, engine: Called) -> _Parts:
-        parts = _Parts(id, owner, files, engine, self._clock())
-        parts.calls = Calls(
-            partial(self._do, parts), self._longest_wait, self._most_bytes, self._clock
-        )
-        return parts
+            return self._answer(parts)
 
     async def plan(self, request: PlanRequest) -> PlanAnswer:
         """How the work would be laid out here. An engine that is begun for it is kept for who opens parts next."""
@@ -218,7 +214,9 @@ class PartsService:
                 with self._described(request.described) as sent:
                     return await self._planned(engine, request, sent)
             finally:
-                if engine is not self._spare and not self._is_of_parts(engine):
+                # Parts may have been opened in this engine meanwhile.
+                of_parts = self._parts is not None and self._parts.engine is engine
+                if engine is not self._spare and not of_parts:
                     await cast("Engine", engine).close()
 
     async def _planned(
@@ -237,10 +235,6 @@ class PartsService:
             raise refusal from None
         return PlanAnswer(layout=layout)
 
-    def _is_of_parts(self, engine: Called) -> bool:
-        """True if parts were opened in this engine meanwhile."""
-        return self._parts is not None and self._parts.engine is engine
-
     @contextmanager
     def _described(self, text: str | None) -> Generator[str | None]:
         """A folder with nothing but the description of a model."""
@@ -254,7 +248,7 @@ class PartsService:
     async def _engine_to_plan(self) -> Called:
         """The one that is opened next; beside other parts one of its own, because a plan may take long, or take an engine with it."""
         if self._parts is not None:
-            return await _begun(self._make_engine())
+            return await _started(self._make_engine())
         if self._runs.conducted() is not None:
             raise _run_is_active()
         await self._runs.make_room(NAME)
@@ -264,7 +258,7 @@ class PartsService:
         """An engine in which nothing is open."""
         if self._spare is None or self._spare.reason is not None:
             self._spare = None
-            self._spare = await _begun(self._supervisor.begin())
+            self._spare = await _started(self._supervisor.begin())
         return self._spare
 
     def look(self, id: str) -> PartsAnswer:
@@ -286,7 +280,7 @@ class PartsService:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY)
-            self.forget_told()
+            self.forget_delivered()
             self.notice_loss()
             if self._is_silent(self._parts) or self._spare is not None:
                 async with self._runs.turn:
@@ -376,16 +370,33 @@ class PartsService:
         parts.seen = self._clock()
         return answer
 
-    def forget_told(self) -> None:
+    def forget_delivered(self) -> None:
         """Release answers that clients have."""
         if self._parts is not None:
             self._parts.calls.forget()
 
     async def _do(self, parts: _Parts, do: AnyVerb) -> Any:
+        """Have the engine do a call, with the folders sealed that it loads files of the client from."""
+        call = parts.engine.call
+        loads: tuple[str | None, ...] = ()
+        if isinstance(do, wire.Open):
+            loads = do.model, do.adapter, do.weights
+        elif isinstance(do, wire.Load):
+            loads = (do.policy.path,)
+        elif isinstance(do, wire.LoadState):
+            loads = (do.folder,)
+        sealed = await asyncio.to_thread(parts.files.seal, *loads)
         try:
-            return await self._by_engine(parts, do)
-        except EngineLost as error:
-            self._lose(parts, str(error))
+            if isinstance(do, wire.Open):
+                opened: PartsOpened = await call("parts.open", self._order(parts, do))
+                parts.ready = True
+                return asdict(opened)
+            arguments = [getattr(do, name) for name in type(do).model_fields if name != "verb"]
+            return await call(f"parts.{do.verb}", *arguments)
+        except GroupwiseError as error:
+            await asyncio.to_thread(parts.files.unseal, sealed)
+            if isinstance(error, EngineLost):
+                self._lose(parts, str(error))
             raise
 
     def notice_loss(self) -> None:
@@ -399,20 +410,6 @@ class PartsService:
             self._parts = None
             self._note_gone(parts, why, "parts_gone")
             self._cleaning = asyncio.create_task(asyncio.to_thread(parts.files.remove))
-
-    async def _by_engine(self, parts: _Parts, do: AnyVerb) -> Any:
-        call = parts.engine.call
-        sealed = await asyncio.to_thread(parts.files.seal, *_loaded_by(do))
-        try:
-            if isinstance(do, wire.Open):
-                opened: PartsOpened = await call("parts.open", self._order(parts, do))
-                parts.ready = True
-                return asdict(opened)
-            arguments = [getattr(do, name) for name in type(do).model_fields if name != "verb"]
-            return await call(f"parts.{do.verb}", *arguments)
-        except GroupwiseError:
-            await asyncio.to_thread(parts.files.unseal, sealed)
-            raise
 
     def _order(self, parts: _Parts, do: wire.Open) -> OpenParts:
         model, adapter, weights = (
@@ -459,16 +456,7 @@ class PartsService:
         return {**config, "model": model, "run": run}
 
 
-def _loaded_by(do: AnyVerb) -> tuple[str | None, ...]:
-    """The folders with files of the client that this call loads."""
-    if isinstance(do, wire.Open):
-        return do.model, do.adapter, do.weights
-    if isinstance(do, wire.Load):
-        return (do.policy.path,)
-    return (do.folder,) if isinstance(do, wire.LoadState) else ()
-
-
-async def _begun(engine: Awaitable[Engine]) -> Called:
+async def _started(engine: Awaitable[Engine]) -> Called:
     try:
         return cast("Called", await engine)
     except GroupwiseError as error:  # there may be memory for it in a moment

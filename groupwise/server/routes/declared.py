@@ -38,9 +38,8 @@ from groupwise.api.schemas.training import (
     StopAnswer,
     TokenizerAnswer,
 )
-from groupwise.server.ledger.answers import StoredResponse
+from groupwise.server.ledger.answers import StoredResponse, UnderWay
 from groupwise.server.ledger.file import DiskFull
-from groupwise.server.ledger.idempotent_answers import UnderWay
 from groupwise.server.run.activity import known_clients
 from groupwise.server.run.downloads import OpenVersion
 from groupwise.server.run.engine_supervisor import FULL_SECONDS

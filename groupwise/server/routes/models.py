@@ -23,10 +23,10 @@ from groupwise.api.schemas.training import (
     TokenizerAnswer,
 )
 from groupwise.server.ledger.answers import StoredResponse
-from groupwise.server.ledger.idempotent_answers import answer_of
 from groupwise.server.routes.declared import AskedHere
 from groupwise.server.routes.training import OF_ENGINE
 from groupwise.server.run.downloads import OpenVersion, zipped
+from groupwise.server.run.responses import answer_of
 
 TAG = "models"
 VERSION_HEADER = "X-Model-Version"

@@ -37,14 +37,14 @@ from groupwise.api.schemas.training import (
     StopAnswer,
 )
 from groupwise.server.ledger.answers import StoredResponse
-from groupwise.server.ledger.idempotent_answers import (
+from groupwise.server.routes.declared import AskedHere
+from groupwise.server.run.responses import (
     answer_of,
     completions_answer,
     rewards_answer,
     rewards_of,
     step_answer,
 )
-from groupwise.server.routes.declared import AskedHere
 
 TAG = "training"
 OF_ENGINE = ("engine_recovering", "engine_failed", "timed_out")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from groupwise.api.http.clients import Seen
 from groupwise.api.schemas.activity import (
@@ -18,55 +17,55 @@ from groupwise.api.schemas.activity import (
     Session,
     WaitingRequest,
 )
-from groupwise.api.schemas.training import EventData
 from groupwise.runs.tables import prompt_text
 from groupwise.server.ledger import calls, events, groups, plans
 from groupwise.server.ledger.groups import GroupRow
-from groupwise.server.ledger.plans import PlanRow
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.active_run import Current
-from groupwise.server.run.admission import Admission
 from groupwise.server.run.queries import event_data
 
 
-@dataclass(frozen=True, slots=True)
-class _LedgerSnapshot:
-    """The ledger's state at one instant."""
+async def activity_of(
+    current: Current, ledger: Ledger, sessions: Sequence[Session]
+) -> ActivityAnswer:
+    """Activity of the current or last run, and of what clients have open beside it.
 
-    at: float
-    uptime: float
-    groups: Sequence[GroupRow]
-    plans: Sequence[PlanRow]
-    events: Sequence[EventData]
-    steps: Mapping[str, int]
-    """Steps of each model that is trained by verbs."""
+    `clients` is missing: the HTTP side knows them. `sessions`: as they stand, without their models' steps.
+    """
+    run = None if current.latest is None else current.latest.run
+    conductor = current.conductor
+    room = None if conductor is None else conductor.admission
+    now = time.monotonic()
+    waiting = [
+        WaitingRequest(
+            key_id=each.who,
+            groups=len(each.draws),
+            draws=[draw for draw in each.draws if draw is not None],
+            seconds=now - each.since,
+        )
+        for each in (() if room is None else room.in_line())
+    ]
 
-
-class Activity:
-    """Activity of the current or last run, and of what clients have open beside it."""
-
-    def __init__(self, current: Current, ledger: Ledger) -> None:
-        self._current = current
-        self._ledger = ledger
-
-    async def answer(self, sessions: Sequence[Session]) -> ActivityAnswer:
-        """Everything but who has asked (`clients`), which the HTTP side knows. `sessions`: as they stand, without their models' steps."""
-        row = self._current.latest
-        told = await self._ledger.do(_told, None if row is None else row.run)
-        conductor = self._current.conductor
-        room = None if conductor is None else conductor.admission
+    def look(transaction: Transaction) -> ActivityAnswer:
+        living = () if run is None else groups.living(transaction, run, MOST_GROUPS)
+        planned = () if run is None or conductor is None else plans.plans_ahead(transaction, run)
         return ActivityAnswer(
-            at=told.at,
-            run_id=None if row is None else row.run,
-            groups=[_group(each, told.uptime) for each in told.groups],
+            at=transaction.now,
+            run_id=run,
+            groups=[_group(each, transaction.uptime) for each in living],
             capacity=None if room is None else room.room.capacity,
             sampling=0 if room is None else room.sampling,
-            waiting=[] if room is None else _waiting(room),
-            planned=[] if conductor is None else [_planned(each) for each in told.plans],
-            events=list(told.events),
-            sessions=[_with_steps(each, told.steps) for each in sessions],
+            waiting=waiting,
+            planned=[
+                PlannedStep(step=plan.step, group_ids=list(plan.groups), engines_lost=plan.losses)
+                for plan in planned
+            ],
+            events=[event_data(each) for each in events.newest_events(transaction, MOST_EVENTS)],
+            sessions=_with_steps(sessions, calls.steps_done(transaction)),
         )
+
+    return await ledger.do(look)
 
 
 def known_clients(seen: Sequence[Seen], now: float) -> list[KnownClient]:
@@ -83,17 +82,6 @@ def known_clients(seen: Sequence[Seen], now: float) -> list[KnownClient]:
         )
         for each in seen
     ]
-
-
-def _told(transaction: Transaction, run: str | None) -> _LedgerSnapshot:
-    return _LedgerSnapshot(
-        transaction.now,
-        transaction.uptime,
-        () if run is None else groups.living(transaction, run, MOST_GROUPS),
-        () if run is None else plans.plans_ahead(transaction, run),
-        [event_data(each) for each in events.newest_events(transaction, MOST_EVENTS)],
-        calls.steps_done(transaction),
-    )
 
 
 def _group(row: GroupRow, uptime: float) -> LivingGroup:
@@ -113,25 +101,16 @@ def _group(row: GroupRow, uptime: float) -> LivingGroup:
     )
 
 
-def _waiting(room: Admission) -> list[WaitingRequest]:
-    now = time.monotonic()
+def _with_steps(sessions: Sequence[Session], steps: Mapping[str, int]) -> list[Session]:
+    """Sessions with the number of steps that each of their models has taken."""
     return [
-        WaitingRequest(
-            key_id=each.who,
-            groups=len(each.draws),
-            draws=[draw for draw in each.draws if draw is not None],
-            seconds=now - each.since,
+        session.model_copy(
+            update={
+                "models": [
+                    model.model_copy(update={"steps": steps.get(model.id, 0)})
+                    for model in session.models
+                ]
+            }
         )
-        for each in room.in_line()
+        for session in sessions
     ]
-
-
-def _planned(plan: PlanRow) -> PlannedStep:
-    return PlannedStep(step=plan.step, group_ids=list(plan.groups), engines_lost=plan.losses)
-
-
-def _with_steps(session: Session, steps: Mapping[str, int]) -> Session:
-    models = [
-        model.model_copy(update={"steps": steps.get(model.id, 0)}) for model in session.models
-    ]
-    return session.model_copy(update={"models": models})

@@ -122,45 +122,54 @@ class Admission:
         `too_busy` when the time is over, or nothing brings the turn of a named draw nearer; `invalid_request` for more groups than there
         can ever be room for.
         """
-        self._check_possible(len(draws))
-        await self._turn(draws, limit, who)
+        if len(draws) > self.room.capacity:
+            why = (
+                "may be open at once"
+                if self.room.manual
+                else f"can be under way: groups_per_step × (staleness + 1) = {self.room.groups_per_step} × "
+                f"{self.room.staleness + 1}"
+            )
+            message = (
+                f"{len(draws)} prompts were sent at once, but only {self.room.capacity} groups {why}. Send fewer at once, or start with "
+                "higher settings."
+            )
+            error = FieldError(field="prompts", message=message)
+            raise Refusal("invalid_request", message, errors=[error])
+        await self._wait_for_turn(draws, limit, who)
         self.sampling += len(draws)
+        numbered: list[int] = []
+        for draw in draws:
+            numbered.append(self._next_draw if draw is None else draw)
+            self._next_draw = max(self._next_draw, numbered[-1] + 1)
         try:
-            yield tuple(self._numbered(draw) for draw in draws)
+            yield tuple(numbered)
         finally:
             self.sampling -= len(draws)
             self._let_in()
 
-    async def _turn(self, draws: Sequence[int | None], limit: float, who: str) -> None:
+    async def _wait_for_turn(self, draws: Sequence[int | None], limit: float, who: str) -> None:
         if self._ended is not None:
             raise self._ended
         waiting = Waiting(tuple(draws), who)
         self._queue.append(waiting)
         self._let_in()
+        first = min(limit, IDLE_SECONDS)
         try:
-            await self._let_in_within(waiting, limit)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(first):
+                    await asyncio.shield(waiting.let_in)
+            under_way = self._traffic.under_way + self.sampling + self._expected()
+            if not waiting.let_in.done() and not under_way:
+                raise TimeoutError  # nothing could bring the draw's turn nearer
+            async with asyncio.timeout(limit - first):
+                await waiting.let_in
         except BaseException as error:
-            self._gone(waiting)
+            self._leave_queue(waiting)
             self._let_in()  # it may have been let in already
             if isinstance(error, TimeoutError):
                 raise self._too_busy(waiting) from None
             raise
-        self._gone(waiting)
-
-    async def _let_in_within(self, waiting: Waiting, limit: float) -> None:
-        """Raise TimeoutError if the time is over, or there is nothing to wait for."""
-        first = min(limit, IDLE_SECONDS)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(first):
-                await asyncio.shield(waiting.let_in)
-        if not waiting.let_in.done() and self._is_idle():
-            raise TimeoutError
-        async with asyncio.timeout(limit - first):
-            await waiting.let_in
-
-    def _is_idle(self) -> bool:
-        """True if nothing is under way that could bring a draw's turn nearer."""
-        return self._traffic.under_way + self.sampling + self._expected() == 0
+        self._leave_queue(waiting)
 
     def _too_busy(self, waiting: Waiting) -> Refusal:
         early = [draw for draw in waiting.draws if draw is not None and not self._is_due(draw)]
@@ -178,7 +187,7 @@ class Admission:
             retry_after=RETRY_SECONDS,
         )
 
-    def _gone(self, waiting: Waiting) -> None:
+    def _leave_queue(self, waiting: Waiting) -> None:
         if waiting in self._queue:
             self._queue.remove(waiting)
 
@@ -206,24 +215,3 @@ class Admission:
     def _is_due(self, draw: int | None) -> bool:
         traffic = self._traffic
         return draw is None or self.room.in_time(draw, traffic.steps_done, traffic.lost)
-
-    def _numbered(self, draw: int | None) -> int:
-        if draw is None:
-            draw = self._next_draw
-        self._next_draw = max(self._next_draw, draw + 1)
-        return draw
-
-    def _check_possible(self, groups: int) -> None:
-        if groups > self.room.capacity:
-            why = (
-                "may be open at once"
-                if self.room.manual
-                else f"can be under way: groups_per_step × (staleness + 1) = {self.room.groups_per_step} × "
-                f"{self.room.staleness + 1}"
-            )
-            message = (
-                f"{groups} prompts were sent at once, but only {self.room.capacity} groups {why}. Send fewer at once, or start with "
-                "higher settings."
-            )
-            error = FieldError(field="prompts", message=message)
-            raise Refusal("invalid_request", message, errors=[error])

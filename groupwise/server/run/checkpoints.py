@@ -15,7 +15,7 @@ from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations, named_checkpoints, steps
 from groupwise.server.run.active_run import ENDED, Current
-from groupwise.server.run.engine_errors import asked
+from groupwise.server.run.engine_errors import await_engine
 from groupwise.server.run.named_checkpoints import Beginning, NamedCheckpoints
 
 
@@ -47,25 +47,22 @@ class Checkpoints:
         kept = self._named.kept_for(name, caller)  # by a server that ended before it could answer
         if kept is None:
             self._named.refuse_taken(name)
-            kept = await self._kept(name, row, caller)
-        await self._ledger.do(ledger_operations.keep_checkpoint, kept, caller)
-        self._current.changed.beat()
-        return kept
-
-    async def _kept(self, name: str, row: RunRow, caller: Caller) -> CheckpointAnswer:
-        while True:
+        while kept is None:
             path = await self._newest(row)
             try:
-                return await asyncio.to_thread(self._named.keep, name, path, row, caller)
+                kept = await asyncio.to_thread(self._named.keep, name, path, row, caller)
             except (FileNotFoundError, CheckpointError):
                 if path.is_dir():
                     raise  # it was not pruned meanwhile: it is damaged
+        await self._ledger.do(ledger_operations.keep_checkpoint, kept, caller)
+        self._current.changed.beat()
+        return kept
 
     async def _newest(self, row: RunRow) -> Path:
         """The newest state of the run, on disk."""
         conductor = self._current.conductor
         if conductor is not None and conductor.phase not in ENDED:
-            saved = await asked(
+            saved = await await_engine(
                 conductor.engine.save(), conductor, self._current.config.sampling_time_limit
             )
             await self._ledger.do(steps.note_checkpoint, row.run, saved.step)

@@ -30,8 +30,7 @@ from groupwise.server.ledger import groups
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
 from groupwise.server.run.active_run import Current
-from groupwise.server.run.conductor import Conductor
-from groupwise.server.run.engine_errors import asked, named
+from groupwise.server.run.engine_errors import await_engine, naming_field
 
 T = TypeVar("T")
 
@@ -50,7 +49,14 @@ class AskPost:
         """Sample, keep, and only then answer."""
         conductor = self._current.active()
         _ = conductor.engine  # refused before waiting
-        self._check_tokenizer(request.tokenizer_hash, conductor)
+        own = conductor.now.opened.tokenizer_hash
+        if request.tokenizer_hash not in (None, own):
+            message = (
+                f"tokenizer_hash is {request.tokenizer_hash!r}, but the server's tokenizer and template have {own!r}. "
+                "GET /tokenizer has them."
+            )
+            error = FieldError(field="tokenizer_hash", message=message)
+            raise Refusal("tokenizer_mismatch", message, errors=[error])
         await self._ledger.do(ledger_operations.check_draws, conductor.now.run, request.all_draws)
         wait = self._config.completions_wait
         async with conductor.room.admitted(request.all_draws, wait, caller.key_id) as draws:
@@ -59,9 +65,9 @@ class AskPost:
                 for prompt, draw in zip(request.all_prompts, draws, strict=True)
             ]
             engine = conductor.engine
-            sampled = await asked(
+            sampled = await await_engine(
                 gather_all(
-                    named(engine.sample(order), _fields(request, place))
+                    naming_field(engine.sample(order), _fields(request, place))
                     for place, order in enumerate(orders)
                 ),
                 conductor,
@@ -77,16 +83,6 @@ class AskPost:
             )
             await conductor.recount()
         return answers
-
-    def _check_tokenizer(self, given: str | None, conductor: Conductor) -> None:
-        own = conductor.now.opened.tokenizer_hash
-        if given not in (None, own):
-            message = (
-                f"tokenizer_hash is {given!r}, but the server's tokenizer and template have {own!r}. "
-                "GET /tokenizer has them."
-            )
-            error = FieldError(field="tokenizer_hash", message=message)
-            raise Refusal("tokenizer_mismatch", message, errors=[error])
 
     async def give_up(self, group: str) -> None:
         """End a group that its client no longer wants."""
@@ -142,7 +138,13 @@ class AskPost:
             )
             if answer is not None:
                 break
-            await self._beat_before(beat, deadline)
+            try:
+                async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
+                    await beat.wait()
+            except TimeoutError:
+                raise Refusal(
+                    "too_busy", "another step is still being taken; ask again.", retry_after=2
+                ) from None
         conductor.nudge()
         if not request.wait:
             return answer
@@ -155,16 +157,6 @@ class AskPost:
             lambda found: found.status == "trained",
             seconds,
         )
-
-    async def _beat_before(self, beat: asyncio.Event, deadline: float) -> None:
-        """Wait for a change. Refused as `too_busy` when the time is over: another step waits already."""
-        try:
-            async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
-                await beat.wait()
-        except TimeoutError:
-            raise Refusal(
-                "too_busy", "another step is still being taken; ask again.", retry_after=2
-            ) from None
 
     async def _awaited(
         self, look: Callable[[], Awaitable[T]], done: Callable[[T], bool], seconds: float

@@ -220,13 +220,9 @@ class Conductor:
             )
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._left_behind()
-
-    async def _left_behind(self) -> None:
-        """End the run without its engine if the engine could not be asked to."""
-        state = _STATES.get(self._leaving) if self._leaving else None
+        state = _STATES.get(why)
         if self.phase == "stopping" and state is not None:
-            self.phase = "stopped"
+            self.phase = "stopped"  # without its engine, which could not be asked to
             step = self.standing.step if self.standing else 0
             await self._ledger.do(steps.ended, self._run, state, EventKind.STOPPED, step)
 
@@ -351,28 +347,28 @@ class Conductor:
         traffic = await self._ledger.do(steps.traffic, run)
         if self.admission is None:
             draw = await self._ledger.do(groups.first_unused_draw, run)
-            self.admission = Admission(self._layout_of_room(), traffic, draw)
+            room = Room(
+                groups_per_step=self.request.prompts_per_step,
+                staleness=self.request.staleness,
+                manual=self.request.steps == "manual",
+                most=self._most_open,
+            )
+            self.admission = Admission(room, traffic, draw)
         self.admission.now(traffic)
         if self._leaving is None:
             self.phase = "running"
         self._changed.beat()
 
-    def _layout_of_room(self) -> Room:
-        return Room(
-            groups_per_step=self.request.prompts_per_step,
-            staleness=self.request.staleness,
-            manual=self.request.steps == "manual",
-            most=self._most_open,
-        )
-
     # --- steps ------------------------------------------------------------------------------------
 
     async def _take_steps(self, engine: Engine) -> None:
         """Whenever one is due, until the last one is done or the run is to be left."""
+        # Rewarded groups that make a step by themselves.
+        size = None if self.request.steps == "manual" else self.request.prompts_per_step
         while self._leaving is None and self.now.step < self.now.max_steps:
             self._nudged.clear()
             plan = await self._ledger.do(
-                steps.plan_when_due, self._run, self._size, self.request.staleness
+                steps.plan_when_due, self._run, size, self.request.staleness
             )
             if plan is None:
                 await self._nudged_or_lost(engine)
@@ -431,11 +427,6 @@ class Conductor:
     def _run(self) -> str:
         assert self._order.run is not None, "it was opened"
         return self._order.run
-
-    @property
-    def _size(self) -> int | None:
-        """Rewarded groups that make a step by themselves."""
-        return None if self.request.steps == "manual" else self.request.prompts_per_step
 
     def _close_room(self) -> None:
         if self.admission is not None:

@@ -15,7 +15,7 @@ from groupwise.server.run.engine_supervisor import FULL_SECONDS, is_full
 T = TypeVar("T")
 
 
-async def asked(work: Awaitable[T], conductor: Conductor, seconds: float) -> T:
+async def await_engine(work: Awaitable[T], conductor: Conductor, seconds: float) -> T:
     """Await an engine's answer for so many seconds; refused requests are the client's fault, a lost engine is not."""
     try:
         async with asyncio.timeout(seconds):
@@ -41,7 +41,7 @@ def refusal_of(error: GroupwiseError, otherwise: str, retry_after: float | None 
     return Refusal(code, str(error), retry_after=retry_after)
 
 
-async def named(work: Awaitable[T], fields: Mapping[OrderField, str]) -> T:
+async def naming_field(work: Awaitable[T], fields: Mapping[OrderField, str]) -> T:
     """Await the engine's answer; if the order is wrong, the refusal names the field as the client knows it."""
     try:
         return await work

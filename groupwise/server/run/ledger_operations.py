@@ -24,28 +24,21 @@ from groupwise.api.schemas.training import (
 from groupwise.core.types import Group, from_json
 from groupwise.server.engine.port import Opened, Sampled
 from groupwise.server.ledger import counters, events, groups, members, plans, runs, uptime
-from groupwise.server.ledger.answers import Request, StoredResponse, once
+from groupwise.server.ledger.answers import StoredResponse, once
 from groupwise.server.ledger.group_states import State
 from groupwise.server.ledger.groups import Echo, GroupRow, NewGroup
-from groupwise.server.ledger.idempotent_answers import (
+from groupwise.server.ledger.plans import PlanRow
+from groupwise.server.ledger.rewards import Post
+from groupwise.server.ledger.runs import RunRow
+from groupwise.server.ledger.tokenizers import Tokenizer
+from groupwise.server.ledger.transaction import Transaction
+from groupwise.server.run import steps
+from groupwise.server.run.responses import (
     answer_of,
     completions_answer,
     rewards_answer,
     step_answer,
 )
-from groupwise.server.ledger.plans import PlanRow
-from groupwise.server.ledger.rewards import Post, Posted
-from groupwise.server.ledger.runs import RunRow
-from groupwise.server.ledger.tokenizers import Tokenizer
-from groupwise.server.ledger.transaction import Transaction
-from groupwise.server.run import steps
-
-
-def named(caller: Caller) -> Request | None:
-    """The request as the ledger names it; None if it does not name itself."""
-    key = caller.answer_key
-    return None if key is None else Request(caller.key_id, key.route, key.key, key.body_hash)
-
 
 # --- runs -----------------------------------------------------------------------------------------
 
@@ -64,7 +57,7 @@ def started(
     """A run that an engine has opened, as the active one."""
     tokenizer = Tokenizer.of(opened)
 
-    def work(transaction: Transaction) -> StoredResponse:
+    def work() -> StoredResponse:
         if goes_on:
             runs.go_on(transaction, run, settings, config, tokenizer)
         else:
@@ -72,7 +65,7 @@ def started(
         events.add_event(transaction, run, EventKind.STARTED, {"step": opened.step})
         return answer
 
-    once(transaction, named(caller), work)
+    once(transaction, caller, work)
     return runs.read_run(transaction, run)
 
 
@@ -97,22 +90,22 @@ def keep_groups(
     """Groups that were sampled, and the answer about them."""
     kept: list[GroupAnswer] = []
 
-    def work(transaction: Transaction) -> StoredResponse:
-        new = [_new(each) for each in sampled]
-        rows = groups.opened(transaction, run, new, key_id=caller.key_id, lease=lease)
+    def work() -> StoredResponse:
+        new = [
+            NewGroup(
+                f"g-{secrets.token_hex(10)}", each.group, each.step, each.version, each.fingerprint
+            )
+            for each in sampled
+        ]
+        rows = groups.add_groups(transaction, run, new, key_id=caller.key_id, lease=lease)
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
         kept.extend(
             group_answer(transaction, row, each.group) for row, each in zip(rows, new, strict=True)
         )
         return completions_answer(request, kept)
 
-    once(transaction, named(caller), work)
+    once(transaction, caller, work)
     return kept
-
-
-def _new(sampled: Sampled) -> NewGroup:
-    group_id = f"g-{secrets.token_hex(10)}"
-    return NewGroup(group_id, sampled.group, sampled.step, sampled.version, sampled.fingerprint)
 
 
 def group_answer(transaction: Transaction, row: GroupRow, group: Group) -> GroupAnswer:
@@ -148,42 +141,37 @@ def keep_rewards(
     """
     answers: list[RewardAnswer] = []
 
-    def work(transaction: Transaction) -> StoredResponse:
+    def work() -> StoredResponse:
         done = steps.next_step(transaction, run) if steps_done is None else steps_done
-        version = (run, done)
-        posts = [
-            _post(transaction, each, version, _place(request, number))
-            for number, each in enumerate(request.all_groups)
-        ]
-        posted = [members.accept(transaction, run, post) for post in posts]
+        for number, given in enumerate(request.all_groups):
+            if given.group_id is not None:
+                _check_echo(transaction, given)
+            status = "held" if given.include == "hold" else "accepted"
+            posted = members.accept(
+                transaction,
+                run,
+                Post(
+                    given.group_id or _echo(given),
+                    tuple(given.rewards),
+                    {"model_version": [run, done], "status": status},
+                    given.include,
+                    "rewards" if isinstance(request, RewardsOfOne) else f"groups.{number}.rewards",
+                ),
+            )
+            # That of the first time, if the rewards were posted before.
+            first_run, first_done = posted.answer["model_version"]
+            answers.append(
+                RewardAnswer(
+                    group_id=posted.group,
+                    model_version=(first_run, first_done),
+                    status=posted.answer["status"],
+                )
+            )
         counters.count(transaction, run, counters.REWARD_REQUESTS)
-        answers.extend(_reward_answer(each) for each in posted)
         return rewards_answer(request, answers)
 
-    once(transaction, named(caller), work)
+    once(transaction, caller, work)
     return answers
-
-
-def _reward_answer(posted: Posted) -> RewardAnswer:
-    run, step = posted.answer["model_version"]
-    return RewardAnswer(
-        group_id=posted.group, model_version=(run, step), status=posted.answer["status"]
-    )
-
-
-def _place(request: RewardsOfOne | RewardsOfSeveral, number: int) -> str:
-    return "rewards" if isinstance(request, RewardsOfOne) else f"groups.{number}.rewards"
-
-
-def _post(
-    transaction: Transaction, given: GroupRewards, version: tuple[str, int], field: str
-) -> Post:
-    status = "held" if given.include == "hold" else "accepted"
-    answer = {"model_version": list(version), "status": status}
-    group = given.group_id or _echo(given)
-    if given.group_id is not None:
-        _check_echo(transaction, given)
-    return Post(group, tuple(given.rewards), answer, given.include, field)
 
 
 def _echo(given: GroupRewards) -> Echo:
@@ -222,23 +210,22 @@ def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
 
 def after_step(transaction: Transaction, answers: Sequence[RewardAnswer]) -> list[RewardAnswer]:
     """The answers as they are now: trained if a step has learnt from the group. Refused by how a group ended without."""
-    return [_after_step(transaction, answer) for answer in answers]
-
-
-def _after_step(transaction: Transaction, answer: RewardAnswer) -> RewardAnswer:
-    row = groups.read_group(transaction, answer.group_id)
-    if row.state in _LEFT_OUT:
-        raise Refusal(_LEFT_OUT[row.state], f"group {row.id} is {row.state}: {row.reason}.")
-    plan = plans.plan_of(transaction, row.id)
-    if plan is None or plan.trained is None:
-        return answer
-    told = {
-        "status": "trained",
-        "step": plan.step,
-        "metrics": dict(plan.trained.metrics),
-        "model_version": (row.run, plan.step + 1),
-    }
-    return answer.model_copy(update=told)
+    now: list[RewardAnswer] = []
+    for answer in answers:
+        row = groups.read_group(transaction, answer.group_id)
+        if row.state in _LEFT_OUT:
+            raise Refusal(_LEFT_OUT[row.state], f"group {row.id} is {row.state}: {row.reason}.")
+        plan = plans.plan_of(transaction, row.id)
+        changes: dict[str, Any] = {}
+        if plan is not None and plan.trained is not None:
+            changes = {
+                "status": "trained",
+                "step": plan.step,
+                "metrics": dict(plan.trained.metrics),
+                "model_version": (row.run, plan.step + 1),
+            }
+        now.append(answer.model_copy(update=changes))
+    return now
 
 
 _LEFT_OUT: dict[State, str] = {"stale": "group_stale", "quarantined": "group_quarantined"}
@@ -260,23 +247,16 @@ def keep_plan(
     rate = request.learning_rate
     parameters = {} if rate is None else {steps.LEARNING_RATE: rate}
 
-    def work(transaction: Transaction) -> StoredResponse:
+    def work() -> StoredResponse | None:
         runs.need_active(transaction, run)
         plan = steps.plan_of_named(transaction, run, request.group_ids, most, staleness, parameters)
         if plan is None:
-            raise _Busy
+            return None
         made.append(_step_answer(plan))
         return step_answer(request, made[0])
 
-    try:
-        once(transaction, named(caller), work)
-    except _Busy:
-        return None
-    return made[0]
-
-
-class _Busy(Exception):
-    """Another plan waits."""
+    once(transaction, caller, work)
+    return made[0] if made else None
 
 
 def step_after(transaction: Transaction, answer: StepAnswer) -> StepAnswer:
@@ -306,11 +286,11 @@ def _step_answer(plan: PlanRow) -> StepAnswer:
 def keep_checkpoint(transaction: Transaction, kept: CheckpointAnswer, caller: Caller) -> None:
     """Record that a checkpoint exists under a name, and the answer about it."""
 
-    def work(transaction: Transaction) -> StoredResponse:
+    def work() -> StoredResponse:
         steps.note_named_checkpoint(transaction, kept.run_id, kept.step, kept.address)
         return answer_of(kept)
 
-    once(transaction, named(caller), work)
+    once(transaction, caller, work)
 
 
 # --- time and status ------------------------------------------------------------------------------
@@ -323,8 +303,8 @@ def tick(transaction: Transaction) -> bool:
     overdue = groups.expire_overdue(transaction)
     for run in dict.fromkeys(row.run for row in overdue):
         ids = [row.id for row in overdue if row.run == run]
-        told = {"message": "their lease is over", "data": {"expired": ids}}
-        events.add_event(transaction, run, EventKind.GROUPS, told)
+        data = {"message": "their lease is over", "data": {"expired": ids}}
+        events.add_event(transaction, run, EventKind.GROUPS, data)
     return bool(overdue or settled)
 
 
@@ -348,7 +328,7 @@ class RunSnapshot:
         return {name.removeprefix(begin): n for name, n in found if name.startswith(begin)}
 
 
-def told(transaction: Transaction, run: str) -> RunSnapshot:
+def snapshot_of(transaction: Transaction, run: str) -> RunSnapshot:
     """Everything at one instant."""
     return RunSnapshot(
         runs.read_run(transaction, run),

@@ -24,7 +24,6 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.server.engine.port import EngineLost, OpenRun
 from groupwise.server.ledger import runs
-from groupwise.server.ledger.idempotent_answers import answer_of
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations, steps
@@ -33,6 +32,7 @@ from groupwise.server.run.checkpoints import Checkpoints
 from groupwise.server.run.conductor import Conductor, Leaving, RunStatus
 from groupwise.server.run.engine_errors import refusal_of
 from groupwise.server.run.engine_supervisor import EngineSupervisor
+from groupwise.server.run.responses import answer_of
 from groupwise.server.run.run_config import RUNS, Allowed, order_of
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,14 @@ class StartStop:
             await self._make_way(replacing)
             conductor = self._conductor_of(request, order)
             standing = await self._begun(conductor)
-            answer = _start_answer(request, standing)
+            answer = StartAnswer(
+                run_id=standing.run,
+                model_version=standing.version,
+                fingerprint=standing.policy.fingerprint,
+                max_steps=standing.max_steps,
+                groups_per_step=request.prompts_per_step,
+                tokenizer_hash=standing.opened.tokenizer_hash,
+            )
             await self._keep_tokenizer(conductor, standing)
             row = await self._ledger.do(
                 ledger_operations.started,
@@ -126,7 +133,13 @@ class StartStop:
             return self._named(order), request, None
         rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
         if (old := rows.get(request.resume_from)) is not None:
-            _refuse_another_name(request, old.run)
+            if request.run_name not in (None, old.run):
+                message = (
+                    f"has no effect with resume_from: {old.run}, because the run goes on under its own name. Leave it out, or begin a "
+                    f"new run from a checkpoint of it, such as resume_from: {old.run}@<step> (GET /checkpoints lists them)"
+                )
+                error = FieldError(field="run_name", message=message)
+                raise Refusal("settings_conflict", f"run_name {message}.", errors=[error])
             merged = _merged(old.settings, request)
             order = await self._checked_order(merged)
             config = _with_run(order.config, name=old.run)
@@ -234,17 +247,6 @@ def _with_run(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
     return {**config, "run": {**config["run"], **changes}}
 
 
-def _refuse_another_name(request: StartRequest, run: str) -> None:
-    """A run keeps its name for as long as it goes on."""
-    if request.run_name not in (None, run):
-        message = (
-            f"has no effect with resume_from: {run}, because the run goes on under its own name. Leave it out, or begin a new run from "
-            f"a checkpoint of it, such as resume_from: {run}@<step> (GET /checkpoints lists them)"
-        )
-        error = FieldError(field="run_name", message=message)
-        raise Refusal("settings_conflict", f"run_name {message}.", errors=[error])
-
-
 def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: StartRequest) -> None:
     """A checkpoint of all weights holds no adapter, and one of an adapter nothing else; told before anything is loaded."""
     had_all = _merged(settings, StartRequest()).trains_all
@@ -288,14 +290,3 @@ def _merged(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:
             "null takes one back.",
             errors=errors,
         ) from None
-
-
-def _start_answer(request: StartRequest, standing: RunStatus) -> StartAnswer:
-    return StartAnswer(
-        run_id=standing.run,
-        model_version=standing.version,
-        fingerprint=standing.policy.fingerprint,
-        max_steps=standing.max_steps,
-        groups_per_step=request.prompts_per_step,
-        tokenizer_hash=standing.opened.tokenizer_hash,
-    )

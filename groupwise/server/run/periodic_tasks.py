@@ -20,7 +20,7 @@ PROBE_EVERY = 2.0
 """Seconds between two questions to the engine how it is doing."""
 
 
-class Clockwork:
+class PeriodicTasks:
     """Two tasks beside the requests."""
 
     def __init__(self, current: Current, ledger: Ledger) -> None:
@@ -33,7 +33,8 @@ class Clockwork:
     def start(self) -> None:
         """Begin both."""
         self._tasks = tuple(
-            asyncio.create_task(work, name="clockwork") for work in (self._tick(), self._probe())
+            asyncio.create_task(work, name="periodic tasks")
+            for work in (self._tick(), self._probe())
         )
 
     async def stop(self) -> None:

@@ -8,7 +8,7 @@ can be read to its end.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,17 @@ class Versions:
 
         Refused as `unknown_version` if there was none of that name, as `version_gone` if it is no longer kept.
         """
-        step = self._step_of(version)
+        step = self.step
+        if version is not None and version != LATEST:
+            run, _, number = version.rpartition("@")
+            here = run in ("", self.run) and number.isascii() and number.isdecimal()
+            if not here or (int(number) > self.step and int(number) not in self._saved()):
+                raise Refusal(
+                    "unknown_version",
+                    f"there is no version {version!r}: the run is {self.run}, and it has done {self.step} steps. Versions that can be "
+                    f"read: {self._listed()}. {OTHERS}",
+                )
+            step = int(number)
         for place in (self._published(step), self._saved().get(step)):
             if place is not None:
                 try:
@@ -66,19 +76,6 @@ class Versions:
             f"version {self.run}@{step} is no longer kept. Versions that can be read: {self._listed()}. {OTHERS} Save a checkpoint by "
             "name to keep one.",
         )
-
-    def _step_of(self, version: str | None) -> int:
-        if version is None or version == LATEST:
-            return self.step
-        run, _, number = version.rpartition("@")
-        here = run in ("", self.run) and number.isascii() and number.isdecimal()
-        if not here or (int(number) > self.step and int(number) not in self._saved()):
-            raise Refusal(
-                "unknown_version",
-                f"there is no version {version!r}: the run is {self.run}, and it has done {self.step} steps. Versions that can be read: "
-                f"{self._listed()}. {OTHERS}",
-            )
-        return int(number)
 
     def _published(self, step: int) -> Place | None:
         policy = self.published.get(step)
@@ -109,7 +106,12 @@ class Versions:
         if not any(path.suffix == ".safetensors" for path in weights):
             raise FileNotFoundError(folder)
         kind: Literal["adapter", "full"] = "adapter" if is_adapter(folder) else "full"
-        files = _open_all([*weights, *tokenizer_files(self.tokenizer)])
+        with ExitStack() as opened:
+            files = [
+                OpenFile(path.name, path.stat().st_size, opened.enter_context(path.open("rb")))
+                for path in (*weights, *tokenizer_files(self.tokenizer))
+            ]
+            opened.pop_all()
         if (self.folder / RECORD).is_file():  # a checkpoint with a name may outlive its run
             card = model_card(self.folder, folder, step).encode()
             files.append(OpenFile(CARD, len(card), io.BytesIO(card)))
@@ -125,13 +127,3 @@ def _whole(folder: Path) -> checkpoints.Checkpoint | None:
         return checkpoints.read(folder)
     except CheckpointError:
         return None
-
-
-def _open_all(paths: Iterable[Path]) -> list[OpenFile]:
-    with ExitStack() as opened:
-        files = [
-            OpenFile(path.name, path.stat().st_size, opened.enter_context(path.open("rb")))
-            for path in paths
-        ]
-        opened.pop_all()
-    return files

@@ -16,7 +16,7 @@ from groupwise.server.run.active_run import Current
 from groupwise.server.run.downloads import OpenVersion
 from groupwise.server.run.engine_supervisor import EngineSupervisor
 from groupwise.server.run.named_checkpoints import NamedCheckpoints
-from groupwise.server.run.periodic_tasks import Clockwork
+from groupwise.server.run.periodic_tasks import PeriodicTasks
 from groupwise.server.run.policy_versions import LATEST
 from groupwise.server.run.status import status_of
 
@@ -26,14 +26,18 @@ def event_data(event: events.Event) -> EventData:
     return EventData(id=event.id, kind=event.kind, at=event.at, run_id=event.run, **event.data)
 
 
-class Reading:
+class Queries:
     """Queries about the current or last run."""
 
     def __init__(
-        self, current: Current, ledger: Ledger, supervisor: EngineSupervisor, clockwork: Clockwork
+        self,
+        current: Current,
+        ledger: Ledger,
+        supervisor: EngineSupervisor,
+        periodic: PeriodicTasks,
     ) -> None:
         self._supervisor = supervisor
-        self._clockwork = clockwork
+        self._periodic = periodic
         self._current = current
         self._ledger = ledger
 
@@ -43,11 +47,10 @@ class Reading:
         if row is None:
             return StatusAnswer(phase="idle")
         versions = await asyncio.to_thread(lambda: self._current.versions(row).steps())
-        told = await self._ledger.do(
-            ledger_operations.told, row.run
-        )  # last, so that it fits the phase
+        # Last, so that it fits the phase.
+        snapshot = await self._ledger.do(ledger_operations.snapshot_of, row.run)
         return status_of(
-            told, conductor, self._clockwork.probed, versions, self._supervisor.restarts
+            snapshot, conductor, self._periodic.probed, versions, self._supervisor.restarts
         )
 
     async def events(self, after: int | None, limit: int) -> list[EventData]:

@@ -27,9 +27,6 @@ TINY_RATE = 5e-2
 RATE = 1e-5
 RUNS = "runs"
 """Folder of the server's output that holds the runs."""
-REFUSED_SECTIONS: Mapping[str, tuple[str, ...]] = {"sampler": ("temperature_schedule",)}
-"""Keys that a served run cannot have: each request may say its own temperature."""
-
 
 FLAT: Mapping[str, str] = {
     "model.name": "model_id",
@@ -65,12 +62,18 @@ def order_of(request: StartRequest, allowed: Allowed, output_dir: Path) -> OpenR
     Raises Refusal: `model_not_allowed`; `invalid_request` for a section with keys or values that there are not, `settings_conflict`
     where the settings do not go together, both with each of them by the name that the client knows.
     """
+    runs = output_dir / RUNS
+    model = {"name": allowed_model("model_id", request.model_id, allowed)}
+    if request.adapter_path is not None:
+        model["adapter"] = _adapter(request.adapter_path, allowed, runs)
+    algorithm = request.algorithm
+    plain_name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.model_id.rstrip("/").rsplit("/", 1)[-1])
     config = {
-        "model": _model(request, allowed, output_dir / RUNS),
+        "model": model,
         "lora": None if request.trains_all else (request.lora or {}),
-        "algorithm": _algorithm(request.algorithm),
+        "algorithm": {"type": algorithm} if isinstance(algorithm, str) else algorithm or {},
         "sampler": {
-            **_checked("sampler", request.sampler),
+            **_checked_sampler(request.sampler or {}),
             "max_completion_length": request.max_completion_length,
         },
         "training": {
@@ -78,13 +81,14 @@ def order_of(request: StartRequest, allowed: Allowed, output_dir: Path) -> OpenR
             "max_steps": request.max_steps,
             "prompts_per_step": request.prompts_per_step,
             "num_generations": request.num_completions_per_prompt,
-            "learning_rate": request.learning_rate or _rate(request.model_id),
+            "learning_rate": request.learning_rate
+            or (TINY_RATE if request.model_id == TINY else RATE),
             "max_off_policy_steps": request.staleness,
             "schedule": "free" if request.staleness else "fixed_lag",
         },
         "run": {
-            "name": request.run_name or _name_after(request.model_id),
-            "dir": str(output_dir / RUNS),
+            "name": request.run_name or plain_name.strip(".-_") or "run",
+            "dir": str(runs),
             "save_steps": request.save_steps,
             "save_total_limit": request.save_total_limit,
             "logging_steps": request.logging_steps,
@@ -105,35 +109,21 @@ def _refusal(error: ConfigError, request: StartRequest) -> Refusal:
     names = dict(FLAT)
     if isinstance(request.algorithm, str):
         names["algorithm.type"] = "algorithm"
-    lines = [_without_origin(line) for line in str(error).splitlines()]
-    told = [_in_flat_names(line, names) for line in lines if line]
-    each_alone = all(_ALONE.match(line) for line in told)
+    any_name = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    config_key = re.compile(rf"(?<![\w.])({any_name})(?!\w|\.\w)")
+    lines = [_ORIGIN.sub("", line.strip()) for line in str(error).splitlines()]
+    lines = [config_key.sub(lambda found: names[found[1]], line) for line in lines if line]
     errors = [
-        FieldError(field=line.split(maxsplit=1)[0].rstrip(":"), message=line) for line in told
+        FieldError(field=line.split(maxsplit=1)[0].rstrip(":"), message=line) for line in lines
     ]
+    each_alone = all(_ALONE.match(line) for line in lines)
     code = "invalid_request" if each_alone else "settings_conflict"
-    return Refusal(code, " ".join(told), errors=errors)
+    return Refusal(code, " ".join(lines), errors=errors)
 
 
 _ALONE = re.compile(r"[\w.]+ is (not |required|.*; it must be )")
 _ORIGIN = re.compile(r"^(config: )+")
 """Prefixes that name the config as the origin of a key. To clients that is the body, so they are removed."""
-
-
-def _without_origin(line: str) -> str:
-    return _ORIGIN.sub("", line.strip())
-
-
-def _in_flat_names(line: str, names: Mapping[str, str]) -> str:
-    pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    return re.sub(rf"(?<![\w.])({pattern})(?!\w|\.\w)", lambda found: names[found[1]], line)
-
-
-def _model(request: StartRequest, allowed: Allowed, runs: Path) -> dict[str, Any]:
-    model: dict[str, Any] = {"name": allowed_model("model_id", request.model_id, allowed)}
-    if request.adapter_path is not None:
-        model["adapter"] = _adapter(request.adapter_path, allowed, runs)
-    return model
 
 
 def allowed_model(field: str, name: str, allowed: Allowed) -> str:
@@ -178,35 +168,18 @@ def _adapter(name: str, allowed: Allowed, runs: Path) -> str:
     return allowed_model("adapter_path", name, allowed)
 
 
-def _algorithm(given: str | dict[str, Any] | None) -> dict[str, Any]:
-    return {"type": given} if isinstance(given, str) else given or {}
-
-
-def _checked(section: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    if section == "sampler":
-        _refuse_servers(given or {})
-    for key in REFUSED_SECTIONS[section]:
-        if given and key in given:
-            message = f"{section}.{key} has no place in a served run: give `temperature` with each request for completions."
-            error = FieldError(field=f"{section}.{key}", message=message)
-            raise Refusal("settings_conflict", message, errors=[error])
-    return dict(given or {})
-
-
-def _refuse_servers(sampler: Mapping[str, Any]) -> None:
-    """A client must not have this machine ask addresses that it names."""
-    own = [key for key in SERVER_KEYS if key in sampler]
-    own += ["engine"] if sampler.get("engine", "torch") == "vllm" else []
-    if own:
-        key = f"sampler.{own[0]}"
-        message = f"{key} has no place in a served run: this server samples itself, and asks no other one for a client."
+def _checked_sampler(sampler: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Refused as `settings_conflict`: keys by which a client would have this machine ask addresses that it names, and a temperature
+    for the whole run, because each request may give its own."""
+    why = "this server samples itself, and asks no other one for a client."
+    refused = [key for key in SERVER_KEYS if key in sampler]
+    if sampler.get("engine", "torch") == "vllm":
+        refused.append("engine")
+    if not refused and "temperature_schedule" in sampler:
+        refused = ["temperature_schedule"]
+        why = "give `temperature` with each request for completions."
+    if refused:
+        key = f"sampler.{refused[0]}"
+        message = f"{key} has no place in a served run: {why}"
         raise Refusal("settings_conflict", message, errors=[FieldError(field=key, message=message)])
-
-
-def _rate(model: str) -> float:
-    return TINY_RATE if model == TINY else RATE
-
-
-def _name_after(model: str) -> str:
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", model.rstrip("/").rsplit("/", 1)[-1]).strip(".-_")
-    return plain or "run"
+    return sampler

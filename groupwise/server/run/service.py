@@ -14,7 +14,7 @@ returns when what it tells is on the disk. Here its parts are put together; each
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -22,39 +22,25 @@ from groupwise.api.http.caller import Caller
 from groupwise.api.schemas.activity import ActivityAnswer, LoopElsewhere, Session
 from groupwise.api.schemas.training import (
     ByVerbs,
-    CheckpointAnswer,
-    CheckpointsAnswer,
-    CompletionsRequest,
-    EventData,
-    GroupAnswer,
-    RewardAnswer,
-    RewardsOfOne,
-    RewardsOfSeveral,
     StartAnswer,
     StartRequest,
     StatusAnswer,
-    StepAnswer,
-    StepRequest,
-    StopAnswer,
-    TokenizerAnswer,
 )
 from groupwise.core.errors import GroupwiseError
 from groupwise.server.engine.port import Engine
 from groupwise.server.ledger import counters
 from groupwise.server.ledger.answers import StoredResponse, stored_answer
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.run import ledger_operations
 from groupwise.server.run.active_run import Current
-from groupwise.server.run.activity import Activity
+from groupwise.server.run.activity import activity_of
 from groupwise.server.run.checkpoints import Checkpoints
 from groupwise.server.run.completions_and_rewards import AskPost
 from groupwise.server.run.conductor import Conductor
-from groupwise.server.run.downloads import OpenVersion
-from groupwise.server.run.engine_errors import asked
+from groupwise.server.run.engine_errors import await_engine
 from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits
 from groupwise.server.run.lifecycle import Beside, StartStop
-from groupwise.server.run.periodic_tasks import Clockwork
-from groupwise.server.run.queries import Reading
+from groupwise.server.run.periodic_tasks import PeriodicTasks
+from groupwise.server.run.queries import Queries
 from groupwise.server.settings import ServerConfig
 
 T = TypeVar("T")
@@ -75,13 +61,34 @@ class Service:
         self._supervisor = EngineSupervisor(
             make_engine, Limits(restarts=config.max_engine_restarts, window=config.restart_window)
         )
-        self._current = Current(config)
-        self._checkpoints = Checkpoints(self._current, ledger)
-        self._start_stop = StartStop(self._current, ledger, self._supervisor, self._checkpoints)
-        self._ask_post = AskPost(self._current, ledger)
-        self._clockwork = Clockwork(self._current, ledger)
-        self._activity = Activity(self._current, ledger)
-        self._reading = Reading(self._current, ledger, self._supervisor, self._clockwork)
+        current = self._current = Current(config)
+        self._periodic = PeriodicTasks(current, ledger)
+        checkpoints = Checkpoints(current, ledger)
+        self._start_stop = StartStop(current, ledger, self._supervisor, checkpoints)
+        self._queries = Queries(current, ledger, self._supervisor, self._periodic)
+        ask_post = AskPost(current, ledger)
+
+        # What the routes call, each at the part that does it.
+        self.stop = self._start_stop.stop
+        self.completions = ask_post.completions
+        self.give_up = ask_post.give_up
+        self.rewards = ask_post.rewards
+        self.rewards_trained = ask_post.rewards_trained
+        self.step = ask_post.step
+        self.step_taken = ask_post.step_taken
+        self.events = self._queries.events
+        self.last_event = self._queries.last_event
+        self.next_event = self._queries.next_event
+        self.open_version = self._queries.open_version
+        self.tokenizer = self._queries.tokenizer
+        self.checkpoints = checkpoints.listed
+        self.save_checkpoint = checkpoints.save
+
+        # What other protocols and users of the machine call.
+        self.conducted = current.conducted
+        self.active = current.active
+        self.turn = self._start_stop.turn
+        """Held while a run is begun or ended, or an engine for something else is."""
         self.beside: dict[str, Beside] = {}
         """Other users of the machine, by name: models of clients, parts of a loop elsewhere."""
         self.by_verbs: Callable[[], ByVerbs] = ByVerbs
@@ -90,15 +97,13 @@ class Service:
         """Sessions of those clients, for people."""
         self.loop_elsewhere: Callable[[], LoopElsewhere | None] = lambda: None
         """Describes the client that drives sampler and learner from elsewhere."""
-        self.turn = self._start_stop.turn
-        """Held while a run is begun or ended, or an engine for something else is."""
 
     # --- the server's own life -------------------------------------------------------------------
 
     async def begin(self) -> None:
         """Go on with the run that was active when the server ended."""
         await self._start_stop.go_on()
-        self._clockwork.start()
+        self._periodic.start()
 
     async def shut_down(self, seconds: float) -> None:
         """Take nothing new, finish the step under way as far as the time allows, and end the engine. The run goes on at the next start."""
@@ -106,7 +111,7 @@ class Service:
         self._current.changed.beat()
         if self._current.conductor is not None:
             await self._current.conductor.leave("shut down", seconds)
-        await self._clockwork.stop()
+        await self._periodic.stop()
         await self._supervisor.end()
         await self._ledger.close()
 
@@ -121,87 +126,28 @@ class Service:
             return f"the run has failed: {conductor.last_error}"
         return None
 
-    # --- what the routes of ask and post want ----------------------------------------------------
+    # --- what the routes want ---------------------------------------------------------------------
 
     async def start(self, request: StartRequest, caller: Caller) -> StartAnswer:
         """Begin a run, or go on with one."""
         return await self._start_stop.start(request, caller, tuple(self.beside.values()))
 
-    async def stop(self) -> StopAnswer:
-        """End the run after the step under way, with a checkpoint; harmless when repeated."""
-        return await self._start_stop.stop()
-
-    async def completions(self, request: CompletionsRequest, caller: Caller) -> list[GroupAnswer]:
-        """Sample, keep, and only then answer."""
-        return await self._ask_post.completions(request, caller)
-
-    async def give_up(self, group: str) -> None:
-        """End a group that its client no longer wants."""
-        await self._ask_post.give_up(group)
-
-    async def rewards(
-        self, request: RewardsOfOne | RewardsOfSeveral, caller: Caller
-    ) -> list[RewardAnswer]:
-        """Keep rewards, and only then answer; with `wait` after the step that learns from them."""
-        return await self._ask_post.rewards(request, caller)
-
-    async def rewards_trained(
-        self, answers: Sequence[RewardAnswer], seconds: float
-    ) -> list[RewardAnswer]:
-        """Answers that were given before, after the step that learnt from them, or after so many seconds."""
-        return await self._ask_post.rewards_trained(answers, seconds)
-
-    async def step(self, request: StepRequest, caller: Caller) -> StepAnswer:
-        """Take a step with the groups that are named, or with those that wait."""
-        return await self._ask_post.step(request, caller)
-
-    async def step_taken(self, answer: StepAnswer, seconds: float) -> StepAnswer:
-        """An answer that was given before, after the step that was planned, or after so many seconds."""
-        return await self._ask_post.step_taken(answer, seconds)
-
     async def status(self) -> StatusAnswer:
         """Status of server and run."""
         loop = self.loop_elsewhere()
         beside = {"verbs": self.by_verbs(), "loop_elsewhere": loop and loop.owner}
-        return (await self._reading.status()).model_copy(update=beside)
+        return (await self._queries.status()).model_copy(update=beside)
 
     async def activity(self) -> ActivityAnswer:
         """Current activity."""
-        found = await self._activity.answer(self.sessions())
+        found = await activity_of(self._current, self._ledger, self.sessions())
         return found.model_copy(update={"loop_elsewhere": self.loop_elsewhere()})
-
-    async def events(self, after: int | None, limit: int) -> list[EventData]:
-        """Up to `limit` events after this one, oldest first; None: those that come from now on."""
-        return await self._reading.events(after, limit)
-
-    async def last_event(self) -> int:
-        """The id of the newest event."""
-        return await self._reading.last_event()
-
-    async def next_event(self, after: int, seconds: float) -> None:
-        """Return when there is an event after this one, or so many seconds are over, or the server shuts down."""
-        await self._reading.next_event(after, seconds)
-
-    async def open_version(self, version: str | None) -> OpenVersion:
-        """The files of a version, open."""
-        return await self._reading.open_version(version)
-
-    async def tokenizer(self) -> TokenizerAnswer:
-        """The data that a client needs to render and tokenise as the server does."""
-        return await self._reading.tokenizer()
-
-    async def checkpoints(self) -> CheckpointsAnswer:
-        """All that can be gone on from: the automatic ones of every run, then those with a name."""
-        return await self._checkpoints.listed()
-
-    async def save_checkpoint(self, name: str, caller: Caller) -> CheckpointAnswer:
-        """Keep the run as it is now under a name: after the step under way, or as it was left."""
-        return await self._checkpoints.save(name, caller)
 
     async def remembered(self, caller: Caller) -> StoredResponse | None:
         """The earlier answer to this request; refused if its key came with another body."""
-        request = ledger_operations.named(caller)
-        return None if request is None else await self._ledger.do(stored_answer, request)
+        if caller.answer_key is None:
+            return None
+        return await self._ledger.do(stored_answer, caller)
 
     async def count_refusal(self, code: str) -> None:
         """A request about the run was refused."""
@@ -212,20 +158,12 @@ class Service:
 
     # --- what the other protocols want -----------------------------------------------------------
 
-    def conducted(self) -> Conductor | None:
-        """The run that has an engine, or is about to have one again."""
-        return self._current.conducted()
-
     async def make_room(self, whom: str) -> None:
         """Something beside runs is to have the machine. Refused as `run_active` where something else has it; to be asked within `turn`."""
         for name, other in self.beside.items():
             if name != whom:
                 await other.make_way()
 
-    def active(self) -> Conductor:
-        """The run that takes something new. Refused as `not_started`, or as what has become of it."""
-        return self._current.active()
-
-    async def asked(self, work: Awaitable[T], conductor: Conductor) -> T:
+    async def await_engine(self, work: Awaitable[T], conductor: Conductor) -> T:
         """Await an engine's answer; refused requests are the client's fault, a lost engine is not."""
-        return await asked(work, conductor, self._config.sampling_time_limit)
+        return await await_engine(work, conductor, self._config.sampling_time_limit)

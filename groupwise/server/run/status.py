@@ -15,10 +15,9 @@ from groupwise.api.schemas.training import (
 )
 from groupwise.server.engine.port import Probe
 from groupwise.server.ledger import counters
-from groupwise.server.ledger.plans import PlanRow
 from groupwise.server.ledger.runs import RunState
 from groupwise.server.run import steps
-from groupwise.server.run.conductor import Conductor, RunStatus
+from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.ledger_operations import RunSnapshot
 
 PHASES: Mapping[RunState, Phase] = {
@@ -34,52 +33,49 @@ SAMPLED, LEARNED = "perf/sampling_tokens_per_second", "perf/learning_tokens_per_
 
 
 def status_of(
-    told: RunSnapshot,
+    snapshot: RunSnapshot,
     conductor: Conductor | None,
     probe: Probe | None,
     versions: Sequence[int],
     restarts: int,
 ) -> StatusAnswer:
     """The answer about the run that is, or was last."""
-    row = told.row
+    row = snapshot.row
     standing = conductor.standing if conductor else None
     training = row.config["training"]
     return StatusAnswer(
         training_settings=row.settings,
-        completion_requests_served=told.counters.get(counters.COMPLETION_REQUESTS, 0),
-        reward_requests_served=told.counters.get(counters.REWARD_REQUESTS, 0),
+        completion_requests_served=snapshot.counters.get(counters.COMPLETION_REQUESTS, 0),
+        reward_requests_served=snapshot.counters.get(counters.REWARD_REQUESTS, 0),
         phase=conductor.phase if conductor else PHASES[row.state],
         run_id=row.run,
-        step=standing.step if standing else told.step,
+        step=standing.step if standing else snapshot.step,
         max_steps=training["max_steps"],
         groups_per_step=training["prompts_per_step"],
-        model_version=standing.version if standing else (row.run, told.step),
+        model_version=standing.version if standing else (row.run, snapshot.step),
         fingerprint=standing.policy.fingerprint if standing else None,
         incarnation=row.incarnation,
         engine_restarts=restarts,
-        counters=Counters(served=sum(told.groups.values()), refused=told.refused, **told.groups),
+        counters=Counters(
+            served=sum(snapshot.groups.values()), refused=snapshot.refused, **snapshot.groups
+        ),
         queue_depth=conductor.admission.waiting if conductor and conductor.admission else 0,
         last_error=(conductor.last_error if conductor else None) or row.reason,
-        throughput=_throughput(standing, probe),
+        throughput=Throughput(
+            sampled_tokens=probe.sampled_tokens if probe else 0,
+            sampled_tokens_per_second=standing.metrics.get(SAMPLED) if standing else None,
+            trained_tokens_per_second=standing.metrics.get(LEARNED) if standing else None,
+            seconds_per_step=standing.seconds_per_step if standing else None,
+        ),
         memory=Memory(
             server_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
             engine_bytes=probe.memory if probe else None,
         ),
         versions=[(row.run, step) for step in versions],
-        quarantined=[_quarantined(plan) for plan in told.quarantined],
+        quarantined=[
+            Quarantined(step=plan.step, group_ids=list(plan.groups), reason=plan.reason or "")
+            for plan in snapshot.quarantined
+        ],
         metrics=steps.finite(standing.metrics) if standing and standing.metrics else None,
-        last_event_id=told.last_event,
+        last_event_id=snapshot.last_event,
     )
-
-
-def _throughput(standing: RunStatus | None, probe: Probe | None) -> Throughput:
-    return Throughput(
-        sampled_tokens=probe.sampled_tokens if probe else 0,
-        sampled_tokens_per_second=standing.metrics.get(SAMPLED) if standing else None,
-        trained_tokens_per_second=standing.metrics.get(LEARNED) if standing else None,
-        seconds_per_step=standing.seconds_per_step if standing else None,
-    )
-
-
-def _quarantined(plan: PlanRow) -> Quarantined:
-    return Quarantined(step=plan.step, group_ids=list(plan.groups), reason=plan.reason or "")

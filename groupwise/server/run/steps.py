@@ -101,8 +101,8 @@ def plan_of_named(
 def _leave_behind(transaction: Transaction, run: str, sampled_before: int) -> None:
     stale = groups.go_stale(transaction, run, sampled_before)
     if stale:
-        told = {"message": "too old to be trained", "data": {"stale": [row.id for row in stale]}}
-        events.add_event(transaction, run, EventKind.GROUPS, told)
+        data = {"message": "too old to be trained", "data": {"stale": [row.id for row in stale]}}
+        events.add_event(transaction, run, EventKind.GROUPS, data)
 
 
 def groups_to_train(transaction: Transaction, plan: PlanRow) -> tuple[Group, ...]:
@@ -110,19 +110,18 @@ def groups_to_train(transaction: Transaction, plan: PlanRow) -> tuple[Group, ...
 
     Raises Refusal `unknown_checkpoint` if what they were sampled with was dropped, because a checkpoint after the step stood.
     """
-    return tuple(_to_train(transaction, plan, row) for row in plans.groups_of(transaction, plan))
-
-
-def _to_train(transaction: Transaction, plan: PlanRow, row: groups.GroupRow) -> Group:
-    record = groups.read_record(transaction, row.id)
-    if record is None:
-        raise Refusal(
-            "unknown_checkpoint",
-            f"step {plan.step} of run {plan.run} would have to be taken again, but its groups were dropped when a checkpoint after it "
-            "stood. Restore the run's checkpoints from a copy.",
-        )
-    assert row.rewards is not None, "what is planned is rewarded"
-    return scored_group(from_json(Group, record), row.rewards)
+    scored: list[Group] = []
+    for row in plans.groups_of(transaction, plan):
+        record = groups.read_record(transaction, row.id)
+        if record is None:
+            raise Refusal(
+                "unknown_checkpoint",
+                f"step {plan.step} of run {plan.run} would have to be taken again, but its groups were dropped when a checkpoint after "
+                "it stood. Restore the run's checkpoints from a copy.",
+            )
+        assert row.rewards is not None, "what is planned is rewarded"
+        scored.append(scored_group(from_json(Group, record), row.rewards))
+    return tuple(scored)
 
 
 def note_trained(transaction: Transaction, plan: PlanRow, done: StepDone) -> bool:
@@ -132,29 +131,25 @@ def note_trained(transaction: Transaction, plan: PlanRow, done: StepDone) -> boo
     """
     before = plan.trained
     exact = before is None or before.fingerprint_out == done.record.fingerprint_out
-    plans.mark_trained(transaction, plan.run, plan.step, _trained(done))
+    trained = Trained(
+        done.record.fingerprint_out,
+        done.record.version_out,
+        done.policy.path,
+        finite(done.metrics),
+    )
+    plans.mark_trained(transaction, plan.run, plan.step, trained)
     if before is None:
-        _tell_step(transaction, plan, done.metrics)
+        _add_step_event(transaction, plan, done.metrics)
     for message in done.warnings:
         events.add_event(transaction, plan.run, EventKind.WARNING, {"message": message})
     groups.prune_records(transaction, plan.run, done.oldest_checkpoint)
     return exact
 
 
-def _trained(done: StepDone) -> Trained:
-    record = done.record
-    return Trained(
-        record.fingerprint_out, record.version_out, done.policy.path, finite(done.metrics)
-    )
-
-
-def _tell_step(transaction: Transaction, plan: PlanRow, metrics: Mapping[str, float]) -> None:
-    told = {"step": plan.step, "metrics": finite(metrics), "data": _groups_told(plan)}
-    events.add_event(transaction, plan.run, EventKind.STEP, told)
-
-
-def _groups_told(plan: PlanRow) -> dict[str, Any]:
-    return {"group_ids": list(plan.groups)}
+def _add_step_event(transaction: Transaction, plan: PlanRow, metrics: Mapping[str, float]) -> None:
+    data = {"group_ids": list(plan.groups)}
+    event = {"step": plan.step, "metrics": finite(metrics), "data": data}
+    events.add_event(transaction, plan.run, EventKind.STEP, event)
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
@@ -164,16 +159,16 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 def note_checkpoint(transaction: Transaction, run: str, step: int) -> None:
     """Announce an automatic checkpoint once, even if its steps are taken again."""
-    told = _checkpoint_told(step, f"{run}@{step}")
-    events.add_event_once(transaction, run, EventKind.CHECKPOINT, told)
+    data = _checkpoint_event(step, f"{run}@{step}")
+    events.add_event_once(transaction, run, EventKind.CHECKPOINT, data)
 
 
 def note_named_checkpoint(transaction: Transaction, run: str, step: int, name: str) -> None:
     """Announce a named checkpoint."""
-    events.add_event(transaction, run, EventKind.CHECKPOINT, _checkpoint_told(step, name))
+    events.add_event(transaction, run, EventKind.CHECKPOINT, _checkpoint_event(step, name))
 
 
-def _checkpoint_told(step: int, address: str) -> dict[str, Any]:
+def _checkpoint_event(step: int, address: str) -> dict[str, Any]:
     message = f"resume_from: {address} goes on from here"
     return {"step": step, "message": message, "data": {"address": address}}
 
@@ -187,7 +182,7 @@ def note_committed(
         return False
     trained = Trained(manifest.fingerprint_out, manifest.version_out, "", finite(metrics))
     plans.mark_trained(transaction, run, manifest.step, trained)
-    _tell_step(transaction, plan, metrics)
+    _add_step_event(transaction, plan, metrics)
     return True
 
 
@@ -197,8 +192,8 @@ def put_aside(transaction: Transaction, run: str, reason: str) -> PlanRow | None
     if plan is None or plan.losses < MOST_LOSSES:
         return None
     quarantined = plans.quarantine(transaction, run, plan.step, reason)
-    told = {"step": plan.step, "message": reason, "data": _groups_told(plan)}
-    events.add_event(transaction, run, EventKind.QUARANTINED, told)
+    data = {"step": plan.step, "message": reason, "data": {"group_ids": list(plan.groups)}}
+    events.add_event(transaction, run, EventKind.QUARANTINED, data)
     return quarantined
 
 
@@ -208,8 +203,8 @@ def repeated(transaction: Transaction, run: str, exact: bool, why: str | None) -
         events.add_event(transaction, run, EventKind.RECOVERED, {})
         return
     incarnation = runs.new_incarnation(transaction, run)
-    told = {"message": why, "data": {"incarnation": incarnation}}
-    events.add_event(transaction, run, EventKind.RECOVERED_INEXACT, told)
+    data = {"message": why, "data": {"incarnation": incarnation}}
+    events.add_event(transaction, run, EventKind.RECOVERED_INEXACT, data)
 
 
 def ended(

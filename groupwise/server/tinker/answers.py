@@ -7,13 +7,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Answered(BaseModel):
+class Answer(BaseModel):
     """The base of all answers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
-class ClientConfig(Answered):
+class ClientConfig(Answer):
     """How the client is to go about it."""
 
     pjwt_auth_enabled: bool = False
@@ -27,13 +27,13 @@ class ClientConfig(Answered):
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
 
 
-class DynamicConfig(Answered):
+class DynamicConfig(Answer):
     """Settings that may change while the client runs; here they never do."""
 
     sample_cancel_enabled: bool = False
 
 
-class SupportedModel(Answered):
+class SupportedModel(Answer):
     """A base."""
 
     model_name: str
@@ -41,56 +41,56 @@ class SupportedModel(Answered):
     sampleable: bool
 
 
-class Capabilities(Answered):
+class Capabilities(Answer):
     """The bases that can be had."""
 
     supported_models: list[SupportedModel]
 
 
-class SessionMade(Answered):
+class SessionMade(Answer):
     """A session."""
 
     type: Literal["create_session"] = "create_session"
     session_id: str
 
 
-class Heard(Answered):
+class Heard(Answer):
     """The session goes on."""
 
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
-class Finished(Answered):
+class Finished(Answer):
     """The session has ended, or there was none."""
 
 
-class Thrown(Answered):
+class Thrown(Answer):
     """Telemetry that the client sends; it is not stored."""
 
     status: Literal["accepted"] = "accepted"
 
 
-class Healthy(Answered):
+class Healthy(Answer):
     """The server is there."""
 
     status: Literal["ok"] = "ok"
 
 
-class Promise(Answered):
+class Promise(Answer):
     """The call was written down. Its answer is fetched by `request_id`."""
 
     request_id: str
     model_id: str
 
 
-class SamplePromise(Answered):
+class SamplePromise(Answer):
     """Likewise; each sequence that will be drawn has an id."""
 
     request_id: str
     sample_sequence_ids: list[str]
 
 
-class ModelData(Answered):
+class ModelData(Answer):
     """The base of a model."""
 
     arch: str
@@ -98,7 +98,7 @@ class ModelData(Answered):
     tokenizer_id: str
 
 
-class Info(Answered):
+class Info(Answer):
     """A model that has been made."""
 
     type: Literal["get_info"] = "get_info"
@@ -109,14 +109,14 @@ class Info(Answered):
     lora_rank: int
 
 
-class SamplerMade(Answered):
+class SamplerMade(Answer):
     """A sampler."""
 
     type: Literal["create_sampling_session"] = "create_sampling_session"
     sampling_session_id: str
 
 
-class SamplerInfo(Answered):
+class SamplerInfo(Answer):
     """The model of a sampler; `model_path` if it has saved weights."""
 
     sampler_id: str
@@ -124,7 +124,7 @@ class SamplerInfo(Answered):
     model_path: str | None = None
 
 
-class AboutWeights(Answered):
+class AboutWeights(Answer):
     """The kind of model that saved the weights."""
 
     base_model: str
@@ -135,7 +135,7 @@ class AboutWeights(Answered):
     train_attn: bool
 
 
-class TryAgain(Answered):
+class TryAgain(Answer):
     """There is no answer yet; ask again at once."""
 
     type: Literal["try_again"] = "try_again"
@@ -143,34 +143,34 @@ class TryAgain(Answered):
     queue_state: Literal["active"] = "active"
 
 
-class ModelMade(Answered):
+class ModelMade(Answer):
     """A model was made."""
 
     model_id: str
     type: Literal["create_model"]
 
 
-class Updated(Answered):
+class Updated(Answer):
     """An update was made."""
 
     metrics: dict[str, float]
 
 
-class Saved(Answered):
+class Saved(Answer):
     """Weights were saved, or loaded: where they are."""
 
     path: str
     type: Literal["save_weights", "load_weights", "save_weights_for_sampler"]
 
 
-class SamplerSaved(Answered):
+class SamplerSaved(Answer):
     """Weights were saved for one sampler, which is there now."""
 
     sampling_session_id: str
     type: Literal["save_weights_for_sampler"]
 
 
-class Failed(Answered):
+class Failed(Answer):
     """The call came to nothing."""
 
     error: str
@@ -181,7 +181,7 @@ Result = ModelMade | Updated | Saved | SamplerSaved | Failed
 """Results of calls that are answered in JSON."""
 
 
-class Refused(Answered):
+class Refused(Answer):
     """Why a request was not done."""
 
     code: str = Field(description="The name of the problem; never changes its meaning.")

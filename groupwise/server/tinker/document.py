@@ -27,11 +27,19 @@ _BYTES = {"type": "string", "format": "binary"}
 
 def document() -> dict[str, Any]:
     """Additions to the document: `tags`, `paths` and `components`."""
+    healthz = {
+        "tags": [TAG],
+        "summary": "healthz",
+        "operationId": "verbs_healthz",
+        "x-role": None,
+        "security": [],
+        "responses": {"200": _json(answers.Healthy)},
+    }
     return {
         "tags": [{"name": TAG, "description": DESCRIPTION}],
         "paths": {
             **{f"{PREFIX}{route.path}": _path(route) for route in ROUTES},
-            f"{PREFIX}/healthz": {"get": _healthz()},
+            f"{PREFIX}/healthz": {"get": healthz},
         },
         "components": {"schemas": _schemas()},
     }
@@ -39,15 +47,17 @@ def document() -> dict[str, Any]:
 
 def _path(route: VerbRoute) -> dict[str, Any]:
     role = Role.READ if route.method == "GET" else Role.TRAIN
-    operation = {
+    operation: dict[str, Any] = {
         "tags": [TAG],
         "summary": route.path.removeprefix("/"),
         "description": inspect.getdoc(route.handler),
         "operationId": f"verbs_{route.handler.__name__}",
         "x-role": role.word,
         "parameters": _parameters(route),
-        "responses": {"200": _answer(route), **_later(route), **_refusals(route.all_codes)},
+        "responses": {"200": _answer(route), **_refusals(route.all_codes)},
     }
+    if route.answer is None:
+        operation["responses"]["408"] = _json(answers.TryAgain)
     if route.reads is not None:
         content = {_JSON: {"schema": _name(route.reads)}}
         operation["requestBody"] = {"required": True, "content": content}
@@ -59,17 +69,6 @@ def _path(route: VerbRoute) -> dict[str, Any]:
             "content": content,
         }
     return {route.method.lower(): operation}
-
-
-def _healthz() -> dict[str, Any]:
-    return {
-        "tags": [TAG],
-        "summary": "healthz",
-        "operationId": "verbs_healthz",
-        "x-role": None,
-        "security": [],
-        "responses": {"200": _json(answers.Healthy)},
-    }
 
 
 def _parameters(route: VerbRoute) -> list[dict[str, Any]]:
@@ -105,10 +104,6 @@ def _answer(route: VerbRoute) -> dict[str, Any]:
     }
 
 
-def _later(route: VerbRoute) -> dict[str, Any]:
-    return {"408": _json(answers.TryAgain)} if route.answer is None else {}
-
-
 def _refusals(codes: tuple[str, ...]) -> dict[str, Any]:
     by_status: dict[str, list[str]] = {}
     for code in sorted(codes):
@@ -119,16 +114,15 @@ def _refusals(codes: tuple[str, ...]) -> dict[str, Any]:
             "content": {
                 _JSON: {
                     "schema": _name(answers.Refused),
-                    "examples": {code: {"value": _example(code)} for code in named},
+                    "examples": {
+                        code: {"value": {"code": code, "message": CODES[code].meaning}}
+                        for code in named
+                    },
                 }
             },
         }
         for status, named in sorted(by_status.items())
     }
-
-
-def _example(code: str) -> dict[str, str]:
-    return {"code": code, "message": CODES[code].meaning}
 
 
 def _json(model: type[BaseModel]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     else                an engine of the verbs' own, begun when it is first needed
 
 Engines come and go: runs begin and end, processes are killed. A model is brought to an engine by its state that was kept last and the calls
-that came after it, which the journal has; then the call that was under way is done there. So the client notices nothing but the time. A
+that came after it, which the ledger has; then the call that was under way is done there. So the client notices nothing but the time. A
 call that ends one engine after another is failed, and its model goes on without it.
 """
 
@@ -32,11 +32,12 @@ from groupwise.server.engine.adapter_port import (
 )
 from groupwise.server.engine.port import EngineLost, OpenModels
 from groupwise.server.engine.saved_adapters import SavedFolders
+from groupwise.server.ledger import calls
+from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.engine_supervisor import EngineSupervisor, is_full
 from groupwise.server.run.run_config import Allowed, allowed_model, folders_in
 from groupwise.server.tinker import requests, translate
-from groupwise.server.tinker.journal import Journal
 from groupwise.server.tinker.training import FORWARD_BACKWARD, optimiser_of
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class Host:
         *,
         runs: Runs,
         supervisor: EngineSupervisor,
-        journal: Journal,
+        ledger: Ledger,
         allowed: Allowed,
         folder: str,
         most: int,
@@ -113,7 +114,7 @@ class Host:
         """`supervisor`: of the verbs' own engine; `most` models at once, a run among them; `longest`: see `OpenModels`."""
         self._runs = runs
         self._supervisor = supervisor
-        self._journal = journal
+        self._ledger = ledger
         self._allowed = allowed
         self._folder = folder
         self._most = most
@@ -126,7 +127,7 @@ class Host:
 
     async def open(self) -> None:
         """Know the models that clients have; before the first call."""
-        for row in (await self._journal.everything()).models:
+        for row in await self._ledger.do(calls.all_models):
             self._models[row.id] = _Model(ModelSpec(**row.spec), row.kept)
 
     async def make_way(self, sessions: Mapping[str, str]) -> None:
@@ -196,7 +197,13 @@ class Host:
         """See `VerbEngine.create_model`. One that is there already was made by this very call."""
         new = model not in self._models
         if new:
-            self._refuse_more()
+            run = self._runs.conducted()
+            there = [*self._models, *([] if run is None else ["the run"])]
+            if len(there) >= self._most:
+                raise UsageError(
+                    f"There are {len(there)} models in memory already ({', '.join(there)}), as many as there may be (max_models of the "
+                    "server). End the session of one that is not needed any more."
+                )
             self.admit(spec.base)
             self._models[model] = _Model(spec)
         try:
@@ -205,15 +212,6 @@ class Host:
             if new:
                 del self._models[model]
             raise
-
-    def _refuse_more(self) -> None:
-        run = self._runs.conducted()
-        there = [*self._models, *([] if run is None else ["the run"])]
-        if len(there) >= self._most:
-            raise UsageError(
-                f"There are {len(there)} models in memory already ({', '.join(there)}), as many as there may be (max_models of the "
-                "server). End the session of one that is not needed any more."
-            )
 
     async def drop(self, model: str) -> None:
         """See `VerbEngine.drop`."""
@@ -291,10 +289,12 @@ class Host:
         """Have something done by a model, wherever it is; with no verb just have it somewhere."""
         losses = 0
         while True:
-            held = self._held(model)
+            if model not in self._models:
+                raise UsageError(f"There is no model {model!r}: its session has ended.")
+            held = self._models[model]
             standing = await self._engine_with(held.spec.base)
             try:
-                await self._brought(standing, model, held)
+                await self._bring(standing, model, held)
                 return None if verb is None else await standing.call(verb, model, *arguments)
             except EngineLost as error:
                 losses += 1
@@ -304,33 +304,28 @@ class Host:
             except UsageError:
                 raise  # nothing was done
             except GroupwiseError:
-                await self._taken_back(standing, model)
+                await self._take_back(standing, model)
                 raise
 
-    def _held(self, model: str) -> _Model:
-        if model not in self._models:
-            raise UsageError(f"There is no model {model!r}: its session has ended.")
-        return self._models[model]
-
-    async def _brought(self, standing: _Standing, model: str, held: _Model) -> None:
+    async def _bring(self, standing: _Standing, model: str, held: _Model) -> None:
         """Have the model in this engine, as it is after all that it came to."""
         async with held.moving:
             if model in standing.there:
                 return
             after = -1 if held.kept is None else held.kept
-            repeated = await self._journal.to_repeat(model, after)
+            repeated = await self._ledger.do(calls.to_repeat, model, after)
             await standing.call("create_model", model, held.spec, held.kept)
             standing.there.add(model)
             try:
                 for kind, content in repeated:
-                    await _repeated(standing, model, kind, content)
+                    await _repeat(standing, model, kind, content)
             except BaseException:
-                await self._taken_back(standing, model)
+                await self._take_back(standing, model)
                 raise
         if repeated or held.kept is not None:
             logger.info("the model %s was made again, with %d calls", model, len(repeated))
 
-    async def _taken_back(self, standing: _Standing, model: str) -> None:
+    async def _take_back(self, standing: _Standing, model: str) -> None:
         """Something failed half done: the model is made again before anything else is done with it."""
         standing.there.discard(model)
         with suppress(GroupwiseError):  # the engine is gone, and the model with it
@@ -354,7 +349,9 @@ class Host:
         standing = self._standing
         if standing is not None and standing.engine is engine:
             if standing.loads != loads:
-                raise _other_base(loads, standing.loads)
+                raise UsageError(
+                    f"The base model {loads} cannot be had now: {standing.loads} is in memory, and there is one base at a time."
+                )
             return standing
         if not isinstance(engine, Called):
             raise UsageError("The engine of the active run trains nothing beside it.")
@@ -406,21 +403,15 @@ class Host:
                 await self._supervisor.pause(error)
 
 
-async def _repeated(standing: _Standing, model: str, kind: str, content: bytes) -> None:
+async def _repeat(standing: _Standing, model: str, kind: str, content: bytes) -> None:
     """Do a call once more, whose answer was given."""
     if kind == FORWARD_BACKWARD:
-        asked = (await translate.read_aside(content)).asked
-        assert isinstance(asked, translate.Forward)  # because it was answered
-        await standing.call("forward_backward", model, [*asked.rows], asked.loss)
+        forward = (await translate.read_aside(content)).forward
+        assert isinstance(forward, translate.Forward)  # because it was answered
+        await standing.call("forward_backward", model, [*forward.rows], forward.loss)
     elif kind == requests.OptimStep.__name__:
         params = optimiser_of(requests.OptimStep.model_validate_json(content))
         await standing.call("optim_step", model, params)
     else:
         # Of all others the state is kept at once, so that none of them comes after it.
         raise AssertionError(f"{kind} cannot be repeated")
-
-
-def _other_base(asked: str, loaded: str) -> UsageError:
-    return UsageError(
-        f"The base model {asked} cannot be had now: {loaded} is in memory, and there is one base at a time."
-    )

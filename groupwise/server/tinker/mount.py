@@ -28,7 +28,6 @@ from groupwise.server.run.run_config import Allowed
 from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
 from groupwise.server.tinker.engine_manager import NAME, Host
-from groupwise.server.tinker.journal import LedgerJournal
 from groupwise.server.tinker.routes import PREFIX, Authorise, verb_routes
 from groupwise.server.tinker.service import VerbService
 
@@ -48,21 +47,20 @@ class Verbs:
         runs: Service,
         make_engine: Callable[[], Awaitable[Engine]],
     ) -> None:
-        journal = LedgerJournal(ledger)
         limits = Limits(restarts=config.max_engine_restarts, window=config.restart_window)
         self._host = Host(
             runs=runs,
             supervisor=EngineSupervisor(make_engine, limits),
-            journal=journal,
+            ledger=ledger,
             allowed=Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models)),
             folder=str(config.folder / FOLDER),
             most=config.max_models,
             longest=config.max_context_length,
         )
-        self.service = VerbService(self._host, journal=journal, keep_every=config.keep_models_every)
+        self.service = VerbService(self._host, ledger, keep_every=config.keep_models_every)
         runs.beside[NAME] = self
-        runs.by_verbs = self.service.told
-        runs.sessions = self.service.opened.told
+        runs.by_verbs = self.service.status
+        runs.sessions = self.service.opened.list_sessions
 
     async def begin(self) -> None:
         """Know what clients have opened before, and go on with their calls."""

@@ -221,5 +221,5 @@ def content_of(body: Body) -> bytes:
 
 
 def kind_of(body: Body) -> str:
-    """Name of a call in the journal."""
+    """Name of a kind of calls in the ledger."""
     return type(body).__name__

@@ -29,7 +29,6 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
 from groupwise.server.tinker import answers, requests, translate
 from groupwise.server.tinker.compatibility import refused_route
-from groupwise.server.tinker.futures import Failure
 from groupwise.server.tinker.refusals import CODES, code_of
 from groupwise.server.tinker.service import VerbService
 from groupwise.server.tinker.sessions import NotThere
@@ -126,11 +125,11 @@ class _Handlers:
     async def create_session(self, request: Request) -> Response:
         """Open a session; the same one for the same X-Idempotency-Key, caller and body."""
         body = await self._read(request, requests.CreateSession)
-        given = request.headers.get("x-idempotency-key") or request.headers.get("idempotency-key")
+        name = request.headers.get("x-idempotency-key") or request.headers.get("idempotency-key")
         facts: Facts | None = request.scope.get(SCOPE)
         caller = "" if facts is None or facts.caller is None else facts.caller.key_id
-        asked = [given, caller, body.model_dump_json()]
-        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest() if given else None
+        named = [name, caller, body.model_dump_json()]
+        key = hashlib.sha256(json.dumps(named).encode()).hexdigest() if name else None
         session = await self._service.opened.create_session(key, caller)
         return _sent(answers.SessionMade(session_id=session))
 
@@ -162,8 +161,8 @@ class _Handlers:
 
     async def forward_backward(self, request: Request) -> Response:
         """Log-probabilities and loss of some data, with or without gradient."""
-        asked = await translate.read_aside(await self._body(request))
-        return await self._promise(*self._service.training.forward_backward(asked))
+        forward = await translate.read_aside(await self._body(request))
+        return await self._promise(*self._service.training.forward_backward(forward))
 
     async def optim_step(self, request: Request) -> Response:
         """Update a model with the gradient that has gathered."""
@@ -210,7 +209,7 @@ class _Handlers:
         """Complete a prompt, or tell its log-probabilities."""
         body = await self._read(request, requests.Sample)
         id, sequences = await self._service.sampling.sample(body)
-        await self._service.kept(id)
+        await self._service.accepted(id)
         return _sent(answers.SamplePromise(request_id=id, sample_sequence_ids=sequences))
 
     async def retrieve(self, request: Request) -> Response:
@@ -219,8 +218,9 @@ class _Handlers:
         answer = await self._service.answer(id, self._poll)
         if answer is None:
             return _sent(answers.TryAgain(request_id=id), 408)
-        if isinstance(answer, Failure):
-            return _sent(answers.Failed(error=answer.message, category=answer.category))
+        if answer.state == "failed":
+            category = "user" if answer.media_type == "user" else "server"
+            return _sent(answers.Failed(error=answer.body.decode(), category=category))
         return Response(answer.body, media_type=answer.media_type)
 
     async def refuse(self, request: Request) -> Response:
@@ -232,7 +232,7 @@ class _Handlers:
         )
 
     async def _promise(self, model: str, id: str) -> Response:
-        await self._service.kept(id)
+        await self._service.accepted(id)
         return _sent(answers.Promise(request_id=id, model_id=model))
 
     async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
@@ -247,7 +247,7 @@ class _Handlers:
                 f"The body is no JSON as it is taken here: {error.msg} (at {error.pos})."
             ) from None
         except ValidationError as error:
-            raise UsageError(_told(kind, error)) from error
+            raise UsageError(_problems(kind, error)) from error
 
     async def _body(self, request: Request) -> bytes:
         """The body as sent, uncompressed; also used to log why it was refused."""
@@ -433,17 +433,15 @@ def _sent(answer: BaseModel, status: int = 200, headers: dict[str, str] | None =
     return Response(content, status, headers, "application/json")
 
 
-def _told(kind: type[requests.Body], error: ValidationError) -> str:
-    lines = [
-        f"{'.'.join(map(str, each['loc'])) or 'the body'}: {each['msg']} (given: {_short(each['input'])})"
-        for each in error.errors(include_url=False, include_context=False)[:10]
-    ]
+def _problems(kind: type[requests.Body], error: ValidationError) -> str:
+    lines: list[str] = []
+    for each in error.errors(include_url=False, include_context=False)[:10]:
+        given = json.dumps(_beginning(each["input"]), default=str)
+        given = given if len(given) <= 100 else f"{given[:100]}…"
+        lines.append(
+            f"{'.'.join(map(str, each['loc'])) or 'the body'}: {each['msg']} (given: {given})"
+        )
     return f"{kind.__name__} is not what this server takes. " + "; ".join(lines)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(_beginning(value), default=str)
-    return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def _beginning(value: Any, depth: int = 3) -> Any:

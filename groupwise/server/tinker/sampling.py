@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
+from dataclasses import asdict
 from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import SamplingParams
 from groupwise.server.engine.adapter_port import Base, VerbEngine, VerbSample
+from groupwise.server.ledger import calls
+from groupwise.server.ledger.calls import Outcome
+from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
-from groupwise.server.tinker.futures import PROTOBUF, CallResult, Futures
-from groupwise.server.tinker.journal import Journal
+from groupwise.server.tinker.futures import PROTOBUF, Futures, digest_of
 from groupwise.server.tinker.paths import stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
 from groupwise.server.tinker.sessions import Opened, Sampler
@@ -22,12 +24,12 @@ class SamplingCalls:
     """Calls of all samplers."""
 
     def __init__(
-        self, opened: Opened, engine: VerbEngine, futures: Futures, journal: Journal
+        self, opened: Opened, engine: VerbEngine, futures: Futures, ledger: Ledger
     ) -> None:
         self._opened = opened
         self._engine = engine
         self._futures = futures
-        self._journal = journal
+        self._ledger = ledger
 
     async def create_sampler(self, body: requests.CreateSampler) -> str:
         """A sampler of weights that were saved, or of a base model. The same request gives the same one."""
@@ -47,7 +49,10 @@ class SamplingCalls:
                 )
             sampler = Sampler(id, base, stored, body.model_path)
         self._opened.add_sampler(sampler)
-        await self._journal.add_sampler(id, body.session_id, sampler.base, sampler.weights)
+        weights = None if sampler.weights is None else asdict(sampler.weights)
+        await self._ledger.do_when_writable(
+            calls.add_sampler, id, body.session_id, sampler.base, weights
+        )
         return id
 
     def sampler(self, id: str) -> dict[str, Any]:
@@ -67,21 +72,19 @@ class SamplingCalls:
         """The id of the call."""
         sampler = self._opened.sampler(body.sampling_session_id)
         key = (sampler.id, body.seq_id)
-        content = content_of(body)
-        digest = hashlib.sha256(kind_of(body).encode() + content).digest()
+        kind, content = kind_of(body), content_of(body)
+        digest = digest_of(kind, content)
         if (earlier := self._futures.earlier(key, digest)) is not None:
             return earlier
         weights = sampler.weights or sampler.base
 
-        async def work() -> CallResult:
+        async def work() -> Outcome:
             order = _order(body, await self._engine.base(sampler.base))
             drawn = await self._engine.sample(weights, order)
-            length = len(order.prompt_ids)
-            return CallResult(
-                translate.sampled(drawn, length, body.prompt_logprobs_last_n), PROTOBUF
-            )
+            length, last = len(order.prompt_ids), body.prompt_logprobs_last_n
+            return Outcome("answered", PROTOBUF, translate.sampled(drawn, length, last))
 
-        id = self._futures.add(key, digest, len(content), kind=kind_of(body), content=content)
+        id = self._futures.add(key, digest, kind, content)
         self._futures.begin(id, work)
         return id
 

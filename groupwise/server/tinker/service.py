@@ -5,7 +5,7 @@
     sampling.py   those of samplers, in no order
     futures.py    how all of them are answered later
 
-All of it is in the journal before clients are told, and a new process opens it again (`open`): what was answered stays answered, and what
+All of it is in the ledger before clients get an id, and a new process opens it again (`open`): what was answered stays answered, and what
 waits is done.
 """
 
@@ -21,17 +21,11 @@ from groupwise.api.http import strict_json
 from groupwise.api.schemas.training import ByVerbs
 from groupwise.core.errors import UsageError
 from groupwise.server.engine.adapter_port import VerbEngine
-from groupwise.server.ledger.calls import CallRow
+from groupwise.server.ledger import calls
+from groupwise.server.ledger.calls import CallRow, Outcome
+from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
-from groupwise.server.tinker.futures import (
-    AnswerGone,
-    CallResult,
-    Failure,
-    Futures,
-    Limits,
-    TooManyCalls,
-)
-from groupwise.server.tinker.journal import Journal, NoJournal
+from groupwise.server.tinker.futures import AnswerGone, Futures, Limits, TooManyCalls
 from groupwise.server.tinker.sampling import SamplingCalls
 from groupwise.server.tinker.sessions import Opened
 from groupwise.server.tinker.training import FORWARD_BACKWARD, TrainingCalls
@@ -40,7 +34,7 @@ BodyT = TypeVar("BodyT", bound=requests.Body)
 
 KEEP_EVERY = 10
 """Updates of a model between two of its states that are kept, from which it can be made again."""
-KEPT_WITHIN = 10.0
+ACCEPTED_WITHIN = 10.0
 """Seconds that a client waits for its call to be written down."""
 REFUSED = "refused"
 """The kind of calls that were refused, but have used a number of their model."""
@@ -55,33 +49,43 @@ class VerbService:
     def __init__(
         self,
         engine: VerbEngine,
+        ledger: Ledger,
         *,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
-        journal: Journal | None = None,
         keep_every: int = KEEP_EVERY,
     ) -> None:
-        """`keep_every`: updates of a model after which its state is kept, if there is a journal."""
-        journal = journal or NoJournal()
+        """`keep_every`: updates of a model after which its state is kept."""
         self._engine = engine
-        self._journal = journal
-        self.futures = Futures(limits, journal)
-        self.opened = Opened(engine, self.futures, journal, clock)
-        self.training = TrainingCalls(self.opened, engine, journal, keep_every)
-        self.sampling = SamplingCalls(self.opened, engine, self.futures, journal)
+        self._ledger = ledger
+        self.futures = Futures(ledger, limits)
+        self.opened = Opened(engine, self.futures, ledger, clock)
+        self.training = TrainingCalls(self.opened, engine, ledger, keep_every)
+        self.sampling = SamplingCalls(self.opened, engine, self.futures, ledger)
 
     async def open(self) -> None:
-        """Know what clients have opened before, and go on with their calls; before the first request."""
-        found = await self._journal.everything()
-        self.opened.restore(found)
-        for row in found.calls:
+        """Open what clients had open before, and go on with their calls; before the first request."""
+        self.opened.restore(
+            await self._ledger.do(calls.all_sessions),
+            await self._ledger.do(calls.all_models),
+            await self._ledger.do(calls.all_samplers),
+        )
+        found = await self._ledger.do(calls.all_calls)
+        for row in found:
             self.futures.restore(row)
-        for row in found.calls:
+        for row in found:
             if row.state == "waiting":
-                await self._go_on(row)
+                try:
+                    self._begin_again(row)
+                except UsageError as error:
+                    # It was not refused with its number, as it was before: its model is no longer there.
+                    self.futures.abandon(row.id, error)
+                except Exception as error:  # what one client has left keeps no server from starting
+                    logger.exception("the call %s of an earlier process cannot go on", row.id)
+                    self.futures.abandon(row.id, UsageError(f"It cannot go on: {error}"))
 
-    async def _go_on(self, row: CallRow) -> None:
-        """Have a call done that came to nothing before the last process ended."""
+    def _begin_again(self, row: CallRow) -> None:
+        """Begin a call that had no outcome yet when the last process ended."""
         assert row.content is not None
         begin: Mapping[str, Callable[[bytes], Any]] = {
             FORWARD_BACKWARD: lambda content: self.training.forward_backward(
@@ -94,23 +98,15 @@ class VerbService:
             "SaveForSampler": _reading(requests.SaveForSampler, self.training.save_for_sampler),
             "Sample": _reading(requests.Sample, self.sampling.begin_sample),
         }
-        try:
-            if row.kind == REFUSED:
-                refused = UsageError("This request was refused before.")
-                line = self.opened.model(row.line).line
-                line.submit(row.sequence, row.content, refused, REFUSED)
-            else:
-                begin[row.kind](row.content)
-        except UsageError as error:
-            # Where it was not refused with its number, as it was before, its model is no longer there.
-            self.futures.abandon(row.id, error)
-        except Exception as error:  # what one client has left keeps no server from starting
-            logger.exception("the call %s of an earlier process cannot be gone on with", row.id)
-            self.futures.abandon(row.id, UsageError(f"It cannot be gone on with: {error}"))
+        if row.kind == REFUSED:
+            error = UsageError("This request was refused before.")
+            self.opened.model(row.line).line.submit(row.sequence, row.content, error, REFUSED)
+        else:
+            begin[row.kind](row.content)
 
-    async def kept(self, id: str) -> None:
+    async def accepted(self, id: str) -> None:
         """Return when a call is written down, so that its client may be told of it. NotKept if that takes too long."""
-        await self.futures.kept(id, KEPT_WITHIN)
+        await self.futures.accepted(id, ACCEPTED_WITHIN)
 
     async def close(self) -> None:
         """End what is under way; the engine stays."""
@@ -119,7 +115,7 @@ class VerbService:
             await model.line.close()
         await self.futures.close()
 
-    def told(self) -> ByVerbs:
+    def status(self) -> ByVerbs:
         """The verbs' part of the server's status."""
         made = [model.id for model in self.opened.models.values() if model.spec is not None]
         return ByVerbs(sessions=self.opened.sessions, models=made, waiting=self.futures.waiting)
@@ -146,7 +142,7 @@ class VerbService:
         with contextlib.suppress(UsageError, AnswerGone, TooManyCalls):
             found.line.submit(sequence, body, error, REFUSED)
 
-    async def answer(self, id: str, patience: float) -> CallResult | Failure | None:
+    async def answer(self, id: str, patience: float) -> Outcome | None:
         """See `Futures.answer`."""
         return await self.futures.answer(id, patience)
 

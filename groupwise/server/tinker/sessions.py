@@ -2,30 +2,29 @@
 
 A client opens a session and keeps it alive by a heartbeat; its models are released when it ends, or falls silent. Samplers stand for
 weights that do not change: those of a name, those that a training client saved for this sampler alone, or a base model. All of it is in the
-journal before clients are told, and a new process knows it again (`restore`).
+ledger before clients get the ids, and a new process opens it again (`restore`).
 """
 
 from __future__ import annotations
 
 import secrets
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from groupwise.api.schemas import activity as wire
 from groupwise.core.errors import UsageError
 from groupwise.server.engine.adapter_port import ModelSpec, Stored, VerbEngine
-from groupwise.server.ledger.calls import Everything
+from groupwise.server.ledger import calls
+from groupwise.server.ledger.calls import ModelRow, SamplerRow
+from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker.futures import CallQueue, Futures
-from groupwise.server.tinker.journal import Journal
 from groupwise.server.tinker.paths import path_of
 
 EPHEMERAL = "_sampler-"
 """Begins the names of weights that were saved for one sampler; names that clients give begin with a letter or digit."""
 SESSION_SILENCE = 600.0
 """Seconds without a heartbeat after which the models of a session may be released; clients send one every ten seconds."""
-SESSIONS_KEPT = 10_000
 
 
 class NotThere(UsageError):
@@ -73,51 +72,41 @@ class Opened:
     """All that clients have opened on this server."""
 
     def __init__(
-        self, engine: VerbEngine, futures: Futures, journal: Journal, clock: Callable[[], float]
+        self, engine: VerbEngine, futures: Futures, ledger: Ledger, clock: Callable[[], float]
     ) -> None:
         self._engine = engine
         self._futures = futures
-        self._journal = journal
+        self._ledger = ledger
         self._clock = clock
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
-        self._session_keys: OrderedDict[str, str] = OrderedDict()
+        self._sessions: dict[str, Session] = {}
         self._samplers: dict[str, Sampler] = {}
         self.models: dict[str, Model] = {}
         """Models that exist, or are about to be made, by their ids."""
 
-    def restore(self, found: Everything) -> None:
+    def restore(
+        self, sessions: Sequence[str], models: Sequence[ModelRow], samplers: Sequence[SamplerRow]
+    ) -> None:
         """Know what clients have opened before."""
-        for id, name in found.sessions:
+        for id in sessions:
             self._sessions[id] = Session(id, self._clock())
-            if name is not None:
-                self._session_keys[name] = id
-        for row in found.models:
+        for row in models:
             line = CallQueue(row.id, self._futures, first=row.done + 1)
             self.models[row.id] = Model(row.id, line, ModelSpec(**row.spec))
             self._sessions[row.session].models.add(row.id)
-        for row in found.samplers:
-            self.know_sampler(row.id, row.base, _stored(row.weights))
+        for row in samplers:
+            weights = None if row.weights is None else Stored(**row.weights)
+            self.know_sampler(row.id, row.base, weights)
 
     # --- sessions --------------------------------------------------------------------------------
 
     async def create_session(self, idempotency_key: str | None, caller: str = "") -> str:
         """A new session; the same one for the same key, which a client sends again when the connection was lost."""
         await self.end_silent_sessions()
-        if idempotency_key is not None and idempotency_key in self._session_keys:
-            known = self._session_keys[idempotency_key]
-            self._futures.callers[known] = caller
-            return known
-        session = Session(f"s-{secrets.token_hex(8)}", self._clock())
-        await self._journal.add_session(session.id, idempotency_key)
-        if idempotency_key is not None and idempotency_key in self._session_keys:
-            return self._session_keys[idempotency_key]  # the same request came meanwhile
-        self._sessions[session.id] = session
-        self._futures.callers[session.id] = caller
-        if idempotency_key is not None:
-            self._session_keys[idempotency_key] = session.id
-        while len(self._session_keys) > SESSIONS_KEPT:
-            self._session_keys.popitem(last=False)
-        return session.id
+        new = f"s-{secrets.token_hex(8)}"
+        id = await self._ledger.do(calls.add_session, new, idempotency_key)
+        self._sessions.setdefault(id, Session(id, self._clock()))
+        self._futures.callers[id] = caller
+        return id
 
     def heartbeat(self, session: str) -> None:
         """The client is there."""
@@ -127,12 +116,19 @@ class Opened:
         """The client is done; release its models. Repeating it is harmless."""
         found = self._sessions.pop(session, None)
         self._futures.callers.pop(session, None)
-        for model in sorted(found.models) if found is not None else ():
-            await self._drop(model)
+        for id in sorted(found.models) if found is not None else ():
+            model = self.models.pop(id)
+            await model.line.close()
+            for stored in model.ephemeral:
+                await self._engine.drop_sampler(stored)
+            await self._engine.drop(id)
         for id in [id for id in self._samplers if id.startswith(f"{session}:")]:
             del self._samplers[id]
         if found is not None:
-            await self._journal.end_session(session)
+            await self._ledger.do_when_writable(calls.end_session, session)
+            self._sessions.pop(
+                session, None
+            )  # the request that opened it may have come again meanwhile
 
     async def end_silent_sessions(self) -> None:
         """Release the models of clients that have gone without a word."""
@@ -155,8 +151,8 @@ class Opened:
             if each.models
         }
 
-    def told(self) -> list[wire.Session]:
-        """All sessions, for people; the steps of their models are known elsewhere."""
+    def list_sessions(self) -> list[wire.Session]:
+        """All sessions, for people; without the steps of their models, which the ledger has."""
         now = self._clock()
         samplers = Counter(session_of(id) for id in self._samplers)
         return [
@@ -164,7 +160,15 @@ class Opened:
                 id=each.id,
                 silent_seconds=max(now - each.seen, 0.0),
                 let_go_seconds=max(each.seen + SESSION_SILENCE - now, 0.0),
-                models=[_told_model(self.models[id]) for id in sorted(each.models)],
+                models=[
+                    wire.SessionModel(
+                        id=model.id,
+                        base=None if model.spec is None else model.spec.base,
+                        rank=None if model.spec is None else model.spec.rank,
+                        waiting=model.line.pending,
+                    )
+                    for model in (self.models[id] for id in sorted(each.models))
+                ],
                 samplers=samplers[each.id],
             )
             for each in self._sessions.values()
@@ -203,13 +207,6 @@ class Opened:
             raise NotThere(f"There is no model {id!r} in its session.")
         return self.models[id]
 
-    async def _drop(self, id: str) -> None:
-        model = self.models.pop(id)
-        await model.line.close()
-        for stored in model.ephemeral:
-            await self._engine.drop_sampler(stored)
-        await self._engine.drop(id)
-
     # --- samplers --------------------------------------------------------------------------------
 
     def add_sampler(self, sampler: Sampler) -> None:
@@ -218,7 +215,7 @@ class Opened:
             raise UsageError(f"The sampler {sampler.id} exists already, with other weights.")
 
     def know_sampler(self, id: str, base: str, weights: Stored | None) -> None:
-        """One that the journal has; where it is known already, the call that made it is done for the second time."""
+        """A sampler that the ledger has; if it is known already, the call that made it is done for the second time."""
         if id in self._samplers:
             return
         path = None if weights is None else path_of(weights)
@@ -237,20 +234,6 @@ class Opened:
         return self._samplers[id]
 
 
-def _told_model(model: Model) -> wire.SessionModel:
-    spec = model.spec
-    return wire.SessionModel(
-        id=model.id,
-        base=None if spec is None else spec.base,
-        rank=None if spec is None else spec.rank,
-        waiting=model.line.pending,
-    )
-
-
 def session_of(model: str) -> str:
     """The session that a model, or a sampler, begins its id with."""
     return model.partition(":")[0]
-
-
-def _stored(values: Mapping[str, Any] | None) -> Stored | None:
-    return None if values is None else Stored(**values)

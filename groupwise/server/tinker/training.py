@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import OptimiserParams
 from groupwise.server.engine.adapter_port import ModelSpec, Stored, VerbEngine
-from groupwise.server.ledger.calls import StepRow
+from groupwise.server.ledger import calls
+from groupwise.server.ledger.calls import Outcome, StepRow
+from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
-from groupwise.server.tinker.futures import PROTOBUF, CallResult, LeftOut, Note, Work
-from groupwise.server.tinker.journal import Journal
+from groupwise.server.tinker.futures import JSON, PROTOBUF, Work, failed
 from groupwise.server.tinker.paths import path_of, stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
 from groupwise.server.tinker.sessions import EPHEMERAL, Model, NotThere, Opened, session_of
@@ -33,13 +34,11 @@ FORWARD_BACKWARD = "forward_backward"
 class TrainingCalls:
     """Training calls of all models."""
 
-    def __init__(
-        self, opened: Opened, engine: VerbEngine, journal: Journal, keep_every: int
-    ) -> None:
-        """`keep_every`: updates of a model after which its state is kept, if the journal is durable."""
+    def __init__(self, opened: Opened, engine: VerbEngine, ledger: Ledger, keep_every: int) -> None:
+        """`keep_every`: updates of a model after which its state is kept."""
         self._opened = opened
         self._engine = engine
-        self._journal = journal
+        self._ledger = ledger
         self._keep_every = keep_every
 
     # --- making one ------------------------------------------------------------------------------
@@ -60,32 +59,18 @@ class TrainingCalls:
             train_unembed=lora.train_unembed,
         )
 
-        async def make() -> CallResult:
+        async def make() -> Outcome:
             await self._make(model, spec)
             return _json({"model_id": model.id, "type": "create_model"})
-
-        return model.id, model.line.submit(0, content_of(body), make, kind_of(body))
-
-    def _create_from(
-        self, body: requests.LoadWeights, session: str, number: int, stored: Stored
-    ) -> tuple[str, str]:
-        model = self._opened.new_model(session, number)
-
-        async def make() -> CallResult:
-            spec = await self._engine.saved(stored)
-            if body.base_model not in (None, spec.base):
-                raise UsageError(
-                    f"{body.path} was trained on {spec.base}; it cannot go on with {body.base_model}."
-                )
-            await self._make(model, spec)
-            return await self._load(model, body, 0, stored)
 
         return model.id, model.line.submit(0, content_of(body), make, kind_of(body))
 
     async def _make(self, model: Model, spec: ModelSpec) -> None:
         await self._opened.end_silent_sessions()
         await self._engine.create_model(model.id, spec)
-        await self._journal.add_model(model.id, session_of(model.id), spec)
+        await self._ledger.do_when_writable(
+            calls.add_model, model.id, session_of(model.id), asdict(spec)
+        )
         model.spec = spec
 
     async def info(self, model: str) -> dict[str, Any]:
@@ -112,20 +97,20 @@ class TrainingCalls:
     def forward_backward(self, request: translate.ForwardRequest) -> tuple[str, str]:
         """Run a pass with or without gradient. A malformed request is refused at once, but has used its sequence number."""
         model = self._opened.model(request.model)
-        asked = request.asked
-        if isinstance(asked, UsageError):
+        forward = request.forward
+        if isinstance(forward, UsageError):
             if request.sequence >= 1:
-                model.line.submit(request.sequence, request.content, asked, FORWARD_BACKWARD)
-            raise asked
+                model.line.submit(request.sequence, request.content, forward, FORWARD_BACKWARD)
+            raise forward
 
-        async def work() -> CallResult:
-            if asked.forward_only:
-                computed = await self._engine.forward(model.id, asked.rows, asked.loss)
-                return CallResult(translate.outputs(computed), PROTOBUF)
-            computed = await self._engine.forward_backward(model.id, asked.rows, asked.loss)
+        async def work() -> Outcome:
+            if forward.forward_only:
+                computed = await self._engine.forward(model.id, forward.rows, forward.loss)
+                return Outcome("answered", PROTOBUF, translate.outputs(computed))
+            computed = await self._engine.forward_backward(model.id, forward.rows, forward.loss)
             for name, value in computed.sums.items():
                 model.sums[name] = model.sums.get(name, 0.0) + value
-            return CallResult(translate.outputs(computed), PROTOBUF, Note())
+            return Outcome("answered", PROTOBUF, translate.outputs(computed), changed=True)
 
         return model.id, self._submit(
             model, request.sequence, request.content, work, FORWARD_BACKWARD
@@ -136,29 +121,26 @@ class TrainingCalls:
         model = self._opened.model(body.model_id)
         params = optimiser_of(body)
 
-        async def work() -> CallResult:
-            keep_as = self._keeps_as(model, body.seq_id)
+        async def work() -> Outcome:
+            model.updates += 1
+            keep_as = None
+            if model.updates >= self._keep_every:
+                model.updates, keep_as = 0, body.seq_id
             result = await self._engine.optim_step(model.id, params, keep_as)
             sums, model.sums = model.sums, {}
             finite = result.applied and math.isfinite(result.grad_norm)
             norm = result.grad_norm if finite else None
-            note = Note(keep_as, StepRow(params.learning_rate, norm, _finite(sums)))
-            if norm is None:
-                raise LeftOut(
+            finite_sums = {name: value for name, value in sums.items() if math.isfinite(value)}
+            outcome = _json({"metrics": {"grad_norm": norm}})
+            if norm is None:  # that failed, but has changed the model: its gradient is gone
+                outcome = failed(
                     f"The gradient was not finite (norm {result.grad_norm}), so the update was left out and the gradient cleared.",
-                    note,
+                    "server",
                 )
-            return replace(_json({"metrics": {"grad_norm": norm}}), note=note)
+            step = StepRow(params.learning_rate, norm, finite_sums)
+            return replace(outcome, changed=True, kept=keep_as, step=step)
 
         return model.id, self._submit(model, body.seq_id, content_of(body), work, kind_of(body))
-
-    def _keeps_as(self, model: Model, call: int) -> int | None:
-        """The number of an update after which the model's state is kept; None for the others."""
-        model.updates += 1
-        if not self._journal.durable or model.updates < self._keep_every:
-            return None
-        model.updates = 0
-        return call
 
     # --- its weights -----------------------------------------------------------------------------
 
@@ -167,7 +149,7 @@ class TrainingCalls:
         model = self._opened.model(body.model_id)
         stored = Stored(model.id, "weights", body.path)
 
-        async def work() -> CallResult:
+        async def work() -> Outcome:
             await self._engine.save_state(
                 model.id, body.path, overwrite=body.overwrite, call=body.seq_id
             )
@@ -179,26 +161,37 @@ class TrainingCalls:
         """A state into a model that is there, or into a new one that is made for it."""
         stored = stored_at(body.path)
         if body.session_id is not None and body.model_seq_id is not None:
-            return self._create_from(body, body.session_id, body.model_seq_id, stored)
+            new = self._opened.new_model(body.session_id, body.model_seq_id)
+
+            async def make() -> Outcome:
+                spec = await self._engine.saved(stored)
+                if body.base_model not in (None, spec.base):
+                    raise UsageError(
+                        f"{body.path} was trained on {spec.base}; it cannot go on with {body.base_model}."
+                    )
+                await self._make(new, spec)
+                return await self._load(new, body, 0, stored)
+
+            return new.id, new.line.submit(0, content_of(body), make, kind_of(body))
         if body.model_id is None or body.seq_id is None:
             raise UsageError(
                 "load_weights needs model_id and seq_id, or session_id and model_seq_id."
             )
         model, number = self._opened.model(body.model_id), body.seq_id
 
-        async def work() -> CallResult:
+        async def work() -> Outcome:
             return await self._load(model, body, number, stored)
 
         return model.id, self._submit(model, number, content_of(body), work, kind_of(body))
 
     async def _load(
         self, model: Model, body: requests.LoadWeights, call: int, stored: Stored
-    ) -> CallResult:
+    ) -> Outcome:
         """The state is kept at once: what was saved may be another one when this would be repeated."""
         await self._engine.load_state(model.id, stored, with_optimiser=body.optimizer, keep_as=call)
         model.sums.clear()
         answer = _json({"path": body.path, "type": "load_weights"})
-        return replace(answer, note=Note(kept=call))
+        return replace(answer, changed=True, kept=call)
 
     async def weights_info(self, path: str) -> dict[str, Any]:
         """Describe the model that saved these weights."""
@@ -221,30 +214,28 @@ class TrainingCalls:
                 "save_weights_for_sampler needs either path or sampling_session_seq_id."
             )
 
-        async def named() -> CallResult:
+        async def named() -> Outcome:
             assert body.path is not None
             await self._engine.save_for_sampler(model.id, body.path, body.seq_id)
             path = path_of(Stored(model.id, "sampler_weights", body.path))
             return _json({"path": path, "type": "save_weights_for_sampler"})
 
-        async def for_a_sampler() -> CallResult:
-            name = f"{session_of(model.id)}:sample:{number}"
-            sampler = await self._save_ephemeral(model, name, body.seq_id)
+        async def for_a_sampler() -> Outcome:
+            assert model.spec is not None
+            session, base = session_of(model.id), model.spec.base
+            sampler = f"{session}:sample:{number}"
+            stored = Stored(model.id, "sampler_weights", f"{EPHEMERAL}{number}")
+            await self._engine.save_for_sampler(model.id, stored.name, body.seq_id)
+            await self._ledger.do_when_writable(
+                calls.add_sampler, sampler, session, base, asdict(stored)
+            )
+            self._opened.know_sampler(sampler, base, stored)
+            while len(model.ephemeral) > EPHEMERAL_KEPT:
+                await self._engine.drop_sampler(model.ephemeral.pop(0))
             return _json({"sampling_session_id": sampler, "type": "save_weights_for_sampler"})
 
         work = named if body.path is not None else for_a_sampler
         return model.id, self._submit(model, body.seq_id, content_of(body), work, kind_of(body))
-
-    async def _save_ephemeral(self, model: Model, sampler: str, call: int) -> str:
-        assert model.spec is not None
-        name = EPHEMERAL + sampler.rpartition(":")[2]
-        await self._engine.save_for_sampler(model.id, name, call)
-        stored = Stored(model.id, "sampler_weights", name)
-        await self._journal.add_sampler(sampler, session_of(model.id), model.spec.base, stored)
-        self._opened.know_sampler(sampler, model.spec.base, stored)
-        while len(model.ephemeral) > EPHEMERAL_KEPT:
-            await self._engine.drop_sampler(model.ephemeral.pop(0))
-        return sampler
 
     def _submit(self, model: Model, sequence: int, content: bytes, work: Work, kind: str) -> str:
         if sequence < 1:
@@ -267,9 +258,5 @@ def optimiser_of(body: requests.OptimStep) -> OptimiserParams:
     )
 
 
-def _finite(sums: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in sums.items() if math.isfinite(value)}
-
-
-def _json(value: Mapping[str, Any]) -> CallResult:
-    return CallResult(json.dumps(value).encode())
+def _json(value: Mapping[str, Any]) -> Outcome:
+    return Outcome("answered", JSON, json.dumps(value).encode())

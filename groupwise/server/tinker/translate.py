@@ -64,8 +64,8 @@ class ForwardRequest:
     model: str
     sequence: int
     content: bytes
-    """The same for every body that asks the same."""
-    asked: Forward | UsageError
+    """Equal for equal requests, however they were encoded."""
+    forward: Forward | UsageError
     """Or what is wrong with it: it has used its sequence number all the same."""
 
 
@@ -73,11 +73,11 @@ def read(body: bytes) -> ForwardRequest:
     """See `ForwardRequest`. UsageError if the body is no such message, so that it has no number."""
     message = parsed(body)
     try:
-        asked = forward_of(message)
+        forward = forward_of(message)
     except UsageError as error:
-        asked = error
+        forward = error
     content = message.SerializeToString(deterministic=True)
-    return ForwardRequest(message.model_id, message.seq_id, content, asked)
+    return ForwardRequest(message.model_id, message.seq_id, content, forward)
 
 
 async def read_aside(body: bytes) -> ForwardRequest:
@@ -166,7 +166,13 @@ def loss_of(name: str, settings: Mapping[str, float]) -> LossSpec:
             raise UsageError(
                 f"The loss {name!r} has no setting {given!r} in loss_fn_config here. There are: {known}."
             )
-    _check_clip(name, settings)
+    low = settings.get("clip_low_threshold", 0.8)
+    high = settings.get("clip_high_threshold", 1.2)
+    if not (0 <= low <= 1 <= high < math.inf):
+        raise UsageError(
+            f"The loss {name!r} is to clip the ratio to [{low:g}, {high:g}]. Both are bounds of the ratio itself: clip_low_threshold "
+            "lies between 0 and 1, clip_high_threshold at 1 or above, for example 0.8 and 1.2."
+        )
     knobs = {kind.settings[given]: value for given, value in settings.items()}
     return LossSpec("given", {"surrogate": kind.surrogate, **knobs})
 
@@ -309,16 +315,6 @@ def _settings(message: Any) -> dict[str, float]:
             raise UsageError(f"loss_fn_config[{name!r}] is a text; the losses here take numbers.")
         found[name] = value.number
     return found
-
-
-def _check_clip(name: str, settings: Mapping[str, float]) -> None:
-    low = settings.get("clip_low_threshold", 0.8)
-    high = settings.get("clip_high_threshold", 1.2)
-    if not (0 <= low <= 1 <= high < math.inf):
-        raise UsageError(
-            f"The loss {name!r} is to clip the ratio to [{low:g}, {high:g}]. Both are bounds of the ratio itself: clip_low_threshold "
-            "lies between 0 and 1, clip_high_threshold at 1 or above, for example 0.8 and 1.2."
-        )
 
 
 def _unpacked(data: bytes, kind: str, where: str) -> list[Any]:

@@ -13,7 +13,8 @@ import pytest
 
 from groupwise.core.errors import StoreError
 from groupwise.server.engine.saved_adapters import SavedFolders
-from groupwise.server.tinker import journal, service
+from groupwise.server.ledger import writer
+from groupwise.server.tinker import service
 from groupwise.server.tinker.futures import NotKept
 from tests.disks import fill, small_disk
 from tests.processes import wait_until_async
@@ -43,8 +44,8 @@ async def refused(work: Awaitable[Any]) -> None:
 async def test_nothing_is_told_and_everything_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "AGAIN", 0.02)
-    monkeypatch.setattr(service, "KEPT_WITHIN", 0.1)
+    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(service, "ACCEPTED_WITHIN", 0.1)
     answers, state, _ = await undisturbed(tmp_path / "undisturbed")
     engine = Disk(SavedFolders(tmp_path / "saved"))  # its own disk has room
     with small_disk(tmp_path / "disk", "8m") as disk:

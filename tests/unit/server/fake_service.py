@@ -26,13 +26,13 @@ from groupwise.api.schemas.training import (
     TokenizerAnswer,
 )
 from groupwise.server.ledger.answers import StoredResponse
-from groupwise.server.ledger.idempotent_answers import (
+from groupwise.server.run.downloads import OpenFile, OpenVersion
+from groupwise.server.run.responses import (
     answer_of,
     completions_answer,
     rewards_answer,
     step_answer,
 )
-from groupwise.server.run.downloads import OpenFile, OpenVersion
 
 RUN = "tiny"
 

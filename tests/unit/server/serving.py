@@ -88,8 +88,8 @@ class Served:
     async def kill(self) -> None:
         """The server's process is gone: nothing is finished, and what is on the disk stands."""
         conductor = self.service._current.conductor  # pyright: ignore[reportPrivateUsage]
-        clockwork = self.service._clockwork._tasks  # pyright: ignore[reportPrivateUsage]
-        tasks = [*clockwork, conductor._task if conductor else None]  # pyright: ignore[reportPrivateUsage]
+        periodic = self.service._periodic._tasks  # pyright: ignore[reportPrivateUsage]
+        tasks = [*periodic, conductor._task if conductor else None]  # pyright: ignore[reportPrivateUsage]
         for task in tasks:
             if task is not None:
                 task.cancel()

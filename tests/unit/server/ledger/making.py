@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.core.types import Example, Group, Rollout, Segment
-from groupwise.server.ledger.groups import NewGroup, opened
+from groupwise.server.ledger.groups import NewGroup, add_groups
 from groupwise.server.ledger.rewards import Post, Posted, accept_rewards
 from groupwise.server.ledger.runs import add_run
 from groupwise.server.ledger.transaction import Clock, Transaction
@@ -58,11 +58,11 @@ def begin(transaction: Transaction, run: str = RUN) -> None:
 
 
 def open_groups(transaction: Transaction, *draws: int, step: int = 0, run: str = RUN) -> None:
-    opened(transaction, run, [new(draw, step) for draw in draws], key_id="k", lease=LEASE)
+    add_groups(transaction, run, [new(draw, step) for draw in draws], key_id="k", lease=LEASE)
 
 
 def post(
     transaction: Transaction, name: str, rewards: tuple[float | None, ...] = REWARDS, **more: Any
 ) -> Posted:
     answer = {"status": "accepted", "time": transaction.now}
-    return accept_rewards(transaction, RUN, [Post(name, rewards, answer, **more)])[0]
+    return accept_rewards(transaction, RUN, Post(name, rewards, answer, **more))

@@ -6,60 +6,77 @@ from dataclasses import replace
 
 import pytest
 
+from groupwise.api.http.caller import AnswerKey, Caller
+from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
+from groupwise.server.ledger import answers
 from groupwise.server.ledger.answers import (
     KEPT_SECONDS,
-    Request,
     StoredResponse,
     forget_old_answers,
-    once,
     stored_answer,
 )
 from groupwise.server.ledger.counters import count, counters_of
+from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.ledger.writer import Ledger
 
-REQUEST = Request("key-1", "POST /rewards", "abc", "hash-1")
+KEY = AnswerKey("POST /rewards", "abc", "hash-1")
+CALLER = Caller("key-1", Role.TRAIN, answer_key=KEY)
 
 
-def work(transaction) -> StoredResponse:
-    count(transaction, "r", "done")
-    return StoredResponse(200, b'{"done": %d}' % counters_of(transaction, "r")["done"])
+def asking(**changes: str) -> Caller:
+    """The same caller with another key, or key of its own."""
+    return replace(CALLER, answer_key=replace(KEY, **changes))
+
+
+def once(transaction: Transaction, caller: Caller) -> StoredResponse:
+    def work() -> StoredResponse:
+        count(transaction, "r", "done")
+        return StoredResponse(200, b'{"done": %d}' % counters_of(transaction, "r")["done"])
+
+    answer = answers.once(transaction, caller, work)
+    assert answer is not None
+    return answer
 
 
 def test_an_answer_is_kept_for_a_day(ledger):
-    first = once(ledger, REQUEST, work)
+    first = once(ledger, CALLER)
     soon = replace(ledger, uptime=ledger.uptime + KEPT_SECONDS - 1)
     for jump in (-1e7, 1e7):  # of the machine's clock
         assert forget_old_answers(replace(soon, now=soon.now + jump)) == 0
-        assert once(replace(soon, now=soon.now + jump), REQUEST, work) == first
+        assert once(replace(soon, now=soon.now + jump), CALLER) == first
     tomorrow = replace(ledger, uptime=ledger.uptime + KEPT_SECONDS)
-    assert once(tomorrow, replace(REQUEST, body_hash="hash-2"), work).body == b'{"done": 2}'
+    assert once(tomorrow, asking(body_hash="hash-2")).body == b'{"done": 2}'
     assert forget_old_answers(tomorrow) == 0
     assert forget_old_answers(replace(tomorrow, uptime=tomorrow.uptime + KEPT_SECONDS)) == 1
 
 
 async def test_a_refused_request_leaves_neither_work_nor_answer(tmp_path):
-    def refuse(transaction) -> StoredResponse:
-        work(transaction)
-        raise Refusal("finished")
+    def refuse(transaction: Transaction) -> StoredResponse | None:
+        def work() -> StoredResponse:
+            count(transaction, "r", "done")
+            raise Refusal("finished")
+
+        return answers.once(transaction, CALLER, work)
 
     opened = Ledger.open(tmp_path / "server.db")
     with pytest.raises(Refusal):
-        await opened.do(once, REQUEST, refuse)
+        await opened.do(refuse)
     assert await opened.do(counters_of, "r") == {}
-    assert (await opened.do(once, REQUEST, work)).status == 200
+    assert await opened.do(answers.once, CALLER, lambda: None) is None
+    assert (await opened.do(once, CALLER)).status == 200
     await opened.close()
 
 
 def test_the_same_request_of_the_same_caller_is_done_once(ledger):
-    assert stored_answer(ledger, REQUEST) is None
-    first = once(ledger, REQUEST, work)
-    assert once(ledger, REQUEST, work) == stored_answer(ledger, REQUEST) == first
+    assert stored_answer(ledger, CALLER) is None
+    first = once(ledger, CALLER)
+    assert once(ledger, CALLER) == stored_answer(ledger, CALLER) == first
     with pytest.raises(Refusal) as refused:
-        once(ledger, replace(REQUEST, body_hash="hash-2"), work)
+        once(ledger, asking(body_hash="hash-2"))
     assert refused.value.code == "idempotency_key_reused"
     assert counters_of(ledger, "r") == {"done": 1}
-    others = [{"key_id": "key-2"}, {"route": "POST /start"}, {"key": "abd"}]
-    requests = [replace(REQUEST, **other, body_hash="hash-2") for other in others]
-    found = [once(ledger, each, work).body for each in (*requests, None, None)]
+    others = [asking(route="POST /start"), asking(key="abd"), replace(CALLER, key_id="key-2")]
+    others += [replace(CALLER, answer_key=None)] * 2
+    found = [once(ledger, each).body for each in others]
     assert found == [b'{"done": %d}' % number for number in range(2, 7)]

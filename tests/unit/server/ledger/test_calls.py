@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 
 import pytest
 
@@ -29,8 +30,8 @@ def call(sequence: int, kind: str = "forward_backward", line: str = MODEL) -> Ca
 def done(ledger: Transaction, sequence: int, kind: str = "forward_backward", **more) -> str:
     taken = call(sequence, kind)
     calls.accept(ledger, taken)
-    outcome = {"changed": True, "media_type": "application/json", "body": b"{}", **more}
-    calls.settle(ledger, taken.id, Outcome("answered", **outcome))
+    outcome = Outcome("answered", "application/json", b"{}", changed=True)
+    calls.settle(ledger, taken.id, replace(outcome, **more))
     return taken.id
 
 
@@ -45,10 +46,16 @@ def repeated(ledger: Transaction, after: int = -1) -> list[tuple[str, bytes]]:
     return calls.to_repeat(ledger, MODEL, after)
 
 
+def test_a_session_of_one_name_is_opened_once(opened):
+    assert calls.add_session(opened, "s-2", "named") == SESSION
+    unnamed = [calls.add_session(opened, id, None) for id in ("s-2", "s-3")]
+    assert calls.all_sessions(opened) == [SESSION, *unnamed]
+
+
 def test_what_it_came_to_stands(opened):
     id = done(opened, 1)
     with pytest.raises(sqlite3.IntegrityError, match="stands"):
-        calls.settle(opened, id, Outcome("answered", True, "application/json", b"other"))
+        calls.settle(opened, id, Outcome("answered", "application/json", b"other"))
     with pytest.raises(sqlite3.IntegrityError):
         calls.accept(opened, call(1))
 
@@ -57,9 +64,8 @@ def test_calls_before_a_state_that_is_kept_are_forgotten(opened):
     done(opened, 1)
     done(opened, 2, "OptimStep", kept=2, step=StepRow(0.1, 2.0, {"loss/policy": 1.0}))
     done(opened, 3)
-    found = calls.everything(opened)
-    assert found.models[0].kept == 2
-    assert [each.content for each in found.calls] == [None, None, b"3"]
+    assert calls.all_models(opened)[0].kept == 2
+    assert [each.content for each in calls.all_calls(opened)] == [None, None, b"3"]
     assert repeated(opened, 2) == [("forward_backward", b"3")]
 
 
@@ -67,19 +73,18 @@ def test_a_session_that_ends_takes_all_with_it_but_the_record(opened):
     calls.add_sampler(opened, "s-1:sample:0", SESSION, "tiny", None)
     id = done(opened, 1, step=StepRow(0.1, None, {}))
     calls.end_session(opened, SESSION)
-    found = calls.everything(opened)
-    assert (found.sessions, found.models, found.samplers, found.calls) == ([], [], [], [])
+    found = (calls.all_sessions, calls.all_models, calls.all_samplers, calls.all_calls)
+    assert [read(opened) for read in found] == [[], [], [], []]
     assert len(calls.steps_of(opened, MODEL)) == 1
-    calls.settle(opened, id, Outcome("failed", False, "user", b"late"))
+    calls.settle(opened, id, Outcome("failed", "user", b"late"))
     calls.accept(opened, call(2))
     calls.add_model(opened, "s-1:train:1", SESSION, SPEC)
     calls.add_sampler(opened, "s-1:sample:1", SESSION, "tiny", None)
-    assert not calls.everything(opened).calls
+    assert not calls.all_calls(opened)
 
 
 def test_answers_that_are_forgotten(opened):
     ids = [done(opened, 1, changed=False), done(opened, 2), done(opened, 3, changed=False)]
     calls.forget_answers(opened, ids)
-    found = calls.everything(opened)
-    assert [each.sequence for each in found.calls] == [2, 3]  # to be repeated, and the last
-    assert found.models[0].done == 3
+    assert [each.sequence for each in calls.all_calls(opened)] == [2, 3]  # repeated, and the last
+    assert calls.all_models(opened)[0].done == 3

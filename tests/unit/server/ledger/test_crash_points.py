@@ -18,16 +18,18 @@ from typing import Any
 
 import pytest
 
+from groupwise.api.http.caller import AnswerKey, Caller
+from groupwise.api.schemas.keys import Role
 from groupwise.core import atomic_files
 from groupwise.server.ledger import uptime
-from groupwise.server.ledger.answers import Request, StoredResponse, once
+from groupwise.server.ledger.answers import StoredResponse, once
 from groupwise.server.ledger.counters import COMPLETION_REQUESTS, REWARD_REQUESTS, count
 from groupwise.server.ledger.events import add_event
 from groupwise.server.ledger.groups import (
+    add_groups,
     expire_overdue,
     give_up,
     go_stale,
-    opened,
     prune_records,
 )
 from groupwise.server.ledger.plans import (
@@ -48,6 +50,10 @@ from tests.unit.server.ledger.making import LEASE, REWARDS, RUN, FakeTime, begin
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
+def asking(route: str, key: str) -> Caller:
+    return Caller("k", Role.TRAIN, answer_key=AnswerKey(route, key, "h"))
+
+
 def start(transaction: Transaction) -> None:
     if active_run(transaction) is None:
         begin(transaction)
@@ -55,30 +61,36 @@ def start(transaction: Transaction) -> None:
 
 
 def complete(transaction: Transaction) -> None:
-    def work(inner: Transaction) -> StoredResponse:
-        opened(inner, RUN, [new(0), new(1)], key_id="k", lease=LEASE)
-        count(inner, RUN, COMPLETION_REQUESTS)
+    def work() -> StoredResponse:
+        add_groups(transaction, RUN, [new(0), new(1)], key_id="k", lease=LEASE)
+        count(transaction, RUN, COMPLETION_REQUESTS)
         return StoredResponse(200, b'["g-0", "g-1"]')
 
-    assert once(transaction, Request("k", "POST /completions", "1", "h"), work).status == 200
+    answer = once(transaction, asking("POST /completions", "1"), work)
+    assert answer is not None
+    assert answer.status == 200
 
 
 def complete_more(transaction: Transaction) -> None:
-    def work(inner: Transaction) -> StoredResponse:
-        open_groups(inner, 2, 3, 4, 5)
+    def work() -> StoredResponse:
+        open_groups(transaction, 2, 3, 4, 5)
         return StoredResponse(200, b"more")
 
-    assert once(transaction, Request("k", "POST /completions", "3", "h"), work).body == b"more"
+    answer = once(transaction, asking("POST /completions", "3"), work)
+    assert answer is not None
+    assert answer.body == b"more"
 
 
 def reward_one(transaction: Transaction) -> None:
-    def work(inner: Transaction) -> StoredResponse:
-        accept_rewards(inner, RUN, [Post("g-0", REWARDS, {"n": 0})])
-        count(inner, RUN, REWARD_REQUESTS)
-        add_event(inner, RUN, "rewarded", {"group": "g-0"})
+    def work() -> StoredResponse:
+        accept_rewards(transaction, RUN, Post("g-0", REWARDS, {"n": 0}))
+        count(transaction, RUN, REWARD_REQUESTS)
+        add_event(transaction, RUN, "rewarded", {"group": "g-0"})
         return StoredResponse(200, b"0")
 
-    assert once(transaction, Request("k", "POST /rewards", "2", "h"), work).body == b"0"
+    answer = once(transaction, asking("POST /rewards", "2"), work)
+    assert answer is not None
+    assert answer.body == b"0"
 
 
 def reward_several(transaction: Transaction) -> None:
@@ -87,11 +99,11 @@ def reward_several(transaction: Transaction) -> None:
         Post("g-2", REWARDS, {"n": 2}, include="hold"),
         Post("g-4", (None, None), {"n": 4}),
     ]
-    assert [each.answer["n"] for each in accept_rewards(transaction, RUN, posts)] == [1, 2, 4]
+    assert [accept_rewards(transaction, RUN, each).answer["n"] for each in posts] == [1, 2, 4]
 
 
 def release(transaction: Transaction) -> None:
-    (posted,) = accept_rewards(transaction, RUN, [Post("g-2", REWARDS, {"n": 22})])
+    posted = accept_rewards(transaction, RUN, Post("g-2", REWARDS, {"n": 22}))
     assert (posted.state, posted.answer) == ("rewarded", {"n": 22})
 
 

@@ -9,11 +9,11 @@ import pytest
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.types import Group, from_json
 from groupwise.server.ledger.groups import (
+    add_groups,
     echo_of,
     first_unused_draw,
     give_up,
     matching,
-    opened,
     prune_records,
     read_group,
     read_record,
@@ -24,7 +24,7 @@ from tests.unit.server.ledger.making import LEASE, RUN, begin, group, new, open_
 
 
 def test_a_group_is_kept_to_the_last_bit(run):
-    (row,) = opened(run, RUN, [new(7, step=3)], key_id="k1", lease=60.0)
+    (row,) = add_groups(run, RUN, [new(7, step=3)], key_id="k1", lease=60.0)
     assert (row.id, row.run, row.draw, row.state, row.members) == ("g-7", RUN, 7, "open", 2)
     assert (row.sampled_step, row.version, row.fingerprint) == (3, 3, "f3")
     assert (row.key_id, row.opened_at, row.lease_end) == ("k1", run.now, run.uptime + 60)
@@ -39,14 +39,14 @@ def test_a_group_is_kept_to_the_last_bit(run):
 def test_an_echo_prefers_what_still_takes_rewards_and_counts_tokens_where_they_are_sent(run):
     echo = echo_of(group(0))
     assert matching(run, RUN, echo) is None
-    opened(run, RUN, [new(0), new(1), new(3, text="other")], key_id="k", lease=LEASE)
+    add_groups(run, RUN, [new(0), new(1), new(3, text="other")], key_id="k", lease=LEASE)
     assert matching(run, RUN, replace(echo, completion_tokens=None)).id == "g-0"
     assert matching(run, RUN, replace(echo, completion_tokens=((3, 4), (4, 5)))) is None
     assert matching(run, "other", echo) is None
     post(run, "g-0")
     assert matching(run, RUN, echo).id == "g-1"
     afterwards = replace(run, now=run.now + LEASE, uptime=run.uptime + LEASE)
-    opened(afterwards, RUN, [new(2)], key_id="k", lease=LEASE)
+    add_groups(afterwards, RUN, [new(2)], key_id="k", lease=LEASE)
     assert matching(afterwards, RUN, echo).id == "g-2"
 
 
@@ -83,5 +83,5 @@ def test_the_first_unused_draw_is_one_after_the_last_of_the_run(run):
         open_groups(run, 6)
     assert refused.value.code == "finished"
     begin(run, "next")
-    opened(run, "next", [new(0, name="g-next")], key_id="k", lease=LEASE)
+    add_groups(run, "next", [new(0, name="g-next")], key_id="k", lease=LEASE)
     assert first_unused_draw(run, "next") == 1

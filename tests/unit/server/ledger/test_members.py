@@ -9,10 +9,10 @@ import pytest
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger import members
-from groupwise.server.ledger.groups import give_up, opened, read_group
+from groupwise.server.ledger.groups import add_groups, give_up, read_group
 from groupwise.server.ledger.members import (
     Gathering,
-    Given,
+    Member,
     Named,
     accept,
     give,
@@ -27,11 +27,11 @@ WHERE = Gathering(RUN, "k", "name:a", "hash")
 
 
 def begin(ledger, draw=0, step=0, where=WHERE):
-    opened(ledger, RUN, [new(draw, step)], key_id=where.key_id, lease=LEASE)
+    add_groups(ledger, RUN, [new(draw, step)], key_id=where.key_id, lease=LEASE)
     return share(ledger, where, f"g-{draw}")
 
 
-def following(ledger, oldest=0) -> Given:
+def following(ledger, oldest=0) -> Member:
     """The next member, which there is."""
     found = next_member(ledger, WHERE, oldest)
     assert found is not None
@@ -88,12 +88,12 @@ def test_an_acknowledged_reward_outlives_the_lease(run):
 
 def test_each_call_gets_a_member_until_all_are_given_apart_by_run_key_and_name(run):
     assert next_member(run, WHERE, 0) is None
-    assert begin(run).member == 0
+    assert begin(run).place == 0
     for key, value in {"run": "other", "key_id": "other", "name": "name:b"}.items():
         assert next_member(run, replace(WHERE, **{key: value}), 0) is None
-    refused("settings_conflict", next_member, run, replace(WHERE, asked="other"), 0)
+    refused("settings_conflict", next_member, run, replace(WHERE, common="other"), 0)
     second = following(run)
-    assert (second.row.id, second.member) == ("g-0", 1)
+    assert (second.row.id, second.place) == ("g-0", 1)
     assert give(run, second)
     assert not give(run, second)
     assert next_member(run, WHERE, 0) is None
@@ -129,7 +129,7 @@ def test_what_is_no_given_member_and_other_rewards_are_refused(run):
         *(Named("chatcmpl-0a"), Named("g-0a-x"), Named("g-0a-1-2")),
     ]
     begin(run)
-    opened(run, RUN, [new(1)], key_id="k", lease=LEASE)
+    add_groups(run, RUN, [new(1)], key_id="k", lease=LEASE)
     for name in ("g-0-1", "g-0-7", "g-1-0", "g-9-0", "g-9"):
         refused("unknown_group", post, run, name, 1.0)
     refused("invalid_request", post, run, "g-0-0", 1.0, 2.0)

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger.group_states import ENDS, State, moves
-from groupwise.server.ledger.groups import expire_overdue, give_up, go_stale, opened
+from groupwise.server.ledger.groups import add_groups, expire_overdue, give_up, go_stale
 from groupwise.server.ledger.plans import Trained, make_plan, mark_trained, quarantine
 from groupwise.server.ledger.rewards import Post, accept_rewards
 from groupwise.server.ledger.writer import Ledger
@@ -84,7 +84,7 @@ class Machine(RuleBasedStateMachine):
     @rule(draw=DRAWS, lease=st.sampled_from([5.0, 50.0]))
     def sample(self, draw: int, lease: float) -> None:
         name = f"g-{len(self.groups):03}"
-        told = self.do(opened, RUN, [new(draw, self.steps, name=name)], key_id="k", lease=lease)
+        told = self.do(add_groups, RUN, [new(draw, self.steps, name=name)], key_id="k", lease=lease)
         taken = {each.draw for each in self.groups.values() if each.state not in _FREE}
         assert (told == "draw_taken") == (draw in taken)
         if draw not in taken:
@@ -95,7 +95,7 @@ class Machine(RuleBasedStateMachine):
     def post(self, pick: int, rewards: Any, include: Any) -> None:
         name, known = self.named(pick)
         self.posts += 1
-        told = self.do(accept_rewards, RUN, [Post(name, rewards, {"n": self.posts}, include)])
+        told = self.do(accept_rewards, RUN, Post(name, rewards, {"n": self.posts}, include))
         if known.state == "given_up":
             assert told == "group_given_up"
         elif known.rewards is None and (known.state == "expired" or known.lease_end <= self.uptime):
@@ -107,8 +107,7 @@ class Machine(RuleBasedStateMachine):
             if now:
                 known.state = "held" if include == "hold" else "rewarded"
                 known.rewards, known.answer = rewards, self.posts
-            (posted,) = told
-            assert (posted.accepted, posted.answer) == (now, {"n": known.answer})
+            assert (told.accepted, told.answer) == (now, {"n": known.answer})
 
     @precondition(lambda self: self.groups)
     @rule(pick=PICKS)

@@ -59,17 +59,16 @@ BECOMES = {
 def test_several_posts_are_answered_in_order_and_may_repeat_each_other(run):
     open_groups(run, 0, 1)
     posts = [Post(name, REWARDS, {"n": n}) for n, name in enumerate(["g-1", "g-0", "g-1"])]
-    assert [(each.group, each.accepted, each.answer) for each in accept_rewards(run, RUN, posts)] == [
-        ("g-1", True, {"n": 0}),
-        ("g-0", True, {"n": 1}),
-        ("g-1", False, {"n": 0}),
+    posted = [accept_rewards(run, RUN, each) for each in posts]
+    assert [(each.group, each.accepted, each.answer["n"]) for each in posted] == [
+        ("g-1", True, 0), ("g-0", True, 1), ("g-1", False, 0),
     ]  # fmt: skip
 
 
 def test_the_long_form_takes_the_oldest_open_group_then_repeats_the_last_answer(run):
     open_groups(run, 0, 1)
     echo = echo_of(group(0))
-    posted = [accept_rewards(run, RUN, [Post(echo, REWARDS, {"n": n})])[0] for n in range(3)]
+    posted = [accept_rewards(run, RUN, Post(echo, REWARDS, {"n": n})) for n in range(3)]
     found = [(each.group, each.accepted, each.answer["n"]) for each in posted]
     assert found == [("g-0", True, 0), ("g-1", True, 1), ("g-1", False, 1)]
     for other, rewards, code in (
@@ -77,7 +76,7 @@ def test_the_long_form_takes_the_oldest_open_group_then_repeats_the_last_answer(
         (Echo("abc", (), ()), REWARDS, "unknown_group"),
     ):
         with pytest.raises(Refusal) as refusal:
-            accept_rewards(run, RUN, [Post(other, rewards, {})])
+            accept_rewards(run, RUN, Post(other, rewards, {}))
         assert refusal.value.code == code
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from groupwise.server.ledger import uptime
-from groupwise.server.ledger.groups import expire_overdue, opened
+from groupwise.server.ledger.groups import add_groups, expire_overdue
 from groupwise.server.ledger.writer import Ledger
 from tests.unit.server.ledger.making import RUN, begin, new
 
@@ -11,7 +11,7 @@ from tests.unit.server.ledger.making import RUN, begin, new
 async def test_a_lease_counts_uptime_and_a_kill_loses_what_came_after_the_last_tick(tmp_path, time):
     ledger = Ledger.open(tmp_path / "server.db", time.clock)
     await ledger.do(begin)
-    await ledger.do(opened, RUN, [new(0)], key_id="k", lease=60.0)
+    await ledger.do(add_groups, RUN, [new(0)], key_id="k", lease=60.0)
     await ledger.do(uptime.tick)
     time.pass_(40)
     assert await ledger.do(uptime.tick) == 40

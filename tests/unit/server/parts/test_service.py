@@ -20,7 +20,7 @@ from groupwise.api.schemas.parts import CallRequest
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import RunError
 from groupwise.server.parts import calls
-from groupwise.server.parts.calls import MOST_BODIES, TOLD_KEPT
+from groupwise.server.parts.calls import KEPT_AFTER_DELIVERY, MOST_BODIES
 from tests.fake_parts import SUMS, FakeCore, FakeParts
 from tests.parts_server import HERE, NoRuns, PartsServer
 from tests.processes import wait_until_async
@@ -270,12 +270,12 @@ async def test_an_answer_that_was_told_and_lost_is_told_again_however_late(tmp_p
     clock = Clock()
     async with asking(tmp_path, clock=clock, silence=1e9) as ask:
         first = await ask.call(1, UPDATE, after=0)
-        clock.now += 100 * TOLD_KEPT
-        ask.server.service.forget_told()
+        clock.now += 100 * KEPT_AFTER_DELIVERY
+        ask.server.service.forget_delivered()
         assert (await ask.call(1, UPDATE, after=0)).content == first.content
         assert ask.parts.done == ["update"]
         await ask.call(2, DISCARD, after=1)  # the client has the answer
-        ask.server.service.forget_told()
+        ask.server.service.forget_delivered()
         late = await ask.call(1, UPDATE, after=0)
         assert (late.status_code, code(late)) == (404, "unknown_call"), "never done twice"
         assert code(await ask.give_up(1)) == "unknown_call"

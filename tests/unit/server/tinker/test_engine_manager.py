@@ -15,9 +15,10 @@ import pytest
 from groupwise.core.errors import UsageError
 from groupwise.server.engine.saved_adapters import SavedFolders
 from groupwise.server.ledger import calls
+from groupwise.server.ledger.calls import Outcome
+from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests
-from groupwise.server.tinker.futures import CallResult, Failure, NotKept
-from groupwise.server.tinker.journal import LedgerJournal
+from groupwise.server.tinker.futures import NotKept, failed
 from groupwise.server.tinker.service import VerbService
 from groupwise.server.tinker.translate import read
 from tests.processes import wait_until_async
@@ -54,10 +55,10 @@ class Loop:
     async def go(self, service: VerbService, first: int = 0, last: int = CALLS) -> None:
         for number in range(first, last):
             id = self.send(service, number)
-            await service.kept(id)
+            await service.accepted(id)
             self.ids[number:] = [id]
 
-    async def answers(self, service: VerbService) -> list[CallResult | Failure | None]:
+    async def answers(self, service: VerbService) -> list[Outcome | None]:
         return [await service.answer(id, TIMEOUT_S) for id in self.ids]
 
 
@@ -74,7 +75,9 @@ async def undisturbed(folder: Path) -> tuple[list[Any], list[str], int]:
 
 def plain(answers: list[Any], session: str) -> list[Any]:
     return [
-        each.body.replace(session.encode(), b"s") if isinstance(each, CallResult) else each.message
+        each.body.replace(session.encode(), b"s")
+        if each.state == "answered"
+        else each.body.decode()
         for each in answers
     ]
 
@@ -144,13 +147,17 @@ async def test_what_fails_half_done_or_ends_every_engine_has_not_been_done(tmp_p
         await loop.answers(server.service)
         disk.fails = 1
         await loop.go(server.service, first=2, last=4)
-        failed = (await loop.answers(server.service))[2]
-        assert failed == Failure("no memory", "server")
+        assert (await loop.answers(server.service))[2] == failed("no memory", "server")
         assert server.engine is not None
         assert server.engine.models[loop.model] == ["gradient of (10, 11)", "update by 3.0"]
         await loop.go(server.service, first=4, last=7)
         answers = await loop.answers(server.service)
-        assert [isinstance(each, Failure) for each in answers[3:]] == [False, True, False, False]
+        assert [each and each.state == "failed" for each in answers[3:]] == [
+            False,
+            True,
+            False,
+            False,
+        ]
 
 
 async def test_a_session_that_ends_while_an_answer_is_written_down_keeps_the_answer(
@@ -161,21 +168,24 @@ async def test_a_session_that_ends_while_an_answer_is_written_down_keeps_the_ans
         await loop.go(server.service, last=1)
         await loop.answers(server.service)
         writing, goes_on = asyncio.Event(), asyncio.Event()
-        settle = LedgerJournal.settle
+        do = Ledger.do_when_writable
 
-        async def slow(journal: LedgerJournal, id: str, outcome: calls.Outcome) -> None:
-            await settle(journal, id, outcome)
-            writing.set()
-            await goes_on.wait()
+        async def slow(ledger: Ledger, operation: Any, *args: Any) -> Any:
+            await do(ledger, operation, *args)
+            if operation is calls.settle:
+                writing.set()
+                await goes_on.wait()
 
-        monkeypatch.setattr(LedgerJournal, "settle", slow)
+        monkeypatch.setattr(Ledger, "do_when_writable", slow)
         await loop.go(server.service, first=1, last=2)
         await writing.wait()
         ending = asyncio.create_task(server.service.opened.finish(loop.session))
         await asyncio.sleep(0)
         goes_on.set()
         await ending
-        assert isinstance(await server.service.answer(loop.ids[1], TIMEOUT_S), CallResult)
+        answer = await server.service.answer(loop.ids[1], TIMEOUT_S)
+        assert answer is not None
+        assert answer.state == "answered"
     assert not caplog.records
 
 
@@ -191,7 +201,9 @@ async def test_a_refused_call_of_a_model_that_was_never_made_keeps_no_server_fro
             session_id=session, model_seq_id=0, path=nowhere, optimizer=False
         )
         model, made = service.training.load_weights(body)
-        assert isinstance(await service.answer(made, TIMEOUT_S), Failure)
+        answer = await service.answer(made, TIMEOUT_S)
+        assert answer is not None
+        assert answer.state == "failed"
         wrong = json.dumps({"model_id": model, "seq_id": 5, "no_such_field": 1}).encode()
         await service.refused(wrong, UsageError("no_such_field is no field"))
         assert service.futures.waiting == 1, "for those before it"

@@ -4,113 +4,138 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import pytest
 
 from groupwise.core.errors import RunError, UsageError
+from groupwise.server.ledger.calls import Outcome
+from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker.futures import (
+    JSON,
     AnswerGone,
     CallQueue,
-    CallResult,
-    Failure,
     Futures,
     Limits,
     TooManyCalls,
     UnknownAnswer,
     Work,
+    failed,
 )
 
 TIMEOUT_S = 10.0
 
 
+@pytest.fixture
+async def ledger(tmp_path: Path) -> AsyncGenerator[Ledger]:
+    opened = Ledger.open(tmp_path / "server.db")
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def futures(ledger: Ledger) -> Futures:
+    return Futures(ledger)
+
+
+def _submit(line: CallQueue, number: int, work: Work | Exception, content: bytes = b"11") -> str:
+    return line.submit(number, content, work, "kind")
+
+
 def _saying(text: str, done: list[str] | None = None) -> Work:
-    async def work() -> CallResult:
+    async def work() -> Outcome:
         await asyncio.sleep(0)
         if done is not None:
             done.append(text)
-        return CallResult(text.encode())
+        return Outcome("answered", JSON, text.encode())
 
     return work
 
 
 def _failing(error: Exception) -> Work:
-    async def work() -> CallResult:
+    async def work() -> Outcome:
         raise error
 
     return work
 
 
-async def _text(futures: Futures, id: str) -> str:
+async def _outcome(futures: Futures, id: str) -> Outcome:
     answer = await futures.answer(id, TIMEOUT_S)
-    assert isinstance(answer, CallResult)
-    return answer.body.decode()
-
-
-async def _failure(futures: Futures, id: str) -> Failure:
-    answer = await futures.answer(id, TIMEOUT_S)
-    assert isinstance(answer, Failure)
+    assert answer is not None
     return answer
 
 
-async def test_one_at_a_time_but_lines_beside_each_other() -> None:
-    futures = Futures()
+async def _text(futures: Futures, id: str) -> str:
+    answer = await _outcome(futures, id)
+    assert answer.state == "answered"
+    return answer.body.decode()
+
+
+async def _message(futures: Futures, id: str) -> str:
+    answer = await _outcome(futures, id)
+    assert answer.state == "failed"
+    return answer.body.decode()
+
+
+async def test_one_at_a_time_but_lines_beside_each_other(futures: Futures) -> None:
     under_way, most, others = 0, 0, asyncio.Event()
 
-    async def work() -> CallResult:
+    async def work() -> Outcome:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
         await others.wait()
         under_way -= 1
-        return CallResult(b"")
+        return Outcome("answered", JSON, b"")
 
     line = CallQueue("a", futures)
-    ids = [line.submit(n, b"%d" % n, work) for n in range(3)]
-    assert await _text(futures, CallQueue("b", futures).submit(0, b"0", _saying("x"))) == "x"
+    ids = [_submit(line, n, work) for n in range(3)]
+    assert await _text(futures, _submit(CallQueue("b", futures), 0, _saying("x"))) == "x"
     others.set()
     assert ([await _text(futures, id) for id in ids], most) == ([""] * 3, 1)
 
 
-async def test_failures_are_told_and_hold_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    futures = Futures()
+async def test_failures_are_told_and_hold_up_nobody(
+    futures: Futures, caplog: pytest.LogCaptureFixture
+) -> None:
     line = CallQueue("m", futures)
     with caplog.at_level(logging.ERROR):
-        usage = line.submit(0, b"0", _failing(UsageError("yours")))
-        run = line.submit(1, b"1", _failing(RunError("ours")))
-        bug = line.submit(2, b"2", _failing(KeyError("secret")))
-        refused = line.submit(3, b"3", UsageError("refused before"))
-        after = line.submit(4, b"4", _saying("after"))
-        assert await _failure(futures, usage) == Failure("yours", "user")
-        assert await _failure(futures, run) == Failure("ours", "server")
-        found = await _failure(futures, bug)
-    assert found.category == "server"
-    assert "secret" not in found.message
+        usage = _submit(line, 0, _failing(UsageError("yours")))
+        run = _submit(line, 1, _failing(RunError("ours")))
+        bug = _submit(line, 2, _failing(KeyError("secret")))
+        refused = _submit(line, 3, UsageError("refused before"))
+        after = _submit(line, 4, _saying("after"))
+        assert await _outcome(futures, usage) == failed("yours", "user")
+        assert await _outcome(futures, run) == failed("ours", "server")
+        found = await _outcome(futures, bug)
+    assert (found.state, found.media_type) == ("failed", "server")
+    assert b"secret" not in found.body
     assert "secret" in caplog.text
-    assert await _failure(futures, refused) == Failure("refused before", "user")
+    assert await _outcome(futures, refused) == failed("refused before", "user")
     assert await _text(futures, after) == "after"
 
 
-async def test_a_number_that_never_comes() -> None:
-    futures = Futures()
+async def test_a_number_that_never_comes(futures: Futures) -> None:
     line = CallQueue("m", futures, patience=0.01)
-    ids = [line.submit(n, b"%d" % n, _saying(str(n))) for n in (0, 2, 3)]
+    ids = [_submit(line, n, _saying(str(n))) for n in (0, 2, 3)]
     assert await _text(futures, ids[0]) == "0"
     for id in ids[1:]:
-        assert "Request 1 of m" in (await _failure(futures, id)).message
+        assert "Request 1 of m" in await _message(futures, id)
     with pytest.raises(AnswerGone):
-        line.submit(1, b"1", _saying("too late"))
-    assert await _text(futures, line.submit(4, b"4", _saying("4"))) == "4"
+        _submit(line, 1, _saying("too late"))
+    assert await _text(futures, _submit(line, 4, _saying("4"))) == "4"
 
 
-async def test_answers_are_let_go_of_from_the_oldest_fetched_ones_first() -> None:
-    futures = Futures(Limits(answers=3))
+async def test_answers_are_let_go_of_from_the_oldest_fetched_ones_first(ledger: Ledger) -> None:
+    futures = Futures(ledger, Limits(answers=3))
     line = CallQueue("m", futures)
-    ids = [line.submit(n, b"%d" % n, _saying(str(n))) for n in range(3)]
+    ids = [_submit(line, n, _saying(str(n))) for n in range(3)]
     assert [await _text(futures, ids[n]) for n in (2, 1)] == ["2", "1"]
-    assert await _text(futures, line.submit(3, b"3", _saying("3"))) == "3"
+    assert await _text(futures, _submit(line, 3, _saying("3"))) == "3"
     assert await _text(futures, ids[0]) == "0"
     with pytest.raises(AnswerGone, match="Request 2 of m"):
-        line.submit(2, b"2", _saying("twice"))
+        _submit(line, 2, _saying("twice"))
     for id, error in (
         (ids[2], AnswerGone),
         (ids[0].rpartition("-")[0] + "-99", UnknownAnswer),
@@ -119,69 +144,69 @@ async def test_answers_are_let_go_of_from_the_oldest_fetched_ones_first() -> Non
     ):
         with pytest.raises(error):
             await futures.answer(id, TIMEOUT_S)
-    futures = Futures(Limits(answer_bytes=10))
+    futures = Futures(ledger, Limits(answer_bytes=10))
     line = CallQueue("m", futures)
-    small = line.submit(0, b"0", _saying("1234"))
-    assert len(await _text(futures, line.submit(1, b"1", _saying("x" * 100)))) == 100
+    small = _submit(line, 0, _saying("1234"))
+    assert len(await _text(futures, _submit(line, 1, _saying("x" * 100)))) == 100
     with pytest.raises(AnswerGone):
         await futures.answer(small, TIMEOUT_S)
 
 
-async def test_calls_of_one_caller_that_wait_leave_room_to_others() -> None:
-    futures = Futures(Limits(waiting_of_one=2))
+async def test_calls_of_one_caller_that_wait_leave_room_to_others(ledger: Ledger) -> None:
+    futures = Futures(ledger, Limits(waiting_of_one=2))
     futures.callers |= {"s-1": "mine", "s-2": "mine", "s-3": "another"}
     for session in ("s-1", "s-2"):
-        CallQueue(f"{session}:train:0", futures).submit(1, b"11", _saying("1"))
+        _submit(CallQueue(f"{session}:train:0", futures), 1, _saying("1"))
     with pytest.raises(TooManyCalls):
-        CallQueue("s-1:train:1", futures).submit(1, b"11", _saying("1"))
-    CallQueue("s-3:train:0", futures).submit(1, b"11", _saying("1"))
+        _submit(CallQueue("s-1:train:1", futures), 1, _saying("1"))
+    _submit(CallQueue("s-3:train:0", futures), 1, _saying("1"))
 
 
 @pytest.mark.parametrize("limits", [Limits(waiting=2), Limits(waiting_bytes=4)])
 async def test_calls_that_wait_are_bounded_but_the_one_they_wait_for_is_taken(
-    limits: Limits,
+    ledger: Ledger, limits: Limits
 ) -> None:
-    futures = Futures(limits)
+    futures = Futures(ledger, limits)
     line = CallQueue("m", futures)
-    line.submit(1, b"11", _saying("1"))
-    last = line.submit(2, b"22", _saying("2"))
+    _submit(line, 1, _saying("1"))
+    last = _submit(line, 2, _saying("2"))
     with pytest.raises(TooManyCalls):
-        line.submit(3, b"33", _saying("3"))
-    line.submit(0, b"00", _saying("0"))
+        _submit(line, 3, _saying("3"))
+    _submit(line, 0, _saying("0"))
     assert await _text(futures, last) == "2"
-    assert await _text(futures, line.submit(3, b"33", _saying("3"))) == "3"
+    assert await _text(futures, _submit(line, 3, _saying("3"))) == "3"
 
 
-async def test_closing_answers_all_who_wait() -> None:
-    futures = Futures()
+async def test_closing_answers_all_who_wait(futures: Futures) -> None:
     line, never = CallQueue("m", futures), asyncio.Event()
 
-    async def work() -> CallResult:
+    async def work() -> Outcome:
         await never.wait()
-        return CallResult(b"")
+        return Outcome("answered", JSON, b"")
 
-    ids = [line.submit(n, b"%d" % n, work) for n in (0, 1, 3)]
+    ids = [_submit(line, n, work) for n in (0, 1, 3)]
     waiting = asyncio.create_task(futures.answer(ids[0], TIMEOUT_S))
     await asyncio.sleep(0.001)
     await line.close()
-    assert isinstance(await waiting, Failure)
+    answer = await waiting
+    assert answer is not None
+    assert answer.state == "failed"
     for id in ids:
-        assert "its session has ended" in (await _failure(futures, id)).message
+        assert "its session has ended" in await _message(futures, id)
     await futures.close()
 
 
-async def test_calls_are_done_in_the_order_of_their_numbers_and_once() -> None:
-    futures = Futures()
+async def test_calls_are_done_in_the_order_of_their_numbers_and_once(futures: Futures) -> None:
     line, done = CallQueue("m", futures, patience=TIMEOUT_S), list[str]()
-    ids = {n: line.submit(n, b"%d" % n, _saying(str(n), done)) for n in (3, 1, 2)}
+    ids = {n: _submit(line, n, _saying(str(n), done)) for n in (3, 1, 2)}
     assert await futures.answer(ids[1], 0.001) is None
-    ids[0] = line.submit(0, b"0", _saying("0", done))
-    assert line.submit(0, b"0", _saying("again", done)) == ids[0]
+    ids[0] = _submit(line, 0, _saying("0", done))
+    assert _submit(line, 0, _saying("again", done)) == ids[0]
     assert [await _text(futures, ids[n]) for n in range(4)] == done == ["0", "1", "2", "3"]
     assert await futures.answer(ids[0], TIMEOUT_S) is await futures.answer(ids[0], TIMEOUT_S)
-    assert line.submit(0, b"0", _saying("later", done)) == ids[0]
+    assert _submit(line, 0, _saying("later", done)) == ids[0]
     with pytest.raises(UsageError, match="another content"):
-        line.submit(0, b"other", _saying("other", done))
-    assert await _text(futures, line.submit(4, b"4", _saying("4", done))) == "4"
+        _submit(line, 0, _saying("other", done), b"other")
+    assert await _text(futures, _submit(line, 4, _saying("4", done))) == "4"
     assert len(done) == 5
     await line.close()

@@ -12,6 +12,7 @@ import pytest
 from starlette.types import ASGIApp
 
 from groupwise.api.http.bodies import Bodies
+from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker.futures import Limits
 from groupwise.server.tinker.service import VerbService
 from groupwise.server.tinker.sessions import SESSION_SILENCE
@@ -29,7 +30,8 @@ class Asking:
     def __init__(self, folder: Path, **options: Any) -> None:
         self.now = 0.0
         self.engine = FakeVerbs(folder, max_models=options.pop("max_models", 4))
-        self.service = VerbService(self.engine, clock=lambda: self.now, **options)
+        self.ledger = Ledger.open(folder / "server.db")
+        self.service = VerbService(self.engine, self.ledger, clock=lambda: self.now, **options)
         self.http = client_of(app(self.service, poll=0.05))
 
     async def post(self, path: str, status: int = 200, /, **body: Any) -> Any:
@@ -92,6 +94,7 @@ async def asking(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncGenerat
     yield asking
     await asking.service.close()
     await asking.http.aclose()
+    await asking.ledger.close()
 
 
 def with_(**options: Any) -> pytest.MarkDecorator:

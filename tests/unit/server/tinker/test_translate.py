@@ -67,7 +67,7 @@ def test_losses(loss: str, surrogate: str, floats: dict[str, list[float]]) -> No
     row = _row(sampling_logprobs=tuple(floats.get("logprobs", (0.0, 0.0, 0.0))))
     spec = LossSpec("given", {"surrogate": surrogate})
     assert (read.model, read.sequence) == ("m", 3)
-    assert read.asked == translate.Forward((row,), spec, True)
+    assert read.forward == translate.Forward((row,), spec, True)
     from_spec(spec)
 
 

@@ -27,7 +27,6 @@ from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits, Tim
 from groupwise.server.run.run_config import Allowed
 from groupwise.server.tinker import requests
 from groupwise.server.tinker.engine_manager import Host
-from groupwise.server.tinker.journal import LedgerJournal
 from groupwise.server.tinker.messages import messages
 from groupwise.server.tinker.service import VerbService
 
@@ -171,7 +170,6 @@ class Server:
         self.engine: FakeEngine | None = None
         folder.mkdir(exist_ok=True)
         self.ledger = Ledger.open(folder / "server.db")
-        journal = LedgerJournal(self.ledger)
 
         async def make() -> Any:
             self.engine = FakeEngine(disk)
@@ -180,13 +178,13 @@ class Server:
         self.host = Host(
             runs=cast("Any", NoRuns()),
             supervisor=EngineSupervisor(make, Limits(restarts=10), Time(sleep=_at_once)),
-            journal=journal,
+            ledger=self.ledger,
             allowed=Allowed(folder / "models", ()),
             folder=str(folder),
             most=4,
             longest=64,
         )
-        self.service = VerbService(self.host, journal=journal, keep_every=2)
+        self.service = VerbService(self.host, self.ledger, keep_every=2)
 
     async def begin(self) -> None:
         await self.host.open()

@@ -1,0 +1,61 @@
+"""The bytes of each answer: what the ledger keeps under an Idempotency-Key is what the route sends, the first time and again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+
+from groupwise.api.schemas.training import (
+    CompletionsBatch,
+    CompletionsRequest,
+    GroupAnswer,
+    RewardAnswer,
+    RewardsBatchAnswer,
+    RewardsOfOne,
+    RewardsOfSeveral,
+    StepAnswer,
+    StepRequest,
+)
+from groupwise.server.ledger.answers import StoredResponse
+
+
+def answer_of(model: BaseModel, status: int = 200) -> StoredResponse:
+    """A model as it is sent."""
+    return StoredResponse(status, model.model_dump_json().encode())
+
+
+def completions_answer(
+    request: CompletionsRequest, groups: Sequence[GroupAnswer]
+) -> StoredResponse:
+    """Flat for one prompt, `groups` for several."""
+    if request.prompts is None:
+        (only,) = groups
+        return answer_of(only)
+    return answer_of(CompletionsBatch(groups=list(groups)))
+
+
+def rewards_answer(
+    request: RewardsOfOne | RewardsOfSeveral, answers: Sequence[RewardAnswer]
+) -> StoredResponse:
+    """Flat for one group, `groups` for several; 202 if the request waited for a step, and none was taken in time."""
+    trained = all(answer.status == "trained" for answer in answers)
+    status = 202 if request.wait and not trained else 200
+    if isinstance(request, RewardsOfOne):
+        (only,) = answers
+        return answer_of(only, status)
+    return answer_of(RewardsBatchAnswer(groups=list(answers)), status)
+
+
+def rewards_of(
+    request: RewardsOfOne | RewardsOfSeveral, answer: StoredResponse
+) -> list[RewardAnswer]:
+    """Parse a stored answer into the answer for each group."""
+    if isinstance(request, RewardsOfOne):
+        return [RewardAnswer.model_validate_json(answer.body)]
+    return RewardsBatchAnswer.model_validate_json(answer.body).groups
+
+
+def step_answer(request: StepRequest, answer: StepAnswer) -> StoredResponse:
+    """202 if the request waited for the step, and it was not taken in time."""
+    return answer_of(answer, 202 if request.wait and answer.status == "accepted" else 200)
