@@ -17,7 +17,8 @@ from contextlib import asynccontextmanager
 
 from pydantic import BaseModel
 
-from groupwise.api.http.caller import AnswerKey, Caller
+from groupwise.api.schemas.idempotency import AnswerKey
+from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import (
     CompletionsBatch,

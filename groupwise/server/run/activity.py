@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from groupwise.api.http.clients import Seen
+from groupwise.api.http.shared_state import Seen
 from groupwise.api.schemas.activity import (
     MOST_EVENTS,
     MOST_GROUPS,
