@@ -145,8 +145,8 @@ class Keyring:
         match = _KEY.fullmatch(presented)
         name = match["id"] if match else ""
         stored = self._stored.get(name)
-        told = hashlib.sha256(_identity(name, match["secret"] if match else "")).digest()
-        known = hmac.compare_digest(told, stored.digest if stored else _NOBODY)
+        digest = hashlib.sha256(_identity(name, match["secret"] if match else "")).digest()
+        known = hmac.compare_digest(digest, stored.digest if stored else _NOBODY)
         whole = hashlib.sha256(presented.encode("utf-8", "surrogatepass")).digest()
         plain = hmac.compare_digest(whole, self._plain)
         if known and stored is not None:
