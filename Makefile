@@ -39,7 +39,7 @@ test-web: ## run the tests of the dashboard in a real Chromium (installs it wher
 check: ## lint, format, types, layers, dependencies
 	$(READY) && $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(PYRIGHT) && $(BIN)/lint-imports && $(BIN)/deptry .
 fix: ## mend what a machine can mend
-	$(READY) && $(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	$(READY) && $(BIN)/python scripts/generate_sync_client.py && $(BIN)/ruff check --fix . && $(BIN)/ruff format .
 bench: ## measure steps beside TRL's, for 45 minutes (ARGS="--cell W1 --check"); SUITE=fleet: the fleet's figures, for 10; SUITE=web: how fast the dashboard answers
 	$(READY) && $(BIN)/python -m benchmarks.$(if $(filter fleet web,$(SUITE)),$(SUITE),against_trl) $(ARGS)
 soak: ## run a suite of long tests (SUITE=name; CONTRIBUTING.md lists them with their times and variables)

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from groupwise.api.http.declared import Buckets
 from groupwise.api.http.origins import check_local, is_from_our_page
+from groupwise.api.http.shared_state import Buckets
 from groupwise.api.schemas.keys import LOCAL, Caller, Keyring, Role, caller_of, presented_key
 from groupwise.api.schemas.problems import Refusal
 
@@ -78,8 +78,8 @@ class Door:
         caller = self._keys.caller(key.strip()) if self._keys is not None else None
         if caller is None or self._keys is None:
             return None
-        content = f"{caller.id}.{int(self._clock()) + LASTS}.{secrets.token_hex(16)}"
-        return f"{content}.{self._keys.sealed(caller.id, f'cookie {content}')}"
+        content = f"{caller.key_id}.{int(self._clock()) + LASTS}.{secrets.token_hex(16)}"
+        return f"{content}.{self._keys.sealed(caller.key_id, f'cookie {content}')}"
 
     def leave(self, cookie: str | None) -> None:
         """Sign a cookie out: it is no longer accepted, as long as this dashboard runs."""
@@ -116,7 +116,7 @@ class Door:
             enough = "or ".join(f"{each.word} " for each in Role if each >= role).strip()
             raise Refusal(
                 "forbidden",
-                f"The key {visitor.caller.id} has the role {visitor.caller.role.word}; this needs {enough}.",
+                f"The key {visitor.caller.key_id} has the role {visitor.caller.role.word}; this needs {enough}.",
             )
 
     def _of_cookie(self, keys: Keyring, cookie: str) -> Visitor | None:

@@ -21,7 +21,7 @@ from groupwise.dashboard.app import make_app
 from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.dashboard.sources.server import TIMEOUT, WatchedServer
-from groupwise.server.routes.declared import Serving
+from groupwise.server.routes.context import Serving
 from groupwise.server.run.run_config import RUNS
 from groupwise.server.settings import ServerConfig
 

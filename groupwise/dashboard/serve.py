@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from groupwise.api.http.addresses import is_loopback
 from groupwise.api.http.listening import Uvicorn, address, bound, check_tls, uvicorn_config
 from groupwise.api.http.logs import configure
+from groupwise.api.http.origins import is_loopback
 from groupwise.api.schemas.keys import VARIABLE, Keyring, read_keys_in
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.dashboard.access import Door

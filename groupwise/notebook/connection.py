@@ -17,10 +17,10 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.api.client.calls import status
+from groupwise.api.client import TrainingClient
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.core.errors import UsageError
-from groupwise.engine.backends.remote.session import FIRST_PATIENCE, RequestThread
+from groupwise.engine.backends.remote.session import FIRST_PATIENCE
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import format_prompt, prepare_datasets, register_dataset
 from groupwise.notebook.evaluation import evaluate
@@ -177,9 +177,9 @@ def connect(url: str, api_key: str | None = None) -> Connection:
     key = _outside[0] if api_key is None else api_key
     _use(key)
     try:
-        with RequestThread(url) as line:
-            line.now(line.ask(status(), patience=FIRST_PATIENCE))
-            return Connection(line.connection.url, key)
+        with TrainingClient(url, patience=FIRST_PATIENCE) as client:
+            client.status()
+            return Connection(client.connection.url, key)
     except BaseException:
         _use(before)
         raise

@@ -8,10 +8,10 @@ from typing import Any
 from fastapi import FastAPI
 
 from groupwise.api.http.app import About, assemble
-from groupwise.api.http.declared import Route
+from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import Caller, Keyring, caller_of
 from groupwise.server.routes import events, health, models, training
-from groupwise.server.routes.declared import ServiceLike, Serving
+from groupwise.server.routes.context import ServiceLike, Serving
 from groupwise.server.settings import ServerConfig
 
 ROUTES: tuple[Route, ...] = (*training.ROUTES, *models.ROUTES, *events.ROUTES, *health.ROUTES)

@@ -27,11 +27,10 @@ from typing import Any, cast
 from pydantic import ValidationError
 from starlette.types import ASGIApp
 
-from groupwise.api.http.caller import Caller
 from groupwise.api.http.listening import Uvicorn, bound, check_tls, uvicorn_config
 from groupwise.api.http.listening import address as listening_at
 from groupwise.api.http.logs import configure
-from groupwise.api.schemas.keys import LOCAL, Keyring, Role
+from groupwise.api.schemas.keys import LOCAL, Keyring
 from groupwise.api.schemas.problems import field_errors
 from groupwise.api.schemas.training import EventData, EventKind, StartRequest
 from groupwise.core.errors import ConfigError, GroupwiseError, RunInUseError, UsageError
@@ -44,7 +43,7 @@ from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.parts.service import NAME as PARTS
 from groupwise.server.parts.service import PartsService
-from groupwise.server.routes.declared import ServiceLike, Serving
+from groupwise.server.routes.context import ServiceLike, Serving
 from groupwise.server.routes.openai import attach, openai_routes
 from groupwise.server.routes.parts import parts_routes
 from groupwise.server.run.run_config import Allowed
@@ -312,7 +311,7 @@ class _Server:
     async def _start(self, serving: Serving, request: StartRequest) -> None:
         """Start the run as if an admin had posted the request."""
         try:
-            answer = await serving.service.start(request, Caller(LOCAL.id, Role.ADMIN))
+            answer = await serving.service.start(request, LOCAL)
         except GroupwiseError as error:
             if error.code == "run_active":
                 logger.info("--start-with has nothing to do: a run is active already")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from groupwise.api.http.addresses import is_loopback
+from groupwise.api.http.origins import is_loopback
 from groupwise.api.schemas.keys import VARIABLE, Keyring, read_keys_in
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.settings.credentials import secrets_in

@@ -40,8 +40,8 @@ import pytest
 import typer
 from ruamel.yaml import YAML
 
-from groupwise.api.http.declared import Route
-from groupwise.api.http.prometheus import Requests
+from groupwise.api.http.prometheus import RequestMetrics
+from groupwise.api.http.route import Route
 from groupwise.api.schemas.parts import AnyVerb
 from groupwise.api.schemas.problems import KINDS
 from groupwise.api.schemas.training import EventKind, StartRequest, StatusAnswer
@@ -65,8 +65,8 @@ from groupwise.notebook import TrainingConfig
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
 from groupwise.server.app import ROUTES
+from groupwise.server.routes.health import render
 from groupwise.server.routes.parts import parts_routes
-from groupwise.server.routes.prometheus import render
 from groupwise.server.serve import read_start
 from groupwise.server.settings import ServerConfig, read_settings
 from groupwise.training import sft_config
@@ -912,7 +912,7 @@ def server_metrics() -> set[str]:
             "memory": {"engine_bytes": 1},
         }
     )  # fmt: skip
-    return set(re.findall(r"^# TYPE (\w+)", render(Requests(), full), re.MULTILINE))
+    return set(re.findall(r"^# TYPE (\w+)", render(RequestMetrics(), full), re.MULTILINE))
 
 
 TABLES: list[tuple[str, Callable[[], str]]] = [
@@ -969,7 +969,7 @@ def test_states_alarms_events_and_metrics_of_the_fleet_are_explained() -> None:
         "jobs": {"queued": 1}, "machines": {"total": 1, "ready": 1, "gpus": 1, "gpus_available": 1}, "oldest_waiting_seconds": 1.0,
         "alarms": [{"kind": "leaking"}], "processes": [{"role": "poller", "owner": "o", "silent_seconds": 1.0, "alive": True}],
     }  # fmt: skip
-    lines = (*fleet_metrics.render(full), *Requests().lines())
+    lines = (*fleet_metrics.render(full), *RequestMetrics().lines())
     metrics = {word for line in lines for word in re.findall(r"^# TYPE (\w+)", line)}
     assert (len(alarms) >= 8, len(events) > 30) == (True, True)
     assert first_cells("fleet.md", "| status | means | what follows |") == list(JobStatus)

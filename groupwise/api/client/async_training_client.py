@@ -1,11 +1,12 @@
-"""The asynchronous client of the training server: the twin of `TrainingClient`, call by call.
+"""The asynchronous client of the training server: one method for each call. Several tasks may use a client at once.
 
     async with AsyncTrainingClient() as client:
         await client.start(model_id="tiny", max_steps=20)
         answer = await client.completions("Sort: pear fig apple")
         await client.rewards(answer, [score(text) for text in answer.completions])
 
-All that both do alike stands in `calls`, `exchange` and `streams`; here requests are made and waits are waited.
+A call is tried again while its failure may pass (`connection`). Every attempt carries the same idempotency key, so that it does not
+matter which of them arrived. After a change, run `python scripts/generate_sync_client.py`: it makes `training_client` from this module.
 """
 
 from __future__ import annotations
@@ -14,36 +15,48 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
+from urllib.parse import quote
 
 import httpx2
+from pydantic import BaseModel
 
-from groupwise.api.client import calls
-from groupwise.api.client.calls import Rewards, RewardsEntry, Sampling
-from groupwise.api.client.errors import BrokenDownload, ClientError
-from groupwise.api.client.exchange import (
+from groupwise.api.client.connection import (
+    CONNECT_TIMEOUT,
     RETRY_TIMEOUT,
     TIMEOUT,
-    Call,
     Connection,
     Patience,
-    Send,
     Timing,
-    driven,
-    ended,
-    exchange,
-    lost,
+    network_failure,
+    read_answer,
+    refusal,
+    stream_ended,
+)
+from groupwise.api.client.errors import BrokenDownload, ClientError
+from groupwise.api.client.request_bodies import (
+    Rewards,
+    RewardsEntry,
+    Sampling,
+    checked_body,
+    rewards_entry,
+    rewards_for,
+    waiting,
+    without_none,
 )
 from groupwise.api.client.streams import Download, EventReader, checked_target
 from groupwise.api.schemas.activity import ActivityAnswer
+from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.training import (
     DEFAULT_WAIT,
+    REWARDS_REQUEST,
     CheckpointAnswer,
+    CheckpointRequest,
     CheckpointsAnswer,
     CompletionsBatch,
+    CompletionsRequest,
     EventData,
     GivenUpAnswer,
     GroupAnswer,
@@ -54,16 +67,17 @@ from groupwise.api.schemas.training import (
     StartRequest,
     StatusAnswer,
     StepAnswer,
+    StepRequest,
     StopAnswer,
     TokenizerAnswer,
 )
 from groupwise.core.types import Prompt
 
-T = TypeVar("T")
+A = TypeVar("A", bound=BaseModel)
 
 
 class AsyncTrainingClient:
-    """Asks a training server. Use it as an asynchronous context manager. Every method raises `ClientError`; see `client.errors`."""
+    """Calls a training server. Use it as an asynchronous context manager. Every method raises `ClientError`; see `client.errors`."""
 
     def __init__(
         self,
@@ -81,11 +95,8 @@ class AsyncTrainingClient:
         `transport` replaces the network.
         """
         self.connection = Connection.of(url, api_key, patience, timeout, timing)
-        self._http = httpx2.AsyncClient(
-            base_url=self.connection.url,
-            headers=self.connection.headers,
-            transport=transport,
-        )
+        self._transport = transport
+        self._http = httpx2.AsyncClient(transport=transport, **self.connection.http_options)
 
     def __repr__(self) -> str:
         return f"AsyncTrainingClient({self.connection.url!r})"
@@ -109,11 +120,14 @@ class AsyncTrainingClient:
         self, settings: StartRequest | Mapping[str, Any] | None = None, **more: Any
     ) -> StartAnswer:
         """Begin a run. Settings are those of `StartRequest`; what is given by name goes over `settings`."""
-        return await self._ask(calls.start(settings, more))
+        if isinstance(settings, StartRequest):
+            settings = settings.model_dump(exclude_unset=True)
+        body = checked_body(StartRequest, {**(settings or {}), **more})
+        return await self._call(StartAnswer, "POST", "/start", body)
 
     async def stop(self) -> StopAnswer:
         """End the run with a clean checkpoint. Repeating it is harmless."""
-        return await self._ask(calls.stop())
+        return await self._call(StopAnswer, "POST", "/stop")
 
     async def completions(
         self,
@@ -124,7 +138,9 @@ class AsyncTrainingClient:
         **sampling: Unpack[Sampling],
     ) -> GroupAnswer:
         """Completions of one prompt, text or messages, by the policy that serves. Waits while the server is too far ahead."""
-        return await self._ask(calls.completions(prompt, draw, prompt_tokens, sampling))
+        fields = without_none(prompt=prompt, draw=draw, prompt_tokens=prompt_tokens, **sampling)
+        body = checked_body(CompletionsRequest, fields)
+        return await self._call(GroupAnswer, "POST", "/completions", body)
 
     async def completions_batch(
         self,
@@ -134,7 +150,9 @@ class AsyncTrainingClient:
         **sampling: Unpack[Sampling],
     ) -> CompletionsBatch:
         """Completions of several prompts, in their order."""
-        return await self._ask(calls.completions_batch(prompts, draws, sampling))
+        fields = without_none(prompts=list(prompts), draws=draws, **sampling)
+        body = checked_body(CompletionsRequest, fields)
+        return await self._call(CompletionsBatch, "POST", "/completions", body)
 
     async def rewards(
         self,
@@ -146,9 +164,13 @@ class AsyncTrainingClient:
         timeout: float = DEFAULT_WAIT,
     ) -> RewardAnswer:
         """Post one number, or None, for each completion. With `wait` the answer has the metrics of the step that learnt from them."""
-        return await self._ask(
-            calls.rewards(group, rewards, include=include, wait=wait, timeout=timeout)
-        )
+        if isinstance(group, GroupAnswer):
+            entry = rewards_entry(rewards_for(group, rewards, include=include))
+        else:
+            entry = {"group_id": group, "rewards": rewards, "include": include}
+        body = checked_body(REWARDS_REQUEST, {**entry, **waiting(wait, timeout)})
+        server_wait = timeout if wait else 0.0
+        return await self._call(RewardAnswer, "POST", "/rewards", body, server_wait)
 
     async def rewards_batch(
         self,
@@ -158,11 +180,15 @@ class AsyncTrainingClient:
         timeout: float = DEFAULT_WAIT,
     ) -> RewardsBatchAnswer:
         """The same for several groups (made by `rewards_for`), which are accepted all or none."""
-        return await self._ask(calls.rewards_batch(groups, wait=wait, timeout=timeout))
+        fields = {"groups": [rewards_entry(group) for group in groups], **waiting(wait, timeout)}
+        body = checked_body(REWARDS_REQUEST, fields)
+        server_wait = timeout if wait else 0.0
+        return await self._call(RewardsBatchAnswer, "POST", "/rewards", body, server_wait)
 
     async def give_up(self, group: GroupAnswer | str) -> GivenUpAnswer:
         """No rewards will come for this group; its place is free at once."""
-        return await self._ask(calls.give_up(group))
+        name = group.group_id if isinstance(group, GroupAnswer) else group
+        return await self._call(GivenUpAnswer, "DELETE", f"/completions/{quote(name, safe='')}")
 
     async def step(
         self,
@@ -173,99 +199,144 @@ class AsyncTrainingClient:
         timeout: float = DEFAULT_WAIT,
     ) -> StepAnswer:
         """Take a step now, with what has been posted or with the named groups."""
-        return await self._ask(calls.step(group_ids, learning_rate, wait=wait, timeout=timeout))
+        fields = without_none(group_ids=group_ids, learning_rate=learning_rate)
+        body = checked_body(StepRequest, {**fields, **waiting(wait, timeout)})
+        return await self._call(StepAnswer, "POST", "/step", body, timeout if wait else 0.0)
 
     async def status(self) -> StatusAnswer:
         """Status of server and run."""
-        return await self._ask(calls.status())
+        return await self._call(StatusAnswer, "GET", "/status")
 
     async def activity(self) -> ActivityAnswer:
         """Current activity: living groups, waiting requests, steps to come, clients and their sessions."""
-        return await self._ask(calls.activity())
+        return await self._call(ActivityAnswer, "GET", "/activity")
 
     async def checkpoints(self) -> CheckpointsAnswer:
         """The checkpoints that a run can go on from."""
-        return await self._ask(calls.checkpoints())
+        return await self._call(CheckpointsAnswer, "GET", "/checkpoints")
 
     async def save_checkpoint(self, name: str) -> CheckpointAnswer:
         """Write a checkpoint now, under this name."""
-        return await self._ask(calls.save_checkpoint(name))
+        body = checked_body(CheckpointRequest, {"name": name})
+        return await self._call(CheckpointAnswer, "POST", "/checkpoints", body)
 
     async def tokenizer(self) -> TokenizerAnswer:
         """Tokenizer and chat template of the model, with their hash."""
-        return await self._ask(calls.tokenizer())
+        return await self._call(TokenizerAnswer, "GET", "/tokenizer")
 
     async def model(
         self, version: str | None = None, *, to: str | os.PathLike[str], unpack: bool = False
     ) -> Path:
         """The weights of a version (`run@step`; None: the newest) as a zip at `to`, or unpacked into the new folder `to`."""
         target = checked_target(to, unpack=unpack)
-        patience = Patience(self.connection)
+        patience = Patience(self.connection.patience, self.connection.timing)
         while True:
+            error: ClientError
             try:
-                return await self._download(calls.model(version), target, unpack)
-            except BrokenDownload as error:
-                failed: ClientError = error
-            except httpx2.RequestError as error:
-                failed = lost(error, self.connection)
-            await self._sleep(patience.wait(failed))
+                return await self._download(version, target, unpack)
+            except BrokenDownload as broken:
+                error = broken
+            except httpx2.RequestError as lost:
+                error, _ = network_failure(lost, self.connection)
+            await self._sleep(patience.wait(error))
 
     async def events(self, after: int | None = None) -> AsyncIterator[EventData]:
-        """Yields each event once, as it happens, also over lost connections; it ends when the caller stops asking.
+        """Yields each event once, as it happens, also over lost connections; it ends when the caller stops iterating.
 
         `after`: the id of the last event that is known already (`StatusAnswer.last_event_id`).
         """
-        reader, patience = EventReader(after), Patience(self.connection)
+        reader = EventReader(after)
+        patience = Patience(self.connection.patience, self.connection.timing)
         while True:
             reader.begin()
-            failed: ClientError = ended(self.connection)
+            headers = {"Accept": "text/event-stream"}
+            if reader.last_id is not None:
+                headers["Last-Event-ID"] = str(reader.last_id)
+            error: ClientError = stream_ended(self.connection)
             try:
-                async with aclosing(await self._open(calls.events(reader.last_id))) as response:
+                response = await self.send("GET", "/events", headers=headers, stream=True)
+                async with aclosing(response):
                     async for chunk in response.aiter_bytes():
                         patience.renew()
                         for event in reader.feed(chunk):
                             yield event
-            except httpx2.RequestError as error:
-                failed = lost(error, self.connection)
-            await self._sleep(patience.wait(failed))
+            except httpx2.RequestError as lost:
+                error, _ = network_failure(lost, self.connection)
+            await self._sleep(patience.wait(error))
 
-    async def _ask(self, call: Call[T]) -> T:
-        return await self._drive(call, stream=False)
-
-    async def _open(self, call: Call[httpx2.Response]) -> httpx2.Response:
-        """An answer whose body is still to be read; the caller closes it."""
-        return await self._drive(call, stream=True)
-
-    async def _drive(self, call: Call[T], *, stream: bool) -> T:
-        """Do what the exchange says, until it has the answer."""
-        attempt = partial(self._attempt, stream=stream)
-        return await driven(exchange(call, self.connection), attempt, self._sleep)
-
-    async def _attempt(self, send: Send, *, stream: bool) -> httpx2.Response | httpx2.RequestError:
-        request = self._http.build_request(
-            send.method,
-            send.path,
-            headers=send.headers,
-            params=send.query,
-            content=send.body,
-            timeout=send.timeout,
-        )
-        try:
-            response = await self._http.send(request, stream=stream)
-            if stream and not response.is_success:
-                await response.aread()
-                await response.aclose()
-        except httpx2.RequestError as error:
-            return error
-        return response
-
-    async def _download(self, call: Call[httpx2.Response], to: Path, unpack: bool) -> Path:
-        response = await self._open(call)
+    async def _download(self, version: str | None, to: Path, unpack: bool) -> Path:
+        """One attempt."""
+        query = without_none(version=version)
+        response = await self.send("GET", "/model", query=query, stream=True)
         async with aclosing(response):
             with Download(to, unpack=unpack) as download:
                 async for chunk in response.aiter_bytes():
                     download.write(chunk)
                 return await asyncio.to_thread(download.finish)
+
+    async def _call(
+        self,
+        answer: type[A],
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        server_wait: float = 0.0,
+    ) -> A:
+        return read_answer(
+            answer, await self.send(method, path, body=body, server_wait=server_wait)
+        )
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        server_wait: float = 0.0,
+        stream: bool = False,
+        patience: float | None = None,
+        timeout: float | None = None,
+    ) -> httpx2.Response:
+        """The successful response to a request that may have no method here, after as many attempts as `patience` allows.
+
+        `server_wait`: seconds for which the server may hold the answer on purpose. `stream`: the body is still to be read, and the
+        caller closes the response. `patience` and `timeout` replace the client's.
+        """
+        connection = self.connection
+        left = Patience(connection.patience if patience is None else patience, connection.timing)
+        silence = connection.timeout if timeout is None else timeout
+        own = {} if method == "GET" else {HEADER: new_idempotency_key()}
+        if body is not None:
+            own["Content-Type"] = "application/json"
+        request = self._http.build_request(
+            method,
+            path,
+            headers={**own, **(headers or {})},
+            params=query,
+            content=body,
+            timeout=httpx2.Timeout(
+                silence + server_wait, connect=min(CONNECT_TIMEOUT, silence), pool=None
+            ),
+        )
+        while True:
+            error: ClientError
+            try:
+                response = await self._http.send(request, stream=stream)
+                if response.is_success:
+                    connection.outage.ends(connection.url)
+                    return response
+                await response.aread()
+                await response.aclose()
+                error, may_pass = refusal(response, connection)
+            except httpx2.RequestError as lost:
+                error, may_pass = network_failure(lost, connection)
+            if not may_pass:
+                raise error
+            wait = left.wait(error)
+            connection.outage.begins(error, left.left)
+            await self._sleep(wait)
 
     async def _sleep(self, seconds: float) -> None:
         await self.connection.timing.sleep_async(seconds)

@@ -15,15 +15,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import aclosing, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, aclosing, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from groupwise.api.client.async_training_client import AsyncTrainingClient
-from groupwise.api.client.calls import Sampling
 from groupwise.api.client.errors import ClientError, DrawTaken, GroupGone, RunFinished
+from groupwise.api.client.request_bodies import Sampling
 from groupwise.api.client.training_client import TrainingClient
 from groupwise.api.schemas.template_columns import ARGUMENTS, TOOLS
 from groupwise.api.schemas.training import EventData, EventKind, GroupAnswer, Metrics, StatusAnswer
@@ -130,31 +130,31 @@ async def train_async(
     """
     _check(examples, reward_function, steps, concurrency)
     status = await client.status()
-    run_id, groups_per_step, done = _ready(status)
+    if status.run_id is None or status.groups_per_step is None:
+        raise UsageError("The server has no run. Begin one with client.start(…) first.")
+    if (status.training_settings or {}).get("steps") == "manual":
+        raise UsageError(
+            "The run was started with `steps: manual`; this loop needs `auto`. Start it so, or post rewards and call client.step()."
+        )
+    done = status.step or 0
     target = min(done + steps, status.max_steps or done + steps)
-    summary = TrainingSummary(run_id)
+    summary = TrainingSummary(status.run_id)
     if target <= done:
         return summary
-    with ThreadPoolExecutor(1, thread_name_prefix="reward") as thread:
-        view = Progress(f"{run_id} on {client.connection.url}", target, done) if progress else None
+    first = done * status.groups_per_step if first_draw is None else first_draw
+    draws = _Draws(first, (target - done) * status.groups_per_step)
+    name = f"{status.run_id} on {client.connection.url}"
+    view = Progress(name, target, done) if progress else None
+    with ThreadPoolExecutor(1, thread_name_prefix="reward") as thread, ExitStack() as shown:
+        if view is not None:
+            shown.enter_context(view)
+            shown.enter_context(client.connection.outage.reported_to(view.note))
+        scoring = _Scoring(reward_function, thread, status.groups_per_step, target, len(examples))
         loop = _Loop(
-            client,
-            examples,
-            _Scoring(reward_function, thread, groups_per_step, target, len(examples)),
-            _Share(
-                first_draw if first_draw is not None else done * groups_per_step,
-                (target - done) * groups_per_step,
-            ),
-            sampling or {},
-            status,
-            target,
-            view,
-            summary.metrics,
+            client, examples, scoring, draws, sampling or {}, status, target, view, summary.metrics
         )
-        told = client.connection.outage.told_to(view.note) if view is not None else nullcontext()
-        with view or nullcontext(), told:
-            await loop.run(concurrency)
-    return TrainingSummary(run_id, summary.metrics, loop.scoring.failed)
+        await loop.run(concurrency)
+    return replace(summary, failed_groups=scoring.failed)
 
 
 def _check(examples: Sequence[Example], function: object, steps: int, concurrency: int) -> None:
@@ -173,19 +173,8 @@ def _check(examples: Sequence[Example], function: object, steps: int, concurrenc
     check_columns(cast("RewardCallable", function), list(examples[0]), "reward_function")
 
 
-def _ready(status: StatusAnswer) -> tuple[str, int, int]:
-    """Run, groups per step and steps done. Raises UsageError if the run cannot be driven by this loop."""
-    if status.run_id is None or status.groups_per_step is None:
-        raise UsageError("The server has no run. Begin one with client.start(…) first.")
-    if (status.training_settings or {}).get("steps") == "manual":
-        raise UsageError(
-            "The run was started with `steps: manual`; this loop needs `auto`. Start it so, or post rewards and call client.step()."
-        )
-    return status.run_id, status.groups_per_step, status.step or 0
-
-
-class _Share:
-    """Hands out draws: as many as `wanted` groups need that are posted and not lost afterwards."""
+class _Draws:
+    """Hands out positions in the order of draws, until `wanted` groups are under way or posted and not lost afterwards."""
 
     def __init__(self, first: int, wanted: int) -> None:
         self._next = first
@@ -211,14 +200,14 @@ class _Share:
             self._changed.notify_all()
 
     async def lost(self, groups: int) -> None:
-        """So many of the posted groups will not be trained."""
+        """Set the number of posted groups that will not be trained."""
         async with self._changed:
             self._lost = groups
             self._changed.notify_all()
 
 
 class _Scoring:
-    """Asks the reward function, and counts how often it failed."""
+    """Calls the reward function, and counts how often it failed."""
 
     def __init__(
         self,
@@ -228,9 +217,16 @@ class _Scoring:
         max_steps: int,
         examples: int,
     ) -> None:
+        """A function that is not async is called in `thread`, so that it doesn't hold up the event loop."""
+
+        @functools.wraps(function)  # the signature says which arguments it takes
+        async def in_thread(**arguments: Any) -> Any:
+            work = functools.partial(call_plain, function, arguments)
+            return await asyncio.get_running_loop().run_in_executor(thread, work)
+
         self.failed = 0
         self._name = name_of(function)
-        self._function = _in_thread(function, thread)
+        self._function = function if is_async(function) else in_thread
         self._groups_per_step = groups_per_step
         self._max_steps = max_steps
         self._steps_per_epoch = examples / groups_per_step
@@ -240,7 +236,18 @@ class _Scoring:
         self, example: Example, group: GroupAnswer, warn: Callable[[str], None]
     ) -> tuple[float | None, ...]:
         """The reward of each completion. Raises TaskError if the function failed too often in a row."""
-        answer = await call(self._name, self._function, self._request(example, group), _nothing)
+        count, prompt = len(group.completions), example["prompt"]
+        request = ScoreRequest(
+            draw=group.draw,
+            prompts=[prompt] * count,
+            completions=[as_completion(prompt, text) for text in group.completions],
+            completion_ids=group.completion_tokens,
+            columns={name: [value] * count for name, value in example.items() if name != "prompt"},
+            global_step=group.draw // self._groups_per_step,
+            max_steps=self._max_steps,
+            steps_per_epoch=self._steps_per_epoch,
+        )
+        answer = await call(self._name, self._function, request, lambda _: None)
         reasons = [reason for reason in answer.failures if reason is not None]
         for reason in dict.fromkeys(reasons):
             warn(f"{group.group_id}: {reason}; what it concerns does not teach")
@@ -255,36 +262,6 @@ class _Scoring:
             )
         return answer.values
 
-    def _request(self, example: Example, group: GroupAnswer) -> ScoreRequest:
-        count, prompt = len(group.completions), example["prompt"]
-        return ScoreRequest(
-            draw=group.draw,
-            prompts=[prompt] * count,
-            completions=[as_completion(prompt, text) for text in group.completions],
-            completion_ids=group.completion_tokens,
-            columns={name: [value] * count for name, value in example.items() if name != "prompt"},
-            global_step=group.draw // self._groups_per_step,
-            max_steps=self._max_steps,
-            steps_per_epoch=self._steps_per_epoch,
-        )
-
-
-def _nothing(_: str) -> None:
-    """Ignore the name of the called function, as there is only one."""
-
-
-def _in_thread(function: RewardCallable, thread: Executor) -> Callable[..., Awaitable[Any]]:
-    """A function that is not async, called without keeping the loop from its work."""
-    if is_async(function):
-        return function
-
-    @functools.wraps(function)  # the signature says which arguments it takes
-    async def called(**arguments: Any) -> Any:
-        work = functools.partial(call_plain, function, arguments)
-        return await asyncio.get_running_loop().run_in_executor(thread, work)
-
-    return called
-
 
 class _Loop:
     """Workers and watcher of one call."""
@@ -294,17 +271,18 @@ class _Loop:
         client: AsyncTrainingClient,
         examples: Sequence[Example],
         scoring: _Scoring,
-        share: _Share,
+        draws: _Draws,
         sampling: Sampling,
         status: StatusAnswer,
         target: int,
         view: Progress | None,
         metrics: dict[int, Metrics],
     ) -> None:
-        self.scoring = scoring
+        """`status` is that before the first draw; `metrics` receives those of each step."""
         self._client = client
         self._examples = examples
-        self._share = share
+        self._scoring = scoring
+        self._draws = draws
         self._sampling = sampling
         self._begun = status
         self._target = target
@@ -327,52 +305,53 @@ class _Loop:
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-            await self._give_up_the_rest()
+            # Groups that will not be rewarded make room at once, instead of after their lease.
+            with suppress(ClientError, TimeoutError):
+                async with asyncio.timeout(FAREWELL):
+                    for group_id in list(self._open):
+                        await self._client.give_up(group_id)
 
     async def _work(self) -> None:
-        try:
+        """Work on one draw after the other, until the run is finished: the watcher sees that, too, behind the last steps."""
+        with suppress(RunFinished):
             while True:
-                draw = await self._share.take()
+                draw = await self._draws.take()
                 posted = False
                 try:
-                    posted = await self._one(draw)
+                    posted = await self._draw(draw)
                 finally:
-                    await self._share.give_back(posted=posted)
-        except RunFinished:
-            return  # the watcher sees it, too, behind the last steps
+                    await self._draws.give_back(posted=posted)
 
-    async def _one(self, draw: int) -> bool:
-        """Ask, score, post. Whether the rewards were accepted."""
+    async def _draw(self, draw: int) -> bool:
+        """Get the completions of one draw, score them and post the rewards. Whether they were accepted."""
         example = self._examples[draw % len(self._examples)]
+        columns = {name: example[name] for name in (TOOLS, ARGUMENTS) if example.get(name)}
+        sampling = cast("Sampling", {**self._sampling, **columns})
         while True:
             try:
-                columns = {name: example[name] for name in (TOOLS, ARGUMENTS) if example.get(name)}
-                asked = cast("Sampling", {**self._sampling, **columns})
-                group = await self._client.completions(example["prompt"], draw=draw, **asked)
+                group = await self._client.completions(example["prompt"], draw=draw, **sampling)
             except DrawTaken:
                 return False
             self._open.add(group.group_id)
-            rewards = await self.scoring.rewards(example, group, self._warn)
+            rewards = await self._scoring.rewards(example, group, self._warn)
             try:
                 await self._client.rewards(group, rewards)
             except GroupGone as gone:
                 if gone.code != "lease_expired":
                     return False
-                self._came_late(gone)
+                # The draw is free again and is repeated, but not for ever.
+                self._late += 1
+                self._warn(str(gone))
+                if self._late >= MOST_FAILURES:
+                    raise
             else:
                 self._late = 0
                 return True
             finally:
                 self._open.discard(group.group_id)
 
-    def _came_late(self, gone: GroupGone) -> None:
-        """The draw is free again, so that it is asked for once more; but not for ever."""
-        self._late += 1
-        self._warn(str(gone))
-        if self._late >= MOST_FAILURES:
-            raise gone
-
     async def _watch(self) -> None:
+        """Follow the server's events up to the last step, or to the run's end."""
         events = self._client.events(self._begun.last_event_id)
         async with aclosing(cast("Any", events)):
             async for event in events:
@@ -389,28 +368,18 @@ class _Loop:
                 elif event.message and event.kind != EventKind.CHECKPOINT:
                     self._warn(event.message)
                 if event.kind in CHANGES_COUNTS:
-                    await self._count_lost()
+                    now, before = (await self._client.status()).counters, self._begun.counters
+                    lost = now.stale + now.quarantined - before.stale - before.quarantined
+                    await self._draws.lost(lost)
 
     def _step(self, event: EventData) -> None:
         if event.step is None or event.step < (self._begun.step or 0):
             return
-        self._metrics[event.step] = event.metrics or {}
+        metrics = event.metrics or {}
+        self._metrics[event.step] = metrics
         if self._view is not None:
-            known = {
-                name: value for name, value in (event.metrics or {}).items() if value is not None
-            }
+            known = {name: value for name, value in metrics.items() if value is not None}
             self._view.step(event.step, known)
-
-    async def _count_lost(self) -> None:
-        now, before = (await self._client.status()).counters, self._begun.counters
-        await self._share.lost(now.stale + now.quarantined - before.stale - before.quarantined)
-
-    async def _give_up_the_rest(self) -> None:
-        """Give up groups that will not be rewarded, so that they make room at once, instead of after their lease."""
-        with suppress(ClientError, TimeoutError):
-            async with asyncio.timeout(FAREWELL):
-                for group_id in list(self._open):
-                    await self._client.give_up(group_id)
 
     def _warn(self, text: str) -> None:
         if self._view is not None:

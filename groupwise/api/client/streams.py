@@ -100,7 +100,16 @@ class Download:
         try:
             with zipfile.ZipFile(self._part) as packed:
                 if self._unpack:
-                    self._place_files(packed)
+                    folder = Path(
+                        tempfile.mkdtemp(prefix=f".{self._to.name}.", dir=self._to.parent)
+                    )
+                    try:
+                        packed.extractall(folder)
+                        folder.chmod(0o755)  # as any other folder; mkdtemp denies access to others
+                        folder.rename(self._to)
+                    except BaseException:
+                        shutil.rmtree(folder, ignore_errors=True)
+                        raise
                 elif (torn := packed.testzip()) is not None:
                     raise zipfile.BadZipFile(f"{torn} is torn")
         except (zipfile.BadZipFile, zlib.error, EOFError) as error:
@@ -108,16 +117,6 @@ class Download:
         if not self._unpack:
             self._part.replace(self._to)
         return self._to
-
-    def _place_files(self, packed: zipfile.ZipFile) -> None:
-        folder = Path(tempfile.mkdtemp(prefix=f".{self._to.name}.", dir=self._to.parent))
-        try:
-            packed.extractall(folder)
-            folder.chmod(0o755)  # as any other folder; mkdtemp denies access to other users
-            folder.rename(self._to)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
 
 
 def checked_target(to: str | os.PathLike[str], *, unpack: bool) -> Path:

@@ -1,12 +1,13 @@
-"""The synchronous client of the training server: one method for each call. Its asynchronous twin is `AsyncTrainingClient`.
+# Made from async_training_client.py by scripts/generate_sync_client.py. Do not edit.
+"""The synchronous client of the training server: one method for each call. Several threads may use a client at once.
 
     with TrainingClient() as client:
         client.start(model_id="tiny", max_steps=20)
         answer = client.completions("Sort: pear fig apple")
         client.rewards(answer, [score(text) for text in answer.completions])
 
-Their common parts are in `calls`, `exchange` and `streams`; this module only sends requests and sleeps. A client may be used by
-several threads at once.
+A call is tried again while its failure may pass (`connection`). Every attempt carries the same idempotency key, so that it does not
+matter which of them arrived.
 """
 
 from __future__ import annotations
@@ -17,32 +18,46 @@ from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
+from urllib.parse import quote
 
 import httpx2
+from pydantic import BaseModel
 
-from groupwise.api.client import calls
 from groupwise.api.client.async_training_client import AsyncTrainingClient
-from groupwise.api.client.calls import Rewards, RewardsEntry, Sampling
-from groupwise.api.client.errors import BrokenDownload, ClientError
-from groupwise.api.client.exchange import (
+from groupwise.api.client.connection import (
+    CONNECT_TIMEOUT,
     RETRY_TIMEOUT,
     TIMEOUT,
-    Call,
     Connection,
     Patience,
-    Send,
     Timing,
-    ended,
-    exchange,
-    lost,
+    network_failure,
+    read_answer,
+    refusal,
+    stream_ended,
+)
+from groupwise.api.client.errors import BrokenDownload, ClientError
+from groupwise.api.client.request_bodies import (
+    Rewards,
+    RewardsEntry,
+    Sampling,
+    checked_body,
+    rewards_entry,
+    rewards_for,
+    waiting,
+    without_none,
 )
 from groupwise.api.client.streams import Download, EventReader, checked_target
 from groupwise.api.schemas.activity import ActivityAnswer
+from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.training import (
     DEFAULT_WAIT,
+    REWARDS_REQUEST,
     CheckpointAnswer,
+    CheckpointRequest,
     CheckpointsAnswer,
     CompletionsBatch,
+    CompletionsRequest,
     EventData,
     GivenUpAnswer,
     GroupAnswer,
@@ -53,17 +68,18 @@ from groupwise.api.schemas.training import (
     StartRequest,
     StatusAnswer,
     StepAnswer,
+    StepRequest,
     StopAnswer,
     TokenizerAnswer,
 )
 from groupwise.core.errors import UsageError
 from groupwise.core.types import Prompt
 
-T = TypeVar("T")
+A = TypeVar("A", bound=BaseModel)
 
 
 class TrainingClient:
-    """Asks a training server. Use it as a context manager. Every method raises `ClientError`; see `groupwise.api.client.errors`."""
+    """Calls a training server. Use it as a context manager. Every method raises `ClientError`; see `client.errors`."""
 
     def __init__(
         self,
@@ -82,11 +98,7 @@ class TrainingClient:
         """
         self.connection = Connection.of(url, api_key, patience, timeout, timing)
         self._transport = transport
-        self._http = httpx2.Client(
-            base_url=self.connection.url,
-            headers=self.connection.headers,
-            transport=transport,
-        )
+        self._http = httpx2.Client(transport=transport, **self.connection.http_options)
 
     def __repr__(self) -> str:
         return f"TrainingClient({self.connection.url!r})"
@@ -126,11 +138,14 @@ class TrainingClient:
         self, settings: StartRequest | Mapping[str, Any] | None = None, **more: Any
     ) -> StartAnswer:
         """Begin a run. Settings are those of `StartRequest`; what is given by name goes over `settings`."""
-        return self._ask(calls.start(settings, more))
+        if isinstance(settings, StartRequest):
+            settings = settings.model_dump(exclude_unset=True)
+        body = checked_body(StartRequest, {**(settings or {}), **more})
+        return self._call(StartAnswer, "POST", "/start", body)
 
     def stop(self) -> StopAnswer:
         """End the run with a clean checkpoint. Repeating it is harmless."""
-        return self._ask(calls.stop())
+        return self._call(StopAnswer, "POST", "/stop")
 
     def completions(
         self,
@@ -141,7 +156,9 @@ class TrainingClient:
         **sampling: Unpack[Sampling],
     ) -> GroupAnswer:
         """Completions of one prompt, text or messages, by the policy that serves. Waits while the server is too far ahead."""
-        return self._ask(calls.completions(prompt, draw, prompt_tokens, sampling))
+        fields = without_none(prompt=prompt, draw=draw, prompt_tokens=prompt_tokens, **sampling)
+        body = checked_body(CompletionsRequest, fields)
+        return self._call(GroupAnswer, "POST", "/completions", body)
 
     def completions_batch(
         self,
@@ -151,7 +168,9 @@ class TrainingClient:
         **sampling: Unpack[Sampling],
     ) -> CompletionsBatch:
         """Completions of several prompts, in their order."""
-        return self._ask(calls.completions_batch(prompts, draws, sampling))
+        fields = without_none(prompts=list(prompts), draws=draws, **sampling)
+        body = checked_body(CompletionsRequest, fields)
+        return self._call(CompletionsBatch, "POST", "/completions", body)
 
     def rewards(
         self,
@@ -163,7 +182,13 @@ class TrainingClient:
         timeout: float = DEFAULT_WAIT,
     ) -> RewardAnswer:
         """Post one number, or None, for each completion. With `wait` the answer has the metrics of the step that learnt from them."""
-        return self._ask(calls.rewards(group, rewards, include=include, wait=wait, timeout=timeout))
+        if isinstance(group, GroupAnswer):
+            entry = rewards_entry(rewards_for(group, rewards, include=include))
+        else:
+            entry = {"group_id": group, "rewards": rewards, "include": include}
+        body = checked_body(REWARDS_REQUEST, {**entry, **waiting(wait, timeout)})
+        server_wait = timeout if wait else 0.0
+        return self._call(RewardAnswer, "POST", "/rewards", body, server_wait)
 
     def rewards_batch(
         self,
@@ -173,11 +198,15 @@ class TrainingClient:
         timeout: float = DEFAULT_WAIT,
     ) -> RewardsBatchAnswer:
         """The same for several groups (made by `rewards_for`), which are accepted all or none."""
-        return self._ask(calls.rewards_batch(groups, wait=wait, timeout=timeout))
+        fields = {"groups": [rewards_entry(group) for group in groups], **waiting(wait, timeout)}
+        body = checked_body(REWARDS_REQUEST, fields)
+        server_wait = timeout if wait else 0.0
+        return self._call(RewardsBatchAnswer, "POST", "/rewards", body, server_wait)
 
     def give_up(self, group: GroupAnswer | str) -> GivenUpAnswer:
         """No rewards will come for this group; its place is free at once."""
-        return self._ask(calls.give_up(group))
+        name = group.group_id if isinstance(group, GroupAnswer) else group
+        return self._call(GivenUpAnswer, "DELETE", f"/completions/{quote(name, safe='')}")
 
     def step(
         self,
@@ -188,107 +217,140 @@ class TrainingClient:
         timeout: float = DEFAULT_WAIT,
     ) -> StepAnswer:
         """Take a step now, with what has been posted or with the named groups."""
-        return self._ask(calls.step(group_ids, learning_rate, wait=wait, timeout=timeout))
+        fields = without_none(group_ids=group_ids, learning_rate=learning_rate)
+        body = checked_body(StepRequest, {**fields, **waiting(wait, timeout)})
+        return self._call(StepAnswer, "POST", "/step", body, timeout if wait else 0.0)
 
     def status(self) -> StatusAnswer:
         """Status of server and run."""
-        return self._ask(calls.status())
+        return self._call(StatusAnswer, "GET", "/status")
 
     def activity(self) -> ActivityAnswer:
         """Current activity: living groups, waiting requests, steps to come, clients and their sessions."""
-        return self._ask(calls.activity())
+        return self._call(ActivityAnswer, "GET", "/activity")
 
     def checkpoints(self) -> CheckpointsAnswer:
         """The checkpoints that a run can go on from."""
-        return self._ask(calls.checkpoints())
+        return self._call(CheckpointsAnswer, "GET", "/checkpoints")
 
     def save_checkpoint(self, name: str) -> CheckpointAnswer:
         """Write a checkpoint now, under this name."""
-        return self._ask(calls.save_checkpoint(name))
+        body = checked_body(CheckpointRequest, {"name": name})
+        return self._call(CheckpointAnswer, "POST", "/checkpoints", body)
 
     def tokenizer(self) -> TokenizerAnswer:
         """Tokenizer and chat template of the model, with their hash."""
-        return self._ask(calls.tokenizer())
+        return self._call(TokenizerAnswer, "GET", "/tokenizer")
 
     def model(
         self, version: str | None = None, *, to: str | os.PathLike[str], unpack: bool = False
     ) -> Path:
         """The weights of a version (`run@step`; None: the newest) as a zip at `to`, or unpacked into the new folder `to`."""
         target = checked_target(to, unpack=unpack)
-        patience = Patience(self.connection)
+        patience = Patience(self.connection.patience, self.connection.timing)
         while True:
+            error: ClientError
             try:
-                return self._download(calls.model(version), target, unpack)
-            except BrokenDownload as error:
-                failed: ClientError = error
-            except httpx2.RequestError as error:
-                failed = lost(error, self.connection)
-            self._sleep(patience.wait(failed))
+                return self._download(version, target, unpack)
+            except BrokenDownload as broken:
+                error = broken
+            except httpx2.RequestError as lost:
+                error, _ = network_failure(lost, self.connection)
+            self._sleep(patience.wait(error))
 
     def events(self, after: int | None = None) -> Iterator[EventData]:
-        """Yields each event once, as it happens, also over lost connections; it ends when the caller stops asking.
+        """Yields each event once, as it happens, also over lost connections; it ends when the caller stops iterating.
 
         `after`: the id of the last event that is known already (`StatusAnswer.last_event_id`).
         """
-        reader, patience = EventReader(after), Patience(self.connection)
+        reader = EventReader(after)
+        patience = Patience(self.connection.patience, self.connection.timing)
         while True:
             reader.begin()
-            failed: ClientError = ended(self.connection)
+            headers = {"Accept": "text/event-stream"}
+            if reader.last_id is not None:
+                headers["Last-Event-ID"] = str(reader.last_id)
+            error: ClientError = stream_ended(self.connection)
             try:
-                with closing(self._open(calls.events(reader.last_id))) as response:
+                response = self.send("GET", "/events", headers=headers, stream=True)
+                with closing(response):
                     for chunk in response.iter_bytes():
                         patience.renew()
                         yield from reader.feed(chunk)
-            except httpx2.RequestError as error:
-                failed = lost(error, self.connection)
-            self._sleep(patience.wait(failed))
+            except httpx2.RequestError as lost:
+                error, _ = network_failure(lost, self.connection)
+            self._sleep(patience.wait(error))
 
-    def _ask(self, call: Call[T]) -> T:
-        return self._drive(call, stream=False)
-
-    def _open(self, call: Call[httpx2.Response]) -> httpx2.Response:
-        """An answer whose body is still to be read; the caller closes it."""
-        return self._drive(call, stream=True)
-
-    def _drive(self, call: Call[T], *, stream: bool) -> T:
-        """Do what the exchange says, until it has the answer."""
-        steps = exchange(call, self.connection)
-        todo = next(steps)
-        while True:
-            reply = None
-            if isinstance(todo, Send):
-                reply = self._attempt(todo, stream=stream)
-            else:
-                self._sleep(todo.seconds)
-            try:
-                todo = steps.send(reply)
-            except StopIteration as end:
-                return end.value
-
-    def _attempt(self, send: Send, *, stream: bool) -> httpx2.Response | httpx2.RequestError:
-        request = self._http.build_request(
-            send.method,
-            send.path,
-            headers=send.headers,
-            params=send.query,
-            content=send.body,
-            timeout=send.timeout,
-        )
-        try:
-            response = self._http.send(request, stream=stream)
-            if stream and not response.is_success:
-                response.read()
-                response.close()
-        except httpx2.RequestError as error:
-            return error
-        return response
-
-    def _download(self, call: Call[httpx2.Response], to: Path, unpack: bool) -> Path:
-        response = self._open(call)
+    def _download(self, version: str | None, to: Path, unpack: bool) -> Path:
+        """One attempt."""
+        query = without_none(version=version)
+        response = self.send("GET", "/model", query=query, stream=True)
         with closing(response), Download(to, unpack=unpack) as download:
             for chunk in response.iter_bytes():
                 download.write(chunk)
             return download.finish()
+
+    def _call(
+        self,
+        answer: type[A],
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        server_wait: float = 0.0,
+    ) -> A:
+        return read_answer(answer, self.send(method, path, body=body, server_wait=server_wait))
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        server_wait: float = 0.0,
+        stream: bool = False,
+        patience: float | None = None,
+        timeout: float | None = None,
+    ) -> httpx2.Response:
+        """The successful response to a request that may have no method here, after as many attempts as `patience` allows.
+
+        `server_wait`: seconds for which the server may hold the answer on purpose. `stream`: the body is still to be read, and the
+        caller closes the response. `patience` and `timeout` replace the client's.
+        """
+        connection = self.connection
+        left = Patience(connection.patience if patience is None else patience, connection.timing)
+        silence = connection.timeout if timeout is None else timeout
+        own = {} if method == "GET" else {HEADER: new_idempotency_key()}
+        if body is not None:
+            own["Content-Type"] = "application/json"
+        request = self._http.build_request(
+            method,
+            path,
+            headers={**own, **(headers or {})},
+            params=query,
+            content=body,
+            timeout=httpx2.Timeout(
+                silence + server_wait, connect=min(CONNECT_TIMEOUT, silence), pool=None
+            ),
+        )
+        while True:
+            error: ClientError
+            try:
+                response = self._http.send(request, stream=stream)
+                if response.is_success:
+                    connection.outage.ends(connection.url)
+                    return response
+                response.read()
+                response.close()
+                error, may_pass = refusal(response, connection)
+            except httpx2.RequestError as lost:
+                error, may_pass = network_failure(lost, connection)
+            if not may_pass:
+                raise error
+            wait = left.wait(error)
+            connection.outage.begins(error, left.left)
+            self._sleep(wait)
 
     def _sleep(self, seconds: float) -> None:
         self.connection.timing.sleep(seconds)

@@ -1,8 +1,8 @@
 """The HTTP side of a server: its routes, what goes before them, and the OpenAPI document that is made of both.
 
 Routes raise a `Refusal`, FastAPI its own errors for addresses that do not exist and requests that are not valid; all of them become
-refusals here, and are rendered in one place (`middleware.Observed`). The document names for each route who may ask and every problem that
-it can answer with.
+refusals here, and are rendered in one place (`middleware.Observed`). For each route the document names the role that may call it, and
+every problem that it can answer with.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from typing import Any, NoReturn, cast
 
@@ -23,12 +24,12 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from groupwise.api.http import strict_json
-from groupwise.api.http.declared import Route, Shared, facts_of
 from groupwise.api.http.middleware import BodyRead, CallerOf, Guarded, Observed, RouteTable
-from groupwise.api.http.refusals import documented, problem_schema
+from groupwise.api.http.route import Route
+from groupwise.api.http.shared_state import Shared, facts_of
 from groupwise.api.schemas.idempotency import HEADERS as IDEMPOTENCY_HEADERS
 from groupwise.api.schemas.keys import Role
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import KINDS, MEDIA_TYPE, FieldError, Problem, Refusal
 from groupwise.core.plugins import printable
 
 BINARY = ("application/zip", "application/octet-stream")
@@ -37,6 +38,18 @@ SECURITY = {
     "x-api-key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
     "api-key": {"type": "apiKey", "in": "header", "name": "api-key"},
 }
+ANY_BYTES = {
+    "required": True,
+    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+}
+IDEMPOTENCY = {
+    "name": IDEMPOTENCY_HEADERS[0],
+    "in": "header",
+    "required": False,
+    "description": f"Names the request: sent again under it, it is answered as before, for a day at least. Also {IDEMPOTENCY_HEADERS[1]}.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+}
+EXAMPLE_INSTANCE = "urn:groupwise:request:0123456789abcdef"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +75,13 @@ def assemble(
     this machine is answered. `before`: what the document says of requests that are answered before they come here (`tags`, `paths`,
     `components`).
     """
+    try:
+        version = metadata.version("groupwise")
+    except metadata.PackageNotFoundError:  # run from a folder, without being installed
+        version = "0"
     app = FastAPI(
         title=about.title,
-        version=_version(),
+        version=version,
         description=about.description + _roles(routes, shared.role_words),
         docs_url=None,  # pages that would load scripts from elsewhere
         redoc_url=None,
@@ -73,18 +90,34 @@ def assemble(
     )
     app.router.route_class = _StrictRoute
     app.state.shared = shared
-    document = _Document(app, routes, before or {})
+    make = app.openapi
+
+    @cache
+    def document() -> dict[str, Any]:
+        app.openapi_schema = _completed(make(), routes, before or {})
+        return app.openapi_schema
+
+    @cache
+    def written() -> bytes:
+        return json.dumps(document()).encode()
+
+    async def answer() -> Response:
+        """This document."""
+        return Response(written(), media_type="application/json")
+
+    app.openapi = document
     shown = Route(
         method="GET",
         path="/openapi.json",
-        handler=document.answer,
+        handler=answer,
         role=None,
         tag="health",
         answer=dict[str, Any],
     )
     for route in (*routes, shown):
         _add(app, route, shared.role_words)
-    _refuse_what_fastapi_refuses(app)
+    app.add_exception_handler(RequestValidationError, cast("Any", _invalid))
+    app.add_exception_handler(HTTPException, cast("Any", _no_such_route))
     # The last one that is added is the outermost.
     app.add_middleware(cast("Any", BodyRead), shared=shared)
     app.add_middleware(cast("Any", Guarded), shared=shared, who=caller_of, local_only=local_only)
@@ -106,21 +139,26 @@ def _roles(routes: Sequence[Route], words: Mapping[Role, str]) -> str:
     return "\n".join(rows)
 
 
-def _version() -> str:
-    try:
-        return metadata.version("groupwise")
-    except metadata.PackageNotFoundError:  # run from a folder, without being installed
-        return "0"
-
-
 def _add(app: FastAPI, route: Route, words: Mapping[Role, str]) -> None:
-    responses = documented(route.all_codes)
+    """Add a route, with every problem that it answers with in the document, by status, and an example of each."""
+    by_status: dict[int | str, list[str]] = {}
+    for code in sorted(route.all_codes):
+        by_status.setdefault(KINDS[code].status, []).append(code)
+    responses: dict[int | str, dict[str, Any]] = {}
+    for status, codes in sorted(by_status.items(), key=lambda each: str(each[0])):
+        problems = [(code, Refusal(code).problem(EXAMPLE_INSTANCE)) for code in codes]
+        examples = {code: {"value": each.model_dump(mode="json")} for code, each in problems}
+        schema = {"$ref": "#/components/schemas/Problem"}
+        responses[status] = {
+            "description": "\n\n".join(f"`{code}`: {KINDS[code].meaning}" for code in codes),
+            "content": {MEDIA_TYPE: {"schema": schema, "examples": examples}},
+        }
     if route.later:
         responses[202] = {"description": route.later, "model": route.answer}
     if route.path == "/readyz":
         responses[503] = {"description": "Not ready, and why.", "model": route.answer}
     if route.answer is None:
-        schema = {"type": "string", **_format(route.media_type)}
+        schema = {"type": "string"} | ({"format": "binary"} if route.media_type in BINARY else {})
         responses[200] = {"content": {route.media_type: {"schema": schema}}}
     app.add_api_route(
         route.path,
@@ -137,10 +175,6 @@ def _add(app: FastAPI, route: Route, words: Mapping[Role, str]) -> None:
     )
 
 
-def _format(media_type: str) -> dict[str, str]:
-    return {"format": "binary"} if media_type in BINARY else {}
-
-
 # Reading strictly
 
 
@@ -154,46 +188,30 @@ class _StrictRequest(Request):
 
 
 class _StrictRoute(APIRoute):
-    """A route for the custom request class, as FastAPI recommends."""
+    """A route for the custom request class, as FastAPI recommends. Parameters that it does not have are refused."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handler = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
-            self._check_parameters(request)
+            route = facts_of(request.scope).route
+            known = [field.alias for field in self.dependant.query_params]
+            unknown = [name for name in request.query_params if name not in known]
+            # Probes without a key may send what they like.
+            if route is not None and route.role is not None and unknown:
+                name = unknown[0]
+                near = difflib.get_close_matches(name, known, n=1)
+                existing = f"there are: {', '.join(known) or 'none'}"
+                hint = f"did you mean {near[0]}?" if near else existing
+                message = f"is not a query parameter of {route.name}; {hint}"
+                error = FieldError(field=printable(name)[:100], message=message)
+                raise Refusal("invalid_request", f"{error.field} {message}", errors=[error])
             return await handler(_StrictRequest(request.scope, request.receive))
 
         return strict
 
-    def _check_parameters(self, request: Request) -> None:
-        """Refuse parameters that the route does not have, except on probes without a key."""
-        route = facts_of(request.scope).route
-        if route is None or route.role is None:
-            return
-        known = [field.alias for field in self.dependant.query_params]
-        for name in request.query_params:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = (
-                    f"did you mean {near[0]}?"
-                    if near
-                    else f"there are: {', '.join(known) or 'none'}"
-                )
-                message = f"is not a query parameter of {route.name}; {hint}"
-                error = FieldError(field=printable(name)[:100], message=message)
-                raise Refusal("invalid_request", f"{error.field} {message}", errors=[error])
-
 
 # Refusals of the framework
-
-
-def _refuse_what_fastapi_refuses(app: FastAPI) -> None:
-    handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
-        RequestValidationError: _invalid,
-        HTTPException: _no_such_thing,
-    }
-    for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> NoReturn:
@@ -209,7 +227,7 @@ async def _invalid(request: Request, error: RequestValidationError) -> NoReturn:
     raise Refusal.of_fields(details, body.field_info if body else None) from None
 
 
-async def _no_such_thing(request: Request, error: HTTPException) -> NoReturn:
+async def _no_such_route(request: Request, error: HTTPException) -> NoReturn:
     where = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
         raise Refusal(
@@ -227,86 +245,40 @@ async def _no_such_thing(request: Request, error: HTTPException) -> NoReturn:
 # The document
 
 
-class _Document:
-    """OpenAPI, made once."""
+def _completed(
+    document: dict[str, Any], routes: Sequence[Route], before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """FastAPI's document with what FastAPI cannot know: problems, keys, bodies that handlers read themselves, and other protocols."""
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    components["securitySchemes"] = SECURITY
 
-    def __init__(self, app: FastAPI, routes: Sequence[Route], before: Mapping[str, Any]) -> None:
-        self._app = app
-        self._routes = routes
-        self._before = before
-        self._make = app.openapi
-        self._written = b""
-        app.openapi = self.document
+    def add_schema(model: type[BaseModel]) -> None:
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas.update(schema.pop("$defs", {}))
+        schemas[model.__name__] = schema
 
-    async def answer(self) -> Response:
-        """This document."""
-        self._written = self._written or json.dumps(self.document()).encode()
-        return Response(self._written, media_type="application/json")
-
-    def document(self) -> dict[str, Any]:
-        """The whole."""
-        if self._app.openapi_schema is None:
-            self._app.openapi_schema = self._complete(self._make())
-        return self._app.openapi_schema
-
-    def _complete(self, document: dict[str, Any]) -> dict[str, Any]:
-        components = document.setdefault("components", {})
-        components.setdefault("schemas", {}).update(problem_schema())
-        components["securitySchemes"] = SECURITY
-        for route in self._routes:
-            if route.reads is not None:
-                _add_body(document, route, route.reads)
-            elif route.takes_bytes:
-                _operation(document, route)["requestBody"] = _ANY_BYTES
-        for route in self._routes:
-            self._say_more(_operation(document, route), route)
-        self._add_what_is_before(document)
-        return document
-
-    def _add_what_is_before(self, document: dict[str, Any]) -> None:
-        keys: list[dict[str, list[str]]] = [{name: []} for name in SECURITY]
-        for path, operations in self._before.get("paths", {}).items():
-            document["paths"][path] = {
-                method: {"security": keys, **operation} for method, operation in operations.items()
-            }
-        schemas = self._before.get("components", {}).get("schemas", {})
-        document["components"]["schemas"].update(schemas)
-        if tags := self._before.get("tags"):
-            document.setdefault("tags", []).extend(tags)
-
-    def _say_more(self, operation: dict[str, Any], route: Route) -> None:
-        operation["security"] = [{name: []} for name in SECURITY] if route.role else []
+    add_schema(Problem)
+    keys: list[dict[str, list[str]]] = [{name: []} for name in SECURITY]
+    for route in routes:
+        path = re.sub(r":\w+\}", "}", route.path)  # the document has no convertors of parameters
+        operation = document["paths"][path][route.method.lower()]
+        if route.reads is not None:
+            add_schema(route.reads)
+            content = {"schema": {"$ref": f"#/components/schemas/{route.reads.__name__}"}}
+            operation["requestBody"] = {"required": True, "content": {"application/json": content}}
+        elif route.takes_bytes:
+            operation["requestBody"] = ANY_BYTES
+        operation["security"] = keys if route.role else []
         if route.named:
-            operation.setdefault("parameters", []).append(_IDEMPOTENCY)
+            operation.setdefault("parameters", []).append(IDEMPOTENCY)
         if route.example is not None:
-            content = operation["requestBody"]["content"]["application/json"]
-            content["example"] = route.example
-
-
-def _add_body(document: dict[str, Any], route: Route, model: type[BaseModel]) -> None:
-    """Document the model of a body that the handler reads itself."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    document["components"]["schemas"].update(schema.pop("$defs", {}))
-    document["components"]["schemas"][model.__name__] = schema
-    content = {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
-    body = {"required": True, "content": {"application/json": content}}
-    _operation(document, route)["requestBody"] = body
-
-
-def _operation(document: dict[str, Any], route: Route) -> dict[str, Any]:
-    return document["paths"][_PLAIN.sub("}", route.path)][route.method.lower()]
-
-
-_PLAIN = re.compile(r":\w+\}")
-"""A convertor of a path parameter, which the document does not have."""
-_ANY_BYTES = {
-    "required": True,
-    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-}
-_IDEMPOTENCY = {
-    "name": IDEMPOTENCY_HEADERS[0],
-    "in": "header",
-    "required": False,
-    "description": f"Names the request: sent again under it, it is answered as before, for a day at least. Also {IDEMPOTENCY_HEADERS[1]}.",
-    "schema": {"type": "string", "minLength": 1, "maxLength": 255},
-}
+            operation["requestBody"]["content"]["application/json"]["example"] = route.example
+    for path, operations in before.get("paths", {}).items():
+        document["paths"][path] = {
+            method: {"security": keys, **operation} for method, operation in operations.items()
+        }
+    schemas.update(before.get("components", {}).get("schemas", {}))
+    if tags := before.get("tags"):
+        document.setdefault("tags", []).extend(tags)
+    return document

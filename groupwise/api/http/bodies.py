@@ -48,8 +48,8 @@ class Bodies:
         """The whole body. Refused as `too_large`, `timed_out` or `shutting_down`; ClientGone if the rest will not come."""
         if self._given_up:
             raise _shutting_down()
-        told = headers.get("content-length", "")
-        if told.isdecimal() and len(told) < 20 and int(told) > self._most:
+        length = headers.get("content-length", "")
+        if length.isdecimal() and len(length) < 20 and int(length) > self._most:
             raise self._too_large()
         try:
             async with asyncio.timeout(BODY_SECONDS) as limit:

@@ -2,7 +2,7 @@
 
     Observed   gives it an id, counts and logs it, and answers whatever was raised: a `Refusal` as its problem, anything else as
                `internal`, whose details stand in the log under that id and nowhere else
-    Guarded    who asks, whether the key may, whether the server still takes work, whether the key asks too often
+    Guarded    checks who sends it, whether the key has the role, whether the key sends too many, whether the server still takes work
     BodyRead   reads the body within a limit of bytes and time, and cancels the work of a client that goes away
 
 Plain ASGI: nothing is wrapped that streams. A route's own settings stand in its `Route`.
@@ -16,20 +16,17 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from groupwise.api.http.bodies import LARGE, SHUTTING_DOWN_RETRY, ClientGone, give_memory_back
-from groupwise.api.http.caller import Caller
-from groupwise.api.http.declared import SCOPE, Facts, Route, Shared, facts_of
 from groupwise.api.http.logs import log_request
 from groupwise.api.http.origins import check_local
-from groupwise.api.http.refusals import body_of
-from groupwise.api.schemas import keys
-from groupwise.api.schemas.keys import Role
+from groupwise.api.http.route import Route
+from groupwise.api.http.shared_state import SCOPE, Facts, Shared, facts_of
+from groupwise.api.schemas.keys import Caller, Role
 from groupwise.api.schemas.problems import MEDIA_TYPE, FieldError, Refusal
 
 logger = logging.getLogger(__name__)
@@ -38,7 +35,7 @@ REQUEST_ID = "X-Request-ID"
 CLIENT_GONE = 499
 """Status in log and metrics of a request whose client went away."""
 
-CallerOf = Callable[[Mapping[str, str]], Awaitable[keys.Caller]]
+CallerOf = Callable[[Mapping[str, str]], Awaitable[Caller]]
 """Finds the caller from a request's headers. Raises `unauthorised`."""
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -71,18 +68,21 @@ class Observed:
         self._others = others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the request, and tell of it."""
+        """Answer the request, count and log it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         began = time.perf_counter()
-        facts = Facts(_request_id(scope), self._table.find(scope["method"], scope["path"]))
+        request_id = Headers(scope=scope).get(REQUEST_ID, "")
+        if not _SAFE_ID.fullmatch(request_id):
+            request_id = secrets.token_hex(8)
+        facts = Facts(request_id, self._table.find(scope["method"], scope["path"]))
         scope[SCOPE] = facts
         answer = _Response(send, facts)
         try:
             await self._answer(scope, receive, answer)
         finally:
-            self._tell(scope, facts, answer.status or CLIENT_GONE, time.perf_counter() - began)
+            self._report(scope, facts, answer.status or CLIENT_GONE, time.perf_counter() - began)
         if facts.code:
             await self._shared.refused(facts)
 
@@ -105,7 +105,7 @@ class Observed:
             )
             await answer.refuse(Refusal("internal"))
 
-    def _tell(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
+    def _report(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
         metrics = self._shared.metrics
         metrics.observe(facts.route.name if facts.route else self._others, status, seconds)
         if facts.code:
@@ -148,7 +148,7 @@ class _Response:
         self._facts.code = refusal.code
         if self.status is not None:
             raise BrokenOff(refusal.code)
-        body = body_of(refusal, self._facts.instance)
+        body = refusal.problem(self._facts.instance).model_dump_json().encode()
         headers = {
             "content-type": MEDIA_TYPE,
             "content-length": str(len(body)),
@@ -167,11 +167,6 @@ class BrokenOff(Exception):
     """An answer that cannot be finished; the connection is closed, so that the client does not take a part for the whole."""
 
 
-def _request_id(scope: Scope) -> str:
-    given = Headers(scope=scope).get(REQUEST_ID, "")
-    return given if _SAFE_ID.fullmatch(given) else secrets.token_hex(8)
-
-
 class Guarded:
     """Lets authorised requests through."""
 
@@ -182,40 +177,18 @@ class Guarded:
         self._local_only = local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass it on, or raise why not."""
-        if scope["type"] == "http":
-            await self._check(facts_of(scope), Headers(scope=scope))
+        """Pass the request on, or raise why not."""
+        facts = facts_of(scope) if scope["type"] == "http" else None
+        if facts is not None and (facts.route is None or facts.route.role is not None):
+            route, headers = facts.route, Headers(scope=scope)
+            if self._local_only:
+                check_local(headers)
+            facts.caller = caller = await self._who(headers)
+            self._shared.count(caller.key_id)
+            caller.require((route and route.role) or Role.READ, self._shared.role_words)
+            if route is not None and route.works and self._shared.ending.is_set():
+                raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
         await self._app(scope, receive, send)
-
-    async def _check(self, facts: Facts, headers: Mapping[str, str]) -> None:
-        route = facts.route
-        if route is not None and route.role is None:
-            return
-        if self._local_only:
-            check_local(headers)
-        known = await self._who(headers)
-        facts.caller = Caller(known.id, known.role, known.projects)
-        self._shared.count(known.id)
-        known.require((route.role if route else None) or Role.READ, self._shared.role_words)
-        if route is not None and route.works and self._shared.ending.is_set():
-            raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
-
-
-@dataclass(slots=True)
-class _Inbox:
-    """Messages for a route: the body that was read, and later that the client has gone."""
-
-    body: bytes
-    gone: asyncio.Future[None]
-    given: bool = False
-
-    async def receive(self) -> Message:
-        """Return the next message, as an ASGI `receive` callable."""
-        if not self.given:
-            self.given = True
-            return {"type": "http.request", "body": self.body, "more_body": False}
-        await asyncio.shield(self.gone)
-        return {"type": "http.disconnect"}
 
 
 class BodyRead:
@@ -230,51 +203,58 @@ class BodyRead:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        route = facts_of(scope).route
+        route, headers = facts_of(scope).route, Headers(scope=scope)
         body = b""  # if the route takes no body, one that comes all the same is discarded
         if route is not None and route.takes_body:
             shared = self._shared
             bodies = shared.bodies if route.takes_bytes else shared.json_bodies
-            body = await bodies.read(Headers(scope=scope), receive)
-        if body and not (route is not None and route.takes_bytes):
-            _check_media_type(Headers(scope=scope).get("content-type", ""))
+            body = await bodies.read(headers, receive)
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            is_json = kind == "application/json" or (
+                kind.startswith("application/") and kind.endswith("+json")
+            )
+            if body and not route.takes_bytes and not is_json:
+                wrong = FieldError(field="Content-Type", message="must be application/json")
+                raise Refusal("unsupported_media_type", errors=(wrong,))
         try:
-            await _while_listening(self._app, scope, body, receive, send)
+            await _while_client_listens(self._app, scope, body, receive, send)
         finally:
             if len(body) > LARGE:  # once nothing holds it any more
                 asyncio.get_running_loop().call_later(1.0, give_memory_back)
 
 
-def _check_media_type(given: str) -> None:
-    kind = given.partition(";")[0].strip().lower()
-    if kind != "application/json" and not (
-        kind.startswith("application/") and kind.endswith("+json")
-    ):
-        raise Refusal(
-            "unsupported_media_type",
-            errors=(FieldError(field="Content-Type", message="must be application/json"),),
-        )
-
-
-async def _while_listening(
+async def _while_client_listens(
     app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
 ) -> None:
     """Do the work; where its route says so, cancel it when the client goes before the answer is whole."""
     route = facts_of(scope).route
-    whole = False
+    is_read = is_answered = False
 
-    async def noting(message: Message) -> None:
-        nonlocal whole
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def receive_body() -> Message:
+        """The body that was read, and later that the client has gone."""
+        nonlocal is_read
+        if not is_read:
+            is_read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await asyncio.shield(gone)
+        return {"type": "http.disconnect"}
+
+    async def send_and_note(message: Message) -> None:
+        nonlocal is_answered
         await send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
-            whole = True
+            is_answered = True
 
-    gone = asyncio.ensure_future(_until_gone(receive))
-    work = asyncio.ensure_future(app(scope, _Inbox(body, gone).receive, noting))
+    gone = asyncio.ensure_future(disconnected())
+    work = asyncio.ensure_future(app(scope, receive_body, send_and_note))
     try:
         if route is None or route.ends_with_client:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not whole:
+            if not work.done() and not is_answered:
                 work.cancel()
                 await asyncio.wait((work,))
                 raise ClientGone
@@ -284,8 +264,3 @@ async def _while_listening(
         if not work.done():
             work.cancel()
         await asyncio.gather(work, gone, return_exceptions=True)
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

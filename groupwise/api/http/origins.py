@@ -1,4 +1,4 @@
-"""Finds which page made a browser send a request, as far as the browser says so.
+"""Finds out where a request comes from: this machine, and which page made a browser send it, as far as the browser says so.
 
 A browser sends the cookies that it has of a site, and reaches this machine by loopback, whatever page asks it to. Only what it says of
 that page tells ours from another: `Sec-Fetch-Site`, or in an older browser `Origin` and `Referer`. No page can change these.
@@ -6,13 +6,23 @@ that page tells ours from another: `Sec-Fetch-Site`, or in an older browser `Ori
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from groupwise.api.http.addresses import is_loopback
 from groupwise.api.schemas.problems import Refusal
 
 _OF_A_PROXY = ("x-forwarded-for", "x-real-ip", "forwarded")
+
+
+def is_loopback(host: str) -> bool:
+    """True if a name or address always leads to this machine."""
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def is_from_our_page(headers: Mapping[str, str]) -> bool | None:
@@ -33,7 +43,7 @@ def is_from_our_page(headers: Mapping[str, str]) -> bool | None:
 
 
 def check_local(headers: Mapping[str, str]) -> None:
-    """Refuse what a page of another site has a browser of this machine send: without a key nothing else would tell it apart.
+    """Refuse requests that a page of another site has a browser of this machine send: without a key nothing else tells them apart.
 
     A link to a page of ours may stand anywhere. If the name of another site was made to lead to this machine, it stands as the Host.
     What a proxy passes on comes from anywhere, and its Host may be ours.
@@ -41,7 +51,7 @@ def check_local(headers: Mapping[str, str]) -> None:
     if any(name in headers for name in _OF_A_PROXY):
         raise Refusal(
             "forbidden",
-            "The server had no key when it began, so that it answers nothing that a proxy passes on. Make a key, and begin it anew.",
+            "The server had no key when it began, so that it answers nothing that a proxy passes on. Make a key, and start it again.",
         )
     host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
     if not is_loopback(host):
@@ -50,14 +60,14 @@ def check_local(headers: Mapping[str, str]) -> None:
             "The server has no key, so that it answers only requests to this machine by name: localhost or 127.0.0.1. "
             "Give it a key to reach it under other names.",
         )
-    if is_from_our_page(headers) is False and not _follows_a_link(headers):
+    # A link may lead to a page of its own here; a form would name its Origin.
+    follows_link = (
+        headers.get("sec-fetch-mode") == "navigate"
+        and headers.get("sec-fetch-dest") == "document"
+        and "origin" not in headers
+    )
+    if is_from_our_page(headers) is False and not follows_link:
         raise Refusal(
             "forbidden",
             "The server has no key, so that it answers no pages of other sites or ports.",
         )
-
-
-def _follows_a_link(headers: Mapping[str, str]) -> bool:
-    """True if the answer is to be shown as a page of its own; a form names its Origin."""
-    shown = headers.get("sec-fetch-mode") == "navigate"
-    return shown and headers.get("sec-fetch-dest") == "document" and "origin" not in headers

@@ -1,7 +1,7 @@
 """Metrics of a server's requests and its process, in the text format of Prometheus, and the code that writes that format.
 
-Rendered by hand: the format is a page long, and the client library keeps its numbers in globals of the process, where those of two servers
-(in tests, in a notebook) would run together. Each server adds the families that are its own.
+Rendered by hand: the format is a page long, most numbers are read from a server's status when they are asked for, and prometheus_client
+would add series of its own (`_created`), which only a switch for the whole process turns off. Each server adds its own families.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Histogram:
 
 
 @dataclass(slots=True)
-class Requests:
-    """Counted by one process since it began."""
+class RequestMetrics:
+    """Requests that one process has answered since it began, and the process itself."""
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     """Requests, by route and status."""
@@ -66,6 +66,7 @@ class Requests:
     event_streams: int = 0
     """Open now."""
     began: float = field(default_factory=time.time)
+    """Seconds since 1970."""
 
     def observe(self, route: str, status: int, seconds: float) -> None:
         """A request was answered, or its client has gone."""
@@ -73,32 +74,28 @@ class Requests:
         self.seconds.setdefault(route, Histogram()).observe(seconds)
 
     def lines(self) -> Iterator[str]:
-        """All of it."""
-        yield from self._of_requests()
-        yield from self._of_process()
-
-    def _of_requests(self) -> Iterator[str]:
-        counted = [
+        """All of it in the text format."""
+        answered = [
             ({"route": route, "status": status}, count)
             for (route, status), count in sorted(self.requests.items())
         ]
-        yield from family("http_requests_total", "counter", "By route and status.", counted)
+        yield from family("http_requests_total", "counter", "By route and status.", answered)
         refused = [({"code": code}, count) for code, count in sorted(self.refusals.items())]
         yield from family("refusals_total", "counter", "By the code of the problem.", refused)
         name = f"{PREFIX}http_request_seconds"
         yield from _head(name, "histogram", "Until the last byte of the answer.")
         for route, histogram in sorted(self.seconds.items()):
-            yield from _histogram(name, route, histogram)
+            below = 0
+            for bound, count in zip((*LATENCIES, float("inf")), histogram.counts, strict=True):
+                below += count
+                yield f"{name}_bucket{_labels({'route': route, 'le': _number(bound)})} {below}"
+            yield f"{name}_sum{_labels({'route': route})} {_number(histogram.total)}"
+            yield f"{name}_count{_labels({'route': route})} {below}"
         yield from one("event_streams", "gauge", "Open now.", self.event_streams)
-
-    def _of_process(self) -> Iterator[str]:
-        used = os.times()
-        yield from plain(
-            "process_cpu_seconds_total", "counter", "Of the HTTP process.", used.user + used.system
-        )
-        yield from plain(
-            "process_resident_memory_bytes", "gauge", "Of the HTTP process.", resident_bytes()
-        )
+        cpu = os.times().user + os.times().system
+        yield from plain("process_cpu_seconds_total", "counter", "Of the HTTP process.", cpu)
+        memory = resident_bytes()
+        yield from plain("process_resident_memory_bytes", "gauge", "Of the HTTP process.", memory)
         yield from plain("process_start_time_seconds", "gauge", "Since 1970.", self.began)
 
 
@@ -137,24 +134,12 @@ def _head(name: str, kind: str, meaning: str) -> Iterator[str]:
     yield f"# TYPE {name} {kind}"
 
 
-def _histogram(name: str, route: str, histogram: Histogram) -> Iterator[str]:
-    below = 0
-    for bound, count in zip((*LATENCIES, float("inf")), histogram.counts, strict=True):
-        below += count
-        yield f"{name}_bucket{_labels({'route': route, 'le': _number(bound)})} {below}"
-    yield f"{name}_sum{_labels({'route': route})} {_number(histogram.total)}"
-    yield f"{name}_count{_labels({'route': route})} {below}"
-
-
 def _labels(labels: Mapping[str, object]) -> str:
     if not labels:
         return ""
-    pairs = (f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    pairs = (f'{name}="{str(value).translate(escapes)}"' for name, value in labels.items())
     return "{" + ",".join(pairs) + "}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _number(value: float) -> str:

@@ -56,7 +56,10 @@ def parse(text: bytes) -> Any:
     except ValueError:  # Python's limit of digits
         raise NotStrict("a whole number has too many digits") from None
     if _SURROGATE.search(text):
-        _check_text(value)
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise NotStrict("a text has half of a surrogate pair") from None
     return value
 
 
@@ -121,10 +124,3 @@ def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise NotStrict("a key stands twice in an object")
     return found
-
-
-def _check_text(value: Any) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise NotStrict("a text has half of a surrogate pair") from None

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from groupwise.api.openai_client.answers import (
+from groupwise.api.openai_client.response_parsing import (
     Choices,
     error_in,
     holds_error,
@@ -86,7 +86,7 @@ class Endpoint:
 
 
 class Client:
-    """Asks an endpoint. Use it as an asynchronous context manager."""
+    """Calls an endpoint. Use it as an asynchronous context manager."""
 
     def __init__(
         self,
@@ -219,16 +219,15 @@ class Client:
         wanted = {**body, **several, **seeded, **extra}
         wanted = {name: value for name, value in wanted.items() if value is not None}
         try:
-            return await self.ask("POST", path, wanted, self._read_answer)
+            return await self.ask(
+                "POST", path, wanted, lambda body: read_answer(body, self.endpoint.model)
+            )
         except EndpointError as refused:
             if n == 1 or refused.status not in REFUSALS_OF_N:
                 raise
             answer = await self._some(path, body, 1, seed, extra)
             self._one_at_a_time = True
             return answer
-
-    def _read_answer(self, body: bytes) -> Choices:
-        return read_answer(body, self.endpoint.model)
 
     async def ask(
         self,
@@ -250,17 +249,24 @@ class Client:
                     answer = await self._attempt(method, path, body)
             except _Passing as failure:
                 if attempt == limit:
-                    raise self._given_up(method, path, failure, attempt + 1) from failure.__cause__
-                await self._wait(failure, attempt)
+                    times = "" if limit == 0 else f" ({limit + 1} times)"
+                    error = self._error(method, path, f"{failure}{times}", failure.status)
+                    error.may_pass = True
+                    raise error from failure.__cause__
+                wait = failure.retry_after or wait_after(attempt, self._timing.chance())
+                if failure.status not in TOO_FAST:
+                    await self._timing.sleep(wait)
+                elif self._pause.extend(wait):
+                    logger.info(
+                        "%s answers %s: no request goes there for %.1f s",
+                        *(self.endpoint.base_url, failure.status, wait),
+                    )
             else:
-                return self._read(method, path, answer, read)
+                try:
+                    return read(answer)
+                except EndpointError as error:
+                    raise self._error(method, path, str(error), None) from None
         raise AssertionError("a request is answered, repeated or given up")
-
-    def _read(self, method: str, path: str, body: bytes, read: Callable[[bytes], T]) -> T:
-        try:
-            return read(body)
-        except EndpointError as error:
-            raise self._error(method, path, str(error), None) from None
 
     async def _attempt(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
         """The body of one answer. Raises _Passing where another attempt may do better, EndpointError where not."""
@@ -276,42 +282,20 @@ class Client:
             raise _Passing(f"{type(error).__name__}: {error}") from error
         except httpx2.HTTPError as error:
             raise self._error(method, path, f"{type(error).__name__}: {error}", None) from error
-        return self._good(method, path, answer)
-
-    def _good(self, method: str, path: str, answer: httpx2.Response) -> bytes:
-        """The body, unless it or the status tells of a failure."""
-        status, body = answer.status_code, answer.content
-        if status == 200 and not holds_error(body):
-            return body
-        text, code, handed_on = error_in(body)
+        status = answer.status_code
+        if status == 200 and not holds_error(answer.content):
+            return answer.content
+        text, code, status_in_body = error_in(answer.content)
         if status == 200:
-            status = handed_on or status
+            status = status_in_body or status
         if "Location" in answer.headers:
             text = f"it has moved to {answer.headers['Location']}; change the base URL"
         if may_pass(status) and code not in OUT_OF_MONEY:
-            asked = retry_after(answer.headers.get("Retry-After"), self._timing.today())
-            if asked is None or asked <= MAX_RETRY_AFTER:
-                raise _Passing(f"status {status}: {text}", status, asked)
-            text = (
-                f"{text} (it wants to be asked again in {asked:,.0f} s, which is too long to wait)"
-            )
+            seconds = retry_after(answer.headers.get("Retry-After"), self._timing.today())
+            if seconds is None or seconds <= MAX_RETRY_AFTER:
+                raise _Passing(f"status {status}: {text}", status, seconds)
+            text = f"{text} (it wants to be asked again in {seconds:,.0f} s, which is too long to wait)"
         raise self._error(method, path, f"status {status}: {text}", status)
-
-    async def _wait(self, failure: _Passing, attempt: int) -> None:
-        wait = failure.wanted or wait_after(attempt, self._timing.chance())
-        if failure.status not in TOO_FAST:
-            await self._timing.sleep(wait)
-        elif self._pause.extend(wait):
-            where = self.endpoint.base_url
-            logger.info(
-                "%s answers %s: no request goes there for %.1f s", where, failure.status, wait
-            )
-
-    def _given_up(self, method: str, path: str, failure: _Passing, tries: int) -> EndpointError:
-        times = "" if tries == 1 else f" ({tries} times)"
-        error = self._error(method, path, f"{failure}{times}", failure.status)
-        error.may_pass = True
-        return error
 
     def _error(self, method: str, path: str, what: str, status: int | None) -> EndpointError:
         message = f"{method} {self.endpoint.base_url}{path}: {what}"
@@ -324,11 +308,13 @@ class Client:
 class _Passing(Exception):
     """A failure that another attempt may not meet."""
 
-    def __init__(self, what: str, status: int | None = None, wanted: float | None = None) -> None:
-        """`wanted`: seconds after which the service wants to be asked again."""
+    def __init__(
+        self, what: str, status: int | None = None, retry_after: float | None = None
+    ) -> None:
+        """`retry_after`: seconds after which the service wants to be asked again."""
         super().__init__(what)
         self.status = status
-        self.wanted = wanted
+        self.retry_after = retry_after
 
 
 def checked_url(given: str) -> str:

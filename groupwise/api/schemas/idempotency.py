@@ -11,6 +11,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from groupwise.api.schemas.problems import FieldError, Refusal
@@ -25,6 +26,16 @@ LONGEST = 255
 
 _EXACT = 2**53
 """Whole numbers up to here are the same as float and as int."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerKey:
+    """Identifies a request with an Idempotency-Key."""
+
+    route: str
+    """Method and path: `POST /rewards`."""
+    key: str
+    body_hash: str
 
 
 def new_idempotency_key() -> str:

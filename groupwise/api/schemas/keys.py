@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
+from groupwise.api.schemas.idempotency import AnswerKey
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import ConfigError, UsageError
 
@@ -77,18 +78,20 @@ WORDS: Mapping[Role, str] = {role: role.word for role in Role}
 class Caller:
     """The caller of a request, as its key identifies it."""
 
-    id: str
-    """The key's id; names the caller in logs and separates idempotency keys."""
+    key_id: str
+    """Names the caller in logs and separates idempotency keys; `local` if the server has no keys."""
     role: Role
     projects: frozenset[str] | None = None
     """The projects whose jobs the key may touch; None: all. A training server knows no projects."""
+    answer_key: AnswerKey | None = None
+    """What the request calls itself; None: it is carried out each time that it comes."""
 
     def require(self, role: Role, words: Mapping[Role, str] = WORDS) -> None:
         """Raise `forbidden` unless the caller's role is at least this one. `words`: what the server calls the roles."""
         if self.role < role:
             raise Refusal(
                 "forbidden",
-                f"The key {self.id} has the role {words[self.role]}; this route needs {words[role]}.",
+                f"The key {self.key_id} has the role {words[self.role]}; this route needs {words[role]}.",
             )
 
 
@@ -142,8 +145,8 @@ class Keyring:
         match = _KEY.fullmatch(presented)
         name = match["id"] if match else ""
         stored = self._stored.get(name)
-        told = hashlib.sha256(_identity(name, match["secret"] if match else "")).digest()
-        known = hmac.compare_digest(told, stored.digest if stored else _NOBODY)
+        digest = hashlib.sha256(_identity(name, match["secret"] if match else "")).digest()
+        known = hmac.compare_digest(digest, stored.digest if stored else _NOBODY)
         whole = hashlib.sha256(presented.encode("utf-8", "surrogatepass")).digest()
         plain = hmac.compare_digest(whole, self._plain)
         if known and stored is not None:
@@ -253,7 +256,7 @@ def _read_line(words: list[str]) -> StoredKey | str:
     role = Role.named(word)
     if not _ID.fullmatch(name):
         return "the first word is no id: 1 to 32 lower-case letters and digits"
-    if name in (LOCAL.id, PLAIN_ID):
+    if name in (LOCAL.key_id, PLAIN_ID):
         return f"the id {name} is that of others, who need no line here"
     if role is None:
         return f"the second word is no role; there are {', '.join(r.word for r in Role)}"

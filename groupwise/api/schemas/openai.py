@@ -134,24 +134,16 @@ class Tool(Body):
     function: ToolFunction = Field(description="The function to call.")
 
 
-def _choice_form(given: object) -> str:
-    return "(function)" if isinstance(given, dict) else "(word)"
-
-
 ToolChoice = Annotated[
     Annotated[str | None, Tag("(word)")] | Annotated[dict[str, Any], Tag("(function)")],
-    Discriminator(_choice_form),
+    Discriminator(lambda given: "(function)" if isinstance(given, dict) else "(word)"),
 ]
-
-
-def _stop_form(given: object) -> str:
-    return "(several)" if isinstance(given, list) else "(one)"
 
 
 Stops = Annotated[
     Annotated[Stop | None, Tag("(one)")]
     | Annotated[list[Stop], Field(max_length=MAX_STOPS), Tag("(several)")],
-    Discriminator(_stop_form),
+    Discriminator(lambda given: "(several)" if isinstance(given, list) else "(one)"),
 ]
 
 
@@ -370,17 +362,13 @@ class ChatRequest(_Request):
             yield wrong("max_tokens", "differs from max_completion_tokens; give one of the two")
 
 
-def _prompt_form(given: object) -> str:
-    return "(several)" if isinstance(given, list) else "(one)"
-
-
 class TextRequest(_Request):
     """Text to be gone on with."""
 
     prompt: Annotated[
         Annotated[Text, Tag("(one)")]
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Tag("(several)")],
-        Discriminator(_prompt_form),
+        Discriminator(lambda given: "(several)" if isinstance(given, list) else "(one)"),
     ] = Field(
         description="Text, or several, which are tokenised as they stand; tokens are not taken. The choices of several follow each "
         "other in their order."

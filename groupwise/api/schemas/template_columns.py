@@ -35,7 +35,18 @@ def for_template(columns: Mapping[str, Any], where: str) -> ForTemplate:
                 f"{where}: the column `{name}` has no effect: what the chat template receives stands in the column `{ARGUMENTS}`, such as "
                 '{"enable_thinking": false}. Rename the column, or leave it out.'
             )
-    return ForTemplate(_tools(columns.get(TOOLS), where), _arguments(columns.get(ARGUMENTS), where))
+    tools = _parsed(columns.get(TOOLS), TOOLS, where)
+    if not isinstance(tools, list | tuple | None):
+        raise TaskError(f"{where}: `tools` is {type(tools).__name__}. Expected a list of schemas.")
+    schemas = [_parsed(entry, TOOLS, where) for entry in cast("Sequence[Any]", tools or ())]
+    arguments = _parsed(columns.get(ARGUMENTS), ARGUMENTS, where)
+    if not isinstance(arguments, Mapping | None):
+        raise TaskError(
+            f"{where}: `{ARGUMENTS}` is {type(arguments).__name__}. Expected a dict, such as "
+            '{"enable_thinking": false}.'
+        )
+    given = dict(cast("Mapping[str, Any]", arguments or {}))
+    return ForTemplate(tuple(without_nulls(each) for each in schemas), without_nulls(given))
 
 
 @cache  # each row has the same columns, and likeness takes its time
@@ -47,31 +58,8 @@ def _nearly_arguments(name: str) -> bool:
     return name != ARGUMENTS and likeness >= ALIKE
 
 
-def _tools(value: Any, where: str) -> tuple[Any, ...]:
-    """Schemas of tools, as a list or as JSON text, which tables prefer."""
-    listed = _parsed(value, TOOLS, where)
-    if listed is None:
-        return ()
-    if not isinstance(listed, list | tuple):
-        raise TaskError(f"{where}: `tools` is {type(listed).__name__}. Expected a list of schemas.")
-    entries = [_parsed(entry, TOOLS, where) for entry in cast("Sequence[Any]", listed)]
-    return tuple(without_nulls(entry) for entry in entries)
-
-
-def _arguments(value: Any, where: str) -> dict[str, Any]:
-    given = _parsed(value, ARGUMENTS, where)
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise TaskError(
-            f"{where}: `{ARGUMENTS}` is {type(given).__name__}. Expected a dict, such as "
-            '{"enable_thinking": false}.'
-        )
-    return without_nulls(dict(cast("Mapping[str, Any]", given)))
-
-
 def _parsed(value: Any, name: str, where: str) -> Any:
-    """The value of a cell, parsed if it is JSON text; None if the cell is empty, which tables write as "" or NaN."""
+    """The value of a cell, parsed if it is JSON text, which tables prefer; None if the cell is empty, which tables write as "" or NaN."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(plain, str):
         return None if isinstance(plain, float) and math.isnan(plain) else plain

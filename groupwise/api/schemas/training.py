@@ -12,7 +12,7 @@ only keys that have a flat name are refused here, because a value must have one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
 
@@ -111,20 +111,12 @@ def _no_twice(values: list[Any]) -> list[Any]:
     return values
 
 
-# What is said of a prompt. A label in brackets says which form was given; it is no part of a field's name.
-
-
-def _form(given: object) -> str:
-    return "(text)" if isinstance(given, str) else "(messages)"
-
-
-def _name_or_section(given: object) -> str:
-    return "(name)" if isinstance(given, str) else "(section)"
+# A label in brackets says which form of a value was given; it is no part of a field's name.
 
 
 AlgorithmGiven = Annotated[
     Annotated[str, Tag("(name)")] | Annotated[dict[str, Any], Tag("(section)")],
-    Discriminator(_name_or_section),
+    Discriminator(lambda given: "(name)" if isinstance(given, str) else "(section)"),
 ]
 """The name of an algorithm, or the section of a config with its parameters."""
 
@@ -158,7 +150,8 @@ class ChatMessage(Body):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 Text = Annotated[str, StringConstraints(min_length=1)]
 PromptGiven = Annotated[
-    Annotated[Text, Tag("(text)")] | Annotated[Messages, Tag("(messages)")], Discriminator(_form)
+    Annotated[Text, Tag("(text)")] | Annotated[Messages, Tag("(messages)")],
+    Discriminator(lambda given: "(text)" if isinstance(given, str) else "(messages)"),
 ]
 """Text, which is tokenised as it stands, or messages, which go through the chat template."""
 
@@ -357,38 +350,31 @@ class StartRequest(Body):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        for problem in self._conflicts():
-            raise problem
-        return self
-
-    def _conflicts(self) -> Iterator[PydanticCustomError]:
         product = self.training_batch_size * self.gradient_accumulation_steps
         parts = {"training_batch_size", "gradient_accumulation_steps"} & self.model_fields_set
         if self.groups_per_step is not None and parts and self.groups_per_step != product:
-            yield wrong(
+            raise wrong(
                 "groups_per_step",
                 f"is {self.groups_per_step}, but training_batch_size × gradient_accumulation_steps is {product}; give one of the two",
             )
         if self.groups_per_step is None and product > 65536:
-            yield wrong("training_batch_size", f"makes steps of {product} groups; at most 65536")
+            raise wrong("training_batch_size", f"makes steps of {product} groups; at most 65536")
         if self.adapter == "continue" and self.adapter_path is None:
-            yield wrong(
+            raise wrong(
                 "adapter_path", "is needed with `adapter: continue`: the adapter to go on with"
             )
         if self.adapter != "continue" and self.adapter_path is not None:
-            yield wrong(
+            raise wrong(
                 "adapter_path", f"has no effect with `adapter: {self.adapter}`; give `continue`"
             )
         if self.adapter == "full" and self.lora is not None:
-            yield wrong("lora", "has no effect with `adapter: full`, which trains all weights")
-        yield from self._in_two_places()
-
-    def _in_two_places(self) -> Iterator[PydanticCustomError]:
+            raise wrong("lora", "has no effect with `adapter: full`, which trains all weights")
         for section in ("sampler", "training"):
             given = cast("dict[str, Any]", getattr(self, section) or {})
             for key in given:
                 if instead := ONE_PLACE.get(f"{section}.{key}"):
-                    yield wrong(f"{section}.{key}", f"has no place here: {instead}")
+                    raise wrong(f"{section}.{key}", f"has no place here: {instead}")
+        return self
 
 
 class StartAnswer(ResponseModel):
@@ -509,20 +495,18 @@ class CompletionsRequest(Body):
         if self.prompts is None and self.draws is not None:
             raise wrong("draws", "goes with `prompts`; the position of one prompt is `draw`")
         if self.prompts is not None:
-            self._several(self.prompts)
+            for field in ("draw", "prompt_tokens"):
+                if getattr(self, field) is not None:
+                    raise wrong(field, "goes with `prompt`; with `prompts` it has no meaning")
+            if self.draws is not None and len(self.draws) != len(self.prompts):
+                count = len(self.draws)
+                raise wrong("draws", f"has {count} entries for {len(self.prompts)} prompts")
         longest, shortest = self.max_completion_length, self.min_completion_length
         if longest is not None and shortest is not None and shortest > longest:
             raise wrong(
                 "min_completion_length", f"is {shortest}, above max_completion_length, {longest}"
             )
         return self
-
-    def _several(self, prompts: Sequence[Any]) -> None:
-        for field in ("draw", "prompt_tokens"):
-            if getattr(self, field) is not None:
-                raise wrong(field, "goes with `prompt`; with `prompts` it has no meaning")
-        if self.draws is not None and len(self.draws) != len(prompts):
-            raise wrong("draws", f"has {len(self.draws)} entries for {len(prompts)} prompts")
 
 
 class GroupAnswer(ResponseModel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -99,3 +100,9 @@ class Family:
         trace: TracebackType | None,
     ) -> None:
         self.end()
+
+
+def free_port() -> int:
+    """A loopback port that is free now, for a program that is about to be started."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]

@@ -90,7 +90,7 @@ def changes(kind: str, actions: Mapping[str, Action]) -> Do:
                 f"{action[:40]!r} is nothing that can be done with a {kind} here. There are: {', '.join(actions)}."
             )
         fleet_of(visit).change(
-            visit.visitor.caller.id, lambda fleet: actions[action].verb(fleet, name, form)
+            visit.visitor.caller.key_id, lambda fleet: actions[action].verb(fleet, name, form)
         )
         return visit.request.url.path
 

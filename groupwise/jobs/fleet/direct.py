@@ -68,7 +68,7 @@ class DirectFleet:
 
     def on_behalf_of(self, who: str) -> Self:
         """The same fleet, acting for the holder of another server's key; the local user acts as themselves."""
-        if who == LOCAL.id:
+        if who == LOCAL.key_id:
             return self
         named = copy.copy(self)
         named.actor = Actor(f"web:{who}", self.actor.projects)

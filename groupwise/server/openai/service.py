@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-from groupwise.api.http.caller import Caller
+from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.openai import ModelData
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import MAX_DRAW

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from fastapi import Depends, Header
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from groupwise.api.http.declared import Route
+from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
-from groupwise.server.routes.declared import AskedHere, Serving
+from groupwise.server.routes.context import Context, Serving
 
 TAG = "training"
 AT_ONCE = 100
@@ -39,13 +39,13 @@ LastEventId = Annotated[
 ]
 
 
-async def a_place(asked: AskedHere, last_event_id: LastEventId = None) -> AsyncGenerator[int]:
+async def a_place(context: Context, last_event_id: LastEventId = None) -> AsyncGenerator[int]:
     """One of the streams that may be open at once, held until the answer is over; gives the event after which it begins.
 
     What can be refused is refused here: once a stream has begun, it is too late.
     """
-    metrics, most = asked.serving.metrics, asked.serving.config.max_event_streams
-    if asked.serving.ending.is_set():
+    metrics, most = context.serving.metrics, context.serving.config.max_event_streams
+    if context.serving.ending.is_set():
         raise Refusal("shutting_down")
     if metrics.event_streams >= most:
         raise Refusal(
@@ -57,17 +57,17 @@ async def a_place(asked: AskedHere, last_event_id: LastEventId = None) -> AsyncG
     metrics.event_streams += 1
     try:
         if last_event_id is None:
-            last_event_id = await asked.service.last_event()
+            last_event_id = await context.service.last_event()
         yield last_event_id
     finally:
         metrics.event_streams -= 1
 
 
 async def events(
-    asked: AskedHere, after: Annotated[int, Depends(a_place)]
+    context: Context, after: Annotated[int, Depends(a_place)]
 ) -> AsyncGenerator[ServerSentEvent]:
     """Stream events from now on, or after `Last-Event-ID`; each has an id, a kind, and data as in `EventData`."""
-    service, serving = asked.service, asked.serving
+    service, serving = context.service, context.serving
     yield ServerSentEvent(comment="events follow", retry=RECONNECT)
     while not serving.ending.is_set():
         for event in await service.events(after, AT_ONCE):

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from groupwise.api.http.bodies import ClientGone
-from groupwise.api.http.declared import Route, sent_model
+from groupwise.api.http.route import Route, sent_model
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.training import (
     MAX_ADDRESS,
@@ -23,7 +23,7 @@ from groupwise.api.schemas.training import (
     TokenizerAnswer,
 )
 from groupwise.server.ledger.answers import StoredResponse
-from groupwise.server.routes.declared import AskedHere
+from groupwise.server.routes.context import Context
 from groupwise.server.routes.training import OF_ENGINE
 from groupwise.server.run.downloads import OpenVersion, zipped
 from groupwise.server.run.responses import answer_of
@@ -81,36 +81,36 @@ VersionInQuery = Annotated[
 ]
 
 
-async def get_model(asked: AskedHere, version: VersionInQuery = None) -> Response:
+async def get_model(context: Context, version: VersionInQuery = None) -> Response:
     """The files of one version, as a zip file: adapter or all weights, tokenizer, model card."""
-    return ZipResponse(await asked.service.open_version(version))
+    return ZipResponse(await context.service.open_version(version))
 
 
 async def post_model(
-    asked: AskedHere, body: Annotated[ModelRequest | None, BodyOf()] = None
+    context: Context, body: Annotated[ModelRequest | None, BodyOf()] = None
 ) -> Response:
     """The same as GET."""
     version = None if body is None else body.version
-    return ZipResponse(await asked.service.open_version(version))
+    return ZipResponse(await context.service.open_version(version))
 
 
-async def tokenizer(asked: AskedHere) -> Response:
+async def tokenizer(context: Context) -> Response:
     """Tokenizer and chat template of the run, with the hash that requests may give."""
-    return sent_model(await asked.service.tokenizer())
+    return sent_model(await context.service.tokenizer())
 
 
-async def checkpoints(asked: AskedHere) -> Response:
+async def checkpoints(context: Context) -> Response:
     """All checkpoints that can be gone on from."""
-    return sent_model(await asked.service.checkpoints())
+    return sent_model(await context.service.checkpoints())
 
 
-async def save_checkpoint(body: CheckpointRequest, asked: AskedHere) -> Response:
+async def save_checkpoint(body: CheckpointRequest, context: Context) -> Response:
     """Write a checkpoint now, under a name. It is kept until it is deleted, so only an admin may do this."""
 
     async def work() -> StoredResponse:
-        return answer_of(await asked.service.save_checkpoint(body.name, asked.caller))
+        return answer_of(await context.service.save_checkpoint(body.name, context.caller))
 
-    return await asked.once(work)
+    return await context.once(work)
 
 
 OF_VERSIONS = ("not_started", "unknown_version", "version_gone", "unknown_run", *OF_ENGINE)

@@ -17,7 +17,7 @@ from fastapi import Depends, FastAPI, Header, Path
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from groupwise.api.http.declared import Route, sent_model
+from groupwise.api.http.route import Route, sent_model
 from groupwise.api.schemas.idempotency import HEADER as IDEMPOTENCY_KEY
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.openai import (
@@ -37,7 +37,7 @@ from groupwise.server.openai.asking import Ask, Said, ask_of
 from groupwise.server.openai.completed import Completed
 from groupwise.server.openai.errors import OpenAIErrors, as_documented, error_of_refusal
 from groupwise.server.openai.service import Begun, OpenAIService, Piece
-from groupwise.server.routes.declared import AskedHere, RequestContext
+from groupwise.server.routes.context import Context, RequestContext
 from groupwise.server.routes.training import OF_ENGINE, OF_RUN
 
 TAG = "openai"
@@ -79,26 +79,26 @@ class _Handlers:
         return sent_model(await self.service.model(name))
 
     async def complete(
-        self, kind: Kind, body: ChatRequest | TextRequest, given: Said, asked: RequestContext
+        self, kind: Kind, body: ChatRequest | TextRequest, given: Said, context: RequestContext
     ) -> Response:
         """Whole, or as a stream."""
         ask = ask_of(body, given)
         if body.stream:
-            return await self._streamed(kind, body, ask, asked)
+            return await self._streamed(kind, body, ask, context)
 
         async def work() -> StoredResponse:
             return await self.service.answer(
                 ask,
-                asked.caller,
+                context.caller,
                 lambda done: StoredResponse(200, whole(kind, done).model_dump_json().encode()),
             )
 
-        return await asked.once(work)
+        return await context.once(work)
 
     async def _streamed(
-        self, kind: Kind, body: ChatRequest | TextRequest, ask: Ask, asked: RequestContext
+        self, kind: Kind, body: ChatRequest | TextRequest, ask: Ask, context: RequestContext
     ) -> Response:
-        if asked.caller.answer_key is not None:
+        if context.caller.answer_key is not None:
             problem = "names an answer that can be sent again, which a stream cannot; leave it out, or ask without `stream`"
             raise Refusal(
                 "invalid_request",
@@ -107,7 +107,7 @@ class _Handlers:
             )
         pieces = Pieces(kind, body.model, int(time.time()), usage=body.includes_usage)
         choices = len(ask.prompts) * ask.n
-        return StreamedResponse(self.service.stream(ask, asked.caller), pieces, choices)
+        return StreamedResponse(self.service.stream(ask, context.caller), pieces, choices)
 
 
 class StreamedResponse(Response):
@@ -165,21 +165,21 @@ def openai_routes(service: OpenAIService) -> tuple[Route, ...]:
     """Those under /v1."""
     handlers = _Handlers(service)
 
-    async def list_models(asked: AskedHere) -> Response:
+    async def list_models(context: Context) -> Response:
         """The policies that serve: the newest one, under its address and as `latest`."""
         return await handlers.models()
 
-    async def retrieve_model(asked: AskedHere, model: ModelName) -> Response:
+    async def retrieve_model(context: Context, model: ModelName) -> Response:
         """One of them."""
         return await handlers.model(model)
 
-    async def chat_completions(body: ChatRequest, asked: AskedHere, given: SaidHere) -> Response:
+    async def chat_completions(body: ChatRequest, context: Context, given: SaidHere) -> Response:
         """A chat to be gone on with."""
-        return await handlers.complete("chat", body, given, asked)
+        return await handlers.complete("chat", body, given, context)
 
-    async def text_completions(body: TextRequest, asked: AskedHere, given: SaidHere) -> Response:
+    async def text_completions(body: TextRequest, context: Context, given: SaidHere) -> Response:
         """A text to be gone on with."""
-        return await handlers.complete("text", body, given, asked)
+        return await handlers.complete("text", body, given, context)
 
     chat = {"model": "latest", "messages": [{"role": "user", "content": "Sort: pear, apple"}]}
     text = {"model": "latest", "prompt": "Sort these words: pear, apple"}

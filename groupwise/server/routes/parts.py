@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from groupwise.api.http import strict_json
-from groupwise.api.http.declared import Route, sent_model
+from groupwise.api.http.route import Route, sent_model
 from groupwise.api.http.strict_json import NotStrict
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.parts import (
@@ -37,7 +37,7 @@ from groupwise.api.schemas.parts import (
 )
 from groupwise.api.schemas.problems import Refusal
 from groupwise.server.parts.service import PartsService
-from groupwise.server.routes.declared import AskedHere
+from groupwise.server.routes.context import Context
 
 TAG = "parts"
 MAX_SIZE = 2**53
@@ -59,19 +59,19 @@ class _Handlers:
 
     service: PartsService
 
-    async def plan_parts(self, body: PlanRequest, asked: AskedHere) -> Response:
+    async def plan_parts(self, body: PlanRequest, context: Context) -> Response:
         """How the work of a loop would be laid out on this machine: device, number format, processes, slots."""
         return sent_model(await self.service.plan(body))
 
-    async def open_parts(self, id: Id, body: PartsRequest, asked: AskedHere) -> Response:
+    async def open_parts(self, id: Id, body: PartsRequest, context: Context) -> Response:
         """Have sampler and learner of this server for a loop; again, to hear that it is so. They are ended by DELETE, or by silence."""
         return sent_model(await self.service.open(id, body))
 
-    async def look_at_parts(self, id: Id, asked: AskedHere) -> Response:
+    async def look_at_parts(self, id: Id, context: Context) -> Response:
         """Say that the loop is there, and hear whether its parts are."""
         return sent_model(self.service.look(id))
 
-    async def close_parts(self, id: Id, asked: AskedHere) -> Response:
+    async def close_parts(self, id: Id, context: Context) -> Response:
         """Let go of them, with all of their files. Repeating it is harmless."""
         await self.service.close(id)
         return sent_model(EndedAnswer(id=id))
@@ -81,7 +81,7 @@ class _Handlers:
         id: Id,
         number: Number,
         request: Request,
-        asked: AskedHere,
+        context: Context,
         wait: Wait = DEFAULT_CALL_WAIT,
     ) -> Response:
         """Have something done. Sent again with the same content, it is done once, and gives the same answer."""
@@ -99,25 +99,25 @@ class _Handlers:
         return _sent(await self.service.call(id, number, call, content, wait))
 
     async def look_at_call(
-        self, id: Id, number: Number, asked: AskedHere, wait: Wait = DEFAULT_CALL_WAIT
+        self, id: Id, number: Number, context: Context, wait: Wait = DEFAULT_CALL_WAIT
     ) -> Response:
         """The state of a call."""
         return _sent(await self.service.answer(id, number, wait))
 
-    async def give_up_call(self, id: Id, number: Number, asked: AskedHere) -> Response:
+    async def give_up_call(self, id: Id, number: Number, context: Context) -> Response:
         """Wait for a call no longer. Samples end; what changes the learner goes on to its end; what has not come yet is not done."""
         return _sent(await self.service.give_up(id, number))
 
-    async def look_into_folder(self, id: Id, path: Place, asked: AskedHere) -> Response:
+    async def look_into_folder(self, id: Id, path: Place, context: Context) -> Response:
         """The files of a folder, with their sizes."""
         return sent_model(await asyncio.to_thread(self.service.files(id).list, path))
 
-    async def delete_folder(self, id: Id, path: Place, asked: AskedHere) -> Response:
+    async def delete_folder(self, id: Id, path: Place, context: Context) -> Response:
         """Delete a folder that is needed no longer. Repeating it is harmless."""
         await asyncio.to_thread(self.service.files(id).delete, path)
         return sent_model(EndedAnswer(id=id))
 
-    async def get_file(self, id: Id, path: Place, asked: AskedHere, offset: Offset = 0) -> Response:
+    async def get_file(self, id: Id, path: Place, context: Context, offset: Offset = 0) -> Response:
         """A piece of a file, of at most 8 MiB."""
         return Response(
             await asyncio.to_thread(self.service.files(id).read, path, offset),
@@ -125,7 +125,7 @@ class _Handlers:
         )
 
     async def put_file(
-        self, id: Id, path: Place, request: Request, asked: AskedHere, offset: Offset = 0
+        self, id: Id, path: Place, request: Request, context: Context, offset: Offset = 0
     ) -> Response:
         """A piece of a file, which is as long afterwards as `offset` and the piece together."""
         content = await request.body()

@@ -13,7 +13,7 @@ from fastapi import Body as BodyOf
 from fastapi import Path
 from fastapi.responses import Response
 
-from groupwise.api.http.declared import Route, sent_model
+from groupwise.api.http.route import Route, sent_model
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.training import (
@@ -37,7 +37,7 @@ from groupwise.api.schemas.training import (
     StopAnswer,
 )
 from groupwise.server.ledger.answers import StoredResponse
-from groupwise.server.routes.declared import AskedHere
+from groupwise.server.routes.context import Context
 from groupwise.server.run.responses import (
     answer_of,
     completions_answer,
@@ -56,30 +56,30 @@ class Nothing(Body):
     """An empty object; POST /stop has nothing to say."""
 
 
-async def start(body: StartRequest, asked: AskedHere) -> Response:
+async def start(body: StartRequest, context: Context) -> Response:
     """Begin a training. The answer comes when it is ready: a large model takes its time."""
 
     async def work() -> Any:
-        return answer_of(await asked.service.start(body, asked.caller))
+        return answer_of(await context.service.start(body, context.caller))
 
-    return await asked.once(work)
+    return await context.once(work)
 
 
 async def stop(
-    asked: AskedHere,
+    context: Context,
     body: Annotated[Nothing | None, BodyOf()] = None,
 ) -> Response:
     """End the training cleanly, with a checkpoint. Asking again is harmless."""
-    return sent_model(await asked.service.stop())
+    return sent_model(await context.service.stop())
 
 
-async def completions(body: CompletionsRequest, asked: AskedHere) -> Response:
+async def completions(body: CompletionsRequest, context: Context) -> Response:
     """Completions of one prompt, or of several, by the policy that serves."""
 
     async def work() -> Any:
-        return completions_answer(body, await asked.service.completions(body, asked.caller))
+        return completions_answer(body, await context.service.completions(body, context.caller))
 
-    return await asked.once(work)
+    return await context.once(work)
 
 
 GroupIdInPath = Annotated[
@@ -88,47 +88,47 @@ GroupIdInPath = Annotated[
 ]
 
 
-async def give_up(group_id: GroupIdInPath, asked: AskedHere) -> Response:
+async def give_up(group_id: GroupIdInPath, context: Context) -> Response:
     """Give a group up, which will not be rewarded: its place is free for another."""
-    await asked.service.give_up(group_id)
+    await context.service.give_up(group_id)
     return sent_model(GivenUpAnswer(group_id=group_id))
 
 
-async def rewards(body: RewardsRequest, asked: AskedHere) -> Response:
+async def rewards(body: RewardsRequest, context: Context) -> Response:
     """The rewards of one group, or of several. They are on disk before the answer."""
     request: RewardsOfOne | RewardsOfSeveral = body
 
     async def work() -> Any:
-        return rewards_answer(request, await asked.service.rewards(request, asked.caller))
+        return rewards_answer(request, await context.service.rewards(request, context.caller))
 
     async def wait_on(before: StoredResponse) -> Any:
         kept = rewards_of(request, before)
-        return rewards_answer(request, await asked.service.rewards_trained(kept, request.timeout))
+        return rewards_answer(request, await context.service.rewards_trained(kept, request.timeout))
 
-    return await asked.once(work, wait_on if request.wait else None)
+    return await context.once(work, wait_on if request.wait else None)
 
 
-async def step(body: StepRequest, asked: AskedHere) -> Response:
+async def step(body: StepRequest, context: Context) -> Response:
     """Take a step now: with all that was rewarded, or with the groups that are named."""
 
     async def work() -> Any:
-        return step_answer(body, await asked.service.step(body, asked.caller))
+        return step_answer(body, await context.service.step(body, context.caller))
 
     async def wait_on(before: StoredResponse) -> Any:
         kept = StepAnswer.model_validate_json(before.body)
-        return step_answer(body, await asked.service.step_taken(kept, body.timeout))
+        return step_answer(body, await context.service.step_taken(kept, body.timeout))
 
-    return await asked.once(work, wait_on if body.wait else None)
+    return await context.once(work, wait_on if body.wait else None)
 
 
-async def status(asked: AskedHere) -> Response:
+async def status(context: Context) -> Response:
     """The state of the server and its run."""
-    return sent_model(await asked.service.status())
+    return sent_model(await context.service.status())
 
 
-async def activity(asked: AskedHere) -> Response:
+async def activity(context: Context) -> Response:
     """The server at this instant: living groups with their leases, waiting clients, steps to come, clients and their sessions."""
-    return sent_model(await asked.serving.activity())
+    return sent_model(await context.serving.activity())
 
 
 ROUTES = (

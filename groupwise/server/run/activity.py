@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from groupwise.api.http.clients import Seen
+from groupwise.api.http.shared_state import Seen
 from groupwise.api.schemas.activity import (
     MOST_EVENTS,
     MOST_GROUPS,

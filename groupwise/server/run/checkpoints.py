@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
-from groupwise.api.http.caller import Caller
+from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import CheckpointAnswer, CheckpointsAnswer
 from groupwise.core.errors import CheckpointError

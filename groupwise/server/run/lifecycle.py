@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from groupwise.api.http.caller import Caller
+from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import FieldError, Refusal, field_errors, summary_of
 from groupwise.api.schemas.training import StartAnswer, StartRequest, StopAnswer
 from groupwise.core import atomic_files

@@ -18,8 +18,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from groupwise.api.http.caller import Caller
 from groupwise.api.schemas.activity import ActivityAnswer, LoopElsewhere, Session
+from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.training import (
     ByVerbs,
     StartAnswer,
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class Service:
-    """The training server of one output folder: a `groupwise.server.routes.declared.ServiceLike`."""
+    """The training server of one output folder: a `groupwise.server.routes.context.ServiceLike`."""
 
     def __init__(
         self,

@@ -14,15 +14,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from groupwise.api.http.bodies import SHUTTING_DOWN_RETRY
-from groupwise.api.http.caller import Caller
-from groupwise.api.http.declared import facts_of
 from groupwise.api.http.middleware import Observed, RouteTable
 from groupwise.api.http.origins import check_local
+from groupwise.api.http.shared_state import facts_of
 from groupwise.api.schemas.keys import Keyring, Role, caller_of
 from groupwise.api.schemas.problems import Refusal
 from groupwise.server.engine.port import Engine
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.routes.declared import Serving
+from groupwise.server.routes.context import Serving
 from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits
 from groupwise.server.run.run_config import Allowed
 from groupwise.server.run.service import Service
@@ -109,8 +108,8 @@ def authorising(serving: Serving, keys: Keyring | None) -> Authorise:
         if keys is None:
             check_local(request.headers)
         known = caller_of(keys, request.headers)
-        facts_of(request.scope).caller = Caller(known.id, known.role)
-        serving.count(known.id)
+        facts_of(request.scope).caller = known
+        serving.count(known.key_id)
         known.require(Role.READ if request.method in ("GET", "HEAD") else Role.TRAIN)
         if serving.ending.is_set():
             raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)

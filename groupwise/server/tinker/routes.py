@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from groupwise.api.http import strict_json
 from groupwise.api.http.bodies import Bodies, ClientGone
-from groupwise.api.http.declared import SCOPE, Facts
+from groupwise.api.http.shared_state import SCOPE, Facts
 from groupwise.api.http.strict_json import LARGE, NotStrict
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.api.openai_client.answers import Choices
 from groupwise.api.openai_client.client import Client
+from groupwise.api.openai_client.response_parsing import Choices
 from groupwise.api.schemas.template_columns import for_request
 from groupwise.core.errors import EndpointError
 from groupwise.core.interruption import gather_all

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from groupwise.api.openai_client.answers import Choices, Usage
+from groupwise.api.openai_client.response_parsing import Choices, Usage
 from groupwise.core.errors import StoreError
 
 ANSWERS = "answers.jsonl"

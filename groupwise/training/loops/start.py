@@ -130,12 +130,11 @@ def run_with_auto_resume(
 
 def _await_server(url: str | None) -> None:
     """Wait for a server that may be restarting."""
-    from groupwise.api.client.exchange import Call
-    from groupwise.engine.backends.remote.session import RequestThread
+    from groupwise.api.client import TrainingClient
 
     assert url is not None, "parts that can be lost are a server's"
-    with RequestThread(url) as line:
-        line.now(line.ask(Call("GET", "/healthz", lambda _: None)))
+    with TrainingClient(url) as client:
+        client.send("GET", "/healthz")
 
 
 @dataclass(frozen=True, slots=True)

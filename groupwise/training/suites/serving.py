@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.api.openai_client.client import Client, Endpoint
-from groupwise.api.openai_client.ports import free_port
 from groupwise.core.errors import EndpointError, RunError, UsageError
 from groupwise.core.interruption import run_to_end
-from groupwise.core.processes.program import Family
+from groupwise.core.processes.program import Family, free_port
 from groupwise.engine.models.artefact import TOKENIZER, is_adapter
 from groupwise.engine.models.config import ModelConfig, recorded_base
 from groupwise.runs.folder import CONFIG, RECORD, read_config

@@ -37,7 +37,7 @@ def test_a_key_becomes_a_cookie_that_outlives_the_process_and_not_its_time(key: 
     later = Door(ring(key), clock)
     visitor = later.visitor({}, cookie)
     assert visitor is not None
-    assert (visitor.caller.id, visitor.by_cookie) == (key.id, True)
+    assert (visitor.caller.key_id, visitor.by_cookie) == (key.id, True)
     clock.now += LASTS + 1
     assert later.visitor({}, cookie) is None
 
@@ -68,7 +68,7 @@ def test_a_plain_key_opens_too_and_a_program_shows_its_key_with_each_request(key
     cookie = door.admit("a-plain-key-of-16", "a")
     visitor = door.visitor({}, cookie)
     assert visitor is not None
-    assert (visitor.caller.id, visitor.by_cookie) == ("environment", True)
+    assert (visitor.caller.key_id, visitor.by_cookie) == ("environment", True)
     assert Door(ring(plain="another-key-of-16")).visitor({}, cookie) is None
     door = Door(ring(key))
     visitor = door.visitor({"authorization": f"Bearer {key.key}"}, None)

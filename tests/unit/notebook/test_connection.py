@@ -36,25 +36,22 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
     """The URLs that are asked for their status, each with the key that was there then."""
     found: list[tuple[str, str | None]] = []
 
-    class Line:
-        def __init__(self, url: str) -> None:
+    class Client:
+        def __init__(self, url: str, *, patience: float) -> None:
             self.connection = SimpleNamespace(url=url.rstrip("/"))
 
-        def __enter__(self) -> Line:
+        def __enter__(self) -> Client:
             return self
 
         def __exit__(self, *_: object) -> None:
             pass
 
-        def ask(self, call: object, *, patience: float) -> None:
+        def status(self) -> None:
             found.append((self.connection.url, os.environ.get(VARIABLE)))
             if os.environ.get(VARIABLE) == "wrong":
                 raise ClientError("refused")
 
-        def now(self, work: object) -> None:
-            pass
-
-    monkeypatch.setattr(connection, "RequestThread", Line)
+    monkeypatch.setattr(connection, "TrainingClient", Client)
     return found
 
 

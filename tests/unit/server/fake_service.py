@@ -5,8 +5,8 @@ import io
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from groupwise.api.http.caller import Caller
 from groupwise.api.schemas.activity import ActivityAnswer
+from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import (
     CheckpointAnswer,

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
 from groupwise.server.app import make_app
-from groupwise.server.routes.declared import Serving
+from groupwise.server.routes.context import Serving
 from groupwise.server.serve import Uvicorn
 from groupwise.server.settings import ServerConfig
 from tests.unit.server.fake_service import FakeService

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.api.http.caller import Caller
-from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.keys import Caller, Role
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import (
     CompletionsRequest,

@@ -17,7 +17,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from groupwise.api.http.declared import Route
+from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import KINDS, MEDIA_TYPE, Refusal
 from groupwise.server.app import ROUTES

@@ -12,7 +12,7 @@ import pytest
 
 from groupwise.server.app import make_app
 from groupwise.server.ledger.transaction import Transaction
-from groupwise.server.routes.declared import REPLAYED
+from groupwise.server.routes.context import REPLAYED
 from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import Served, served
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.api.http.addresses import is_loopback
+from groupwise.api.http.origins import is_loopback
 from groupwise.api.schemas.keys import Role, new_key
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.settings.schema import keys_of

@@ -27,8 +27,8 @@ from typing import Any
 import httpx2
 from pydantic import TypeAdapter
 
+from groupwise.api.client.connection import read_answer
 from groupwise.api.client.errors import NoAnswer, Refused
-from groupwise.api.client.exchange import Call
 from groupwise.api.schemas.parts import (
     LOST,
     OF_RUN,
@@ -53,7 +53,6 @@ from groupwise.engine.backends.remote.session import (
     FIRST_PATIENCE,
     RequestThread,
     Session,
-    answer_as,
     as_usage,
 )
 from groupwise.engine.backends.verb_learner import Verb, VerbLearner
@@ -119,13 +118,16 @@ def planned_layout(
         longest_prompt=longest_prompt,
         described=own.read_text(encoding="utf-8") if own.is_file() else None,
     )
-    call = Call(
-        *("POST", "/parts/plan", answer_as(PlanAnswer), body.model_dump_json().encode()),
-        waits=120.0,
-    )
-    with RequestThread(url, transport=transport) as line:
+    with RequestThread(url, transport=transport) as thread:
+        sent = thread.client.send(
+            "POST",
+            "/parts/plan",
+            body=body.model_dump_json().encode(),
+            server_wait=120.0,
+            patience=FIRST_PATIENCE,
+        )
         try:
-            return line.now(line.ask(call, FIRST_PATIENCE)).layout
+            return read_answer(PlanAnswer, thread.now(sent)).layout
         except (Refused, NoAnswer) as error:
             raise as_usage(error) from None
 

@@ -13,27 +13,17 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx2
-from pydantic import BaseModel
 
+from groupwise.api.client.async_training_client import AsyncTrainingClient
+from groupwise.api.client.connection import Timing, read_answer
 from groupwise.api.client.errors import ClientError, NoAnswer, NotAuthorised, Refused
-from groupwise.api.client.exchange import (
-    RETRY_TIMEOUT,
-    TIMEOUT,
-    Call,
-    Connection,
-    Send,
-    Timing,
-    driven,
-    exchange,
-)
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.parts import (
     DEFAULT_CALL_WAIT,
@@ -53,7 +43,6 @@ from groupwise.core.errors import GroupwiseError, RunError, UsageError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ModelT = TypeVar("ModelT", bound=BaseModel)
 
 FIRST_PATIENCE = 15.0
 """Seconds for which a server is looked for at the beginning: a wrong address should be reported soon."""
@@ -73,9 +62,7 @@ class RequestThread:
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         """The key comes from GROUPWISE_API_KEY. `transport` replaces the network. Raises UsageError for an invalid URL."""
-        self.connection = Connection.of(url, None, RETRY_TIMEOUT, TIMEOUT, timing)
-        self._transport = transport
-        self._http: httpx2.AsyncClient | None = None
+        self.client = AsyncTrainingClient(url, timing=timing, transport=transport)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="parts", daemon=True)
         self._thread.start()
@@ -97,8 +84,7 @@ class RequestThread:
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
-            if self._http is not None:
-                await self._http.aclose()
+            await self.client.close()
 
         self.now(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -117,42 +103,6 @@ class RequestThread:
         """The same for async callers; cancelling the wait cancels the work."""
         return await asyncio.wrap_future(self.begun(work))
 
-    async def ask(
-        self, call: Call[T], patience: float | None = None, silence: float | None = None
-    ) -> T:
-        """The answer to a request; call it within the thread. Raises ClientError.
-
-        Seconds that replace the connection's: `patience` for all attempts, `silence` without a byte for each.
-        """
-        if self._http is None:
-            self._http = httpx2.AsyncClient(
-                base_url=self.connection.url,
-                headers=self.connection.headers,
-                transport=self._transport,
-                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=32),
-            )
-        of = replace(
-            self.connection,
-            patience=self.connection.patience if patience is None else patience,
-            timeout=self.connection.timeout if silence is None else silence,
-        )
-        http = self._http
-
-        async def attempt(send: Send) -> httpx2.Response | httpx2.RequestError:
-            try:
-                return await http.request(
-                    send.method,
-                    send.path,
-                    headers=send.headers,
-                    params=send.query,
-                    content=send.body,
-                    timeout=send.timeout,
-                )
-            except httpx2.RequestError as error:
-                return error
-
-        return await driven(exchange(call, of), attempt, of.timing.sleep_async)
-
 
 def as_usage(error: ClientError) -> UsageError:
     """An error before anything was started as one of usage: with the key `run.server`, or with the server's own key."""
@@ -162,11 +112,6 @@ def as_usage(error: ClientError) -> UsageError:
     elif isinstance(error, NoAnswer):
         hint = " Here the key run.server of the config says where it is."
     return UsageError(f"run.server: {error.message}{hint}")
-
-
-def answer_as(kind: type[ModelT]) -> Callable[[httpx2.Response], ModelT]:
-    """A function that reads an answer of this kind."""
-    return lambda response: kind.model_validate_json(response.content)
 
 
 class Session(RequestThread):
@@ -189,17 +134,16 @@ class Session(RequestThread):
         if self._open:
             self._open = False
             with suppress(ClientError):  # then it notices that this side is gone
-                end = Call("DELETE", self._path(), lambda _: None)
-                self.now(self.ask(end, LAST_PATIENCE, LAST_PATIENCE))
+                self.now(self._send("DELETE", patience=LAST_PATIENCE, timeout=LAST_PATIENCE))
         super().close()
 
     async def open(self, owner: str) -> PartsAnswer:
         """Take the server's engine; the parts of an earlier session of the same owner are ended. UsageError if that is not possible."""
         body = PartsRequest(owner=owner).model_dump_json().encode()
-        call = Call("PUT", self._path(), answer_as(PartsAnswer), body, waits=60.0)
+        sent = self._send("PUT", body=body, server_wait=60.0, patience=FIRST_PATIENCE)
         self._open = True  # perhaps, even if the wait for the answer is cancelled
         try:
-            answer = await self.awaited(self.ask(call, FIRST_PATIENCE))
+            answer = read_answer(PartsAnswer, await self.awaited(sent))
         except (Refused, NoAnswer) as error:
             self._open = False
             raise as_usage(error) from None
@@ -229,16 +173,22 @@ class Session(RequestThread):
         number, after = next(self._numbers), None
         if ordered:
             after, self._last = self._last, number
-        path = self._path("calls", str(number))
+        path = f"/calls/{number}"
         body = CallRequest(after=after, do=do).model_dump_json().encode()
-        wait = {"wait": str(DEFAULT_CALL_WAIT)}
-        read = answer_as(CallAnswer)
+
+        async def step(method: str, body: bytes | None = None) -> CallAnswer:
+            query = {"wait": str(DEFAULT_CALL_WAIT)}
+            return read_answer(
+                CallAnswer,
+                await self._send(
+                    method, path, body=body, query=query, server_wait=DEFAULT_CALL_WAIT
+                ),
+            )
+
         try:
-            answer = await self.ask(Call("PUT", path, read, body, wait, waits=DEFAULT_CALL_WAIT))
+            answer = await step("PUT", body)
             while answer.state == "working":
-                answer = await self.ask(
-                    Call("GET", path, read, query=wait, waits=DEFAULT_CALL_WAIT)
-                )
+                answer = await step("GET")
         except asyncio.CancelledError:
             self._giving_up = asyncio.ensure_future(self._give_up(path))
             raise
@@ -248,26 +198,25 @@ class Session(RequestThread):
         if answer.error is not None:
             raise _error(answer.error.code, answer.error.message)
         if answer.state != "done":
-            raise RunError(f"The call {do.verb} to {self.connection.url} was given up.")
+            raise RunError(f"The call {do.verb} to {self.client.connection.url} was given up.")
         return answer.result
 
     async def upload(self, files: Iterable[Path], folder: str) -> None:
         """Send files into a folder of the parts, in pieces; a piece that is shorter than the others is a file's last one."""
-        read = answer_as(FolderAnswer)
         for file in files:
-            path, offset = self._path("files", f"{folder}/{file.name}"), 0
+            path, offset = f"/files/{folder}/{file.name}", 0
             with file.open("rb") as source:
                 while True:
                     piece = await asyncio.to_thread(source.read, self._piece)
                     query = {"offset": str(offset)}
-                    await self.ask(Call("PUT", path, read, piece, query, BYTES))
+                    await self._send("PUT", path, body=piece, query=query, headers=BYTES)
                     offset += len(piece)
                     if len(piece) < self._piece:
                         break
 
     async def download(self, folder: str, into: Path) -> None:
         """Fetch the files of a folder of the parts into an existing folder."""
-        found = await self.ask(Call("GET", self._path("folders", folder), answer_as(FolderAnswer)))
+        found = read_answer(FolderAnswer, await self._send("GET", f"/folders/{folder}"))
         for facts in found.files:
             if not re.fullmatch(PATH_PATTERN, facts.path):
                 raise RunError(
@@ -279,9 +228,7 @@ class Session(RequestThread):
             with target.open("wb") as file:
                 while (offset := file.tell()) < facts.size:
                     query = {"offset": str(offset)}
-                    piece = await self.ask(
-                        Call("GET", self._path("files", path), lambda got: got.content, query=query)
-                    )
+                    piece = (await self._send("GET", f"/files/{path}", query=query)).content
                     if not piece:
                         raise RunError(
                             f"{path} of the server ended after {offset} of {facts.size} bytes; it was changed on its way."
@@ -290,21 +237,22 @@ class Session(RequestThread):
 
     async def forget(self, folder: str) -> None:
         """Have a folder of the parts deleted."""
-        await self.ask(Call("DELETE", self._path("folders", folder), lambda _: None))
+        await self._send("DELETE", f"/folders/{folder}")
 
     async def _give_up(self, path: str) -> None:
         with suppress(ClientError):
-            await self.ask(Call("DELETE", path, lambda _: None))
+            await self._send("DELETE", path)
 
     async def _beat(self, every: float) -> None:
         """Send a sign of life every so many seconds, until the loop ends."""
         while True:
             await asyncio.sleep(every)
             with suppress(ClientError):  # the next call reports it
-                await self.ask(Call("GET", self._path(), answer_as(PartsAnswer)), every, every)
+                await self._send("GET", patience=every, timeout=every)
 
-    def _path(self, *more: str) -> str:
-        return "/".join(("/parts", self.id, *more))
+    async def _send(self, method: str, below: str = "", **options: Any) -> httpx2.Response:
+        """Send a request about these parts; see `AsyncTrainingClient.send`."""
+        return await self.client.send(method, f"/parts/{self.id}{below}", **options)
 
 
 def _error(code: str, message: str) -> GroupwiseError:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise.api.openai_client.answers import read_json, shown
+from groupwise.api.openai_client.response_parsing import read_json, shown
 from groupwise.core import atomic_files
 from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.types import Policy

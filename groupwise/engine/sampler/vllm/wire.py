@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from groupwise.api.openai_client.answers import read_json, shown
+from groupwise.api.openai_client.response_parsing import read_json, shown
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError
 from groupwise.core.types import FinishReason, SamplingParams
 from groupwise.engine.sampler.rules import ends_with_stop

@@ -14,7 +14,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.api.http.app import About, assemble
-from groupwise.api.http.declared import Route
+from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import LOCAL, Caller, Keyring, StoredKey, id_in, presented_key
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.api.routes import files, jobs, machines, people, state

@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from groupwise.api.http.addresses import is_loopback
 from groupwise.api.http.listening import Uvicorn, bound, check_tls, uvicorn_config
 from groupwise.api.http.listening import address as listening_at
+from groupwise.api.http.origins import is_loopback
 from groupwise.api.schemas.keys import VARIABLE, Keyring
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.api.app import any_key, make_app

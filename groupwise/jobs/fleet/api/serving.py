@@ -17,9 +17,9 @@ from fastapi.responses import JSONResponse, Response
 from sqlalchemy.exc import DataError
 from sqlalchemy.orm import Session
 
-from groupwise.api.http.caller import Caller
-from groupwise.api.http.declared import Limits, Route, Shared, facts_of
-from groupwise.api.schemas.keys import Role
+from groupwise.api.http.route import Route
+from groupwise.api.http.shared_state import Limits, Shared, facts_of
+from groupwise.api.schemas.keys import Caller, Role
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.notify.base import Doorbell
 from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets

@@ -38,7 +38,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from groupwise.api.http.addresses import is_loopback
+from groupwise.api.http.origins import is_loopback
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.queue import capacity, kinds, pending_reasons, requeue_pending
 from groupwise.jobs.fleet.queue.capacity import Quota, View

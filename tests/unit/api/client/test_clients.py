@@ -9,10 +9,11 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import io
 import json
 import ssl
+import subprocess
+import sys
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import islice
@@ -23,7 +24,7 @@ import httpx2
 import pytest
 
 from groupwise.api.client.async_training_client import AsyncTrainingClient
-from groupwise.api.client.calls import rewards_for
+from groupwise.api.client.connection import Timing
 from groupwise.api.client.errors import (
     BY_CODE,
     AlreadyRewarded,
@@ -37,7 +38,7 @@ from groupwise.api.client.errors import (
     TooBusy,
     Unavailable,
 )
-from groupwise.api.client.exchange import Timing
+from groupwise.api.client.request_bodies import rewards_for
 from groupwise.api.client.training_client import TrainingClient
 from groupwise.api.schemas.problems import KINDS, Refusal
 from groupwise.api.schemas.training import GroupAnswer
@@ -236,18 +237,9 @@ def test_the_key_never_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert KEY not in str(caught.value)
 
 
-def test_both_clients_have_the_same_calls() -> None:
-    """With the same parameters, types, defaults, answers and words."""
-
-    def calls(client: type[Any]) -> dict[str, tuple[str, str | None]]:
-        found = inspect.getmembers(client, inspect.isfunction)
-        return {n: (str(inspect.signature(f)), f.__doc__) for n, f in found if n[0] != "_"}
-
-    there, here = calls(TrainingClient), calls(AsyncTrainingClient)
-    del there["asynchronous"]
-    signature, words = here["events"]
-    here["events"] = signature.replace("AsyncIterator", "Iterator"), words
-    assert there == here
+def test_the_synchronous_client_is_the_one_that_the_asynchronous_makes() -> None:
+    command = [sys.executable, "scripts/generate_sync_client.py", "--check"]
+    assert subprocess.run(command, check=False).returncode == 0, "run it without --check"
 
 
 def test_a_post_that_was_lost_is_sent_again_with_its_key(ask: Ask) -> None:

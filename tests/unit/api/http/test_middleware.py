@@ -9,9 +9,9 @@ import httpx2
 import pytest
 
 from groupwise.api.http import bodies
-from groupwise.api.http.declared import Buckets
 from groupwise.api.http.logs import ForPrograms
 from groupwise.api.http.origins import check_local
+from groupwise.api.http.shared_state import Buckets
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
 from tests.processes import wait_until_async
@@ -93,7 +93,7 @@ async def test_a_line_for_each_request_without_bodies_and_keys(
     first, second = (json.loads(ForPrograms().format(record)) for record in ours)
     expected = {"request_id": "mine-1", "method": "POST", "path": "/completions", "status": 422}
     assert first.items() >= expected.items()
-    assert first["key"] == ring.caller(keys[Role.TRAIN]).id
+    assert first["key"] == ring.caller(keys[Role.TRAIN]).key_id
     assert (second["status"], second["code"]) == (404, "not_found")
     assert "\n" not in second["message"]
     for hidden in (*keys.values(), "secret-prompt", "hidden"):

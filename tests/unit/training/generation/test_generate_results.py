@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.api.openai_client.answers import Choices, Usage
+from groupwise.api.openai_client.response_parsing import Choices, Usage
 from groupwise.core.reward_call.request import MemberScore
 from groupwise.tasks.data.sft import Conversation, teacher_example
 from groupwise.training.generation.asking import Failure

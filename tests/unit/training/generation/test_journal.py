@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.api.openai_client.answers import Choices, Usage
+from groupwise.api.openai_client.response_parsing import Choices, Usage
 from groupwise.core.errors import StoreError
 from groupwise.training.generation.journal import Answers, Billed, Journal
 

@@ -18,8 +18,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from groupwise.api.client.connection import Timing
 from groupwise.api.client.errors import Refused
-from groupwise.api.client.exchange import Timing
 from groupwise.api.schemas.parts import Discard, FileFacts, FolderAnswer, Update
 from groupwise.core.errors import PolicyMismatchError, RunError, UsageError
 from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Protocol
 
 from fastapi import Depends, Request
 from fastapi.responses import Response
 
-from groupwise.api.http.caller import AnswerKey, Caller
-from groupwise.api.http.declared import Facts, Limits, Shared, facts_of
+from groupwise.api.http.shared_state import Facts, Limits, Shared, facts_of
 from groupwise.api.schemas.activity import ActivityAnswer
-from groupwise.api.schemas.idempotency import body_hash, idempotency_key
+from groupwise.api.schemas.idempotency import AnswerKey, body_hash, idempotency_key
+from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import (
     CheckpointAnswer,
@@ -218,19 +218,18 @@ class RequestContext:
         return sent(answer)
 
 
-async def asked(request: Request) -> RequestContext:
+async def request_context(request: Request) -> RequestContext:
     """The context of a request: its caller, and the name under which its answer is remembered."""
     facts = facts_of(request.scope)
     assert facts.caller is not None, "the middleware let it through"
     caller, route = facts.caller, facts.route
     if route is not None and route.named and (key := idempotency_key(request.headers)):
         name = f"{request.method} {request.url.path}"
-        named = AnswerKey(name, key, body_hash(await request.body()))
-        caller = Caller(caller.key_id, caller.role, caller.projects, named)
+        caller = replace(caller, answer_key=AnswerKey(name, key, body_hash(await request.body())))
     return RequestContext(request.app.state.shared, caller)
 
 
-AskedHere = Annotated[RequestContext, Depends(asked)]
+Context = Annotated[RequestContext, Depends(request_context)]
 
 
 def sent(answer: StoredResponse, *, replayed: bool = False) -> Response:

@@ -1,9 +1,4 @@
-"""Declarations of routes, and the facts about a request.
-
-A `Route` is described in one place: who may call it, which refusals it has, whether it begins work (which a server that is shutting
-down refuses), and whether the work ends when its client goes away. The middleware enforces it, the OpenAPI document shows it, and the tests
-walk it: there is no second list.
-"""
+"""State that the requests to one server share: limits, requests left to each key, what each key has done; and the facts of one request."""
 
 from __future__ import annotations
 
@@ -13,77 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from fastapi.responses import Response
-from pydantic import BaseModel
-
 from groupwise.api.http.bodies import Bodies
-from groupwise.api.http.caller import Caller
-from groupwise.api.http.clients import Clients
-from groupwise.api.http.prometheus import Requests
-from groupwise.api.schemas.keys import WORDS, Role
+from groupwise.api.http.prometheus import RequestMetrics
+from groupwise.api.http.route import Route
+from groupwise.api.schemas.keys import WORDS, Caller, Role
 from groupwise.api.schemas.problems import Refusal
 
-OF_ALL = ("unauthorised", "forbidden", "rate_limited", "invalid_request", "internal")
-OF_BODIES = (
-    "invalid_request",
-    "too_large",
-    "unsupported_media_type",
-    "timed_out",
-    "shutting_down",
-)
-OF_WORK = ("shutting_down",)
-OF_KEYS = ("idempotency_key_reused", "invalid_request")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """One method of one address."""
-
-    method: str
-    path: str
-    handler: Callable[..., Any]
-    role: Role | None
-    """The lowest role that may ask; None: no key is needed."""
-    tag: str
-    """The section of the document that describes it."""
-    answer: Any = None
-    """The model of its answer; None: no JSON."""
-    media_type: str = "application/json"
-    """Media type of its answer."""
-    codes: tuple[str, ...] = ()
-    """Codes that the service may refuse it with."""
-    takes_body: bool = False
-    takes_bytes: bool = False
-    """True if the body may be any bytes, not only JSON."""
-    reads: type[BaseModel] | None = None
-    """The model of a body that the handler reads itself; None: its parameters say it."""
-    works: bool = False
-    """True if it begins or changes something: a server that is shutting down refuses it."""
-    ends_with_client: bool = True
-    """True if its work is cancelled when the client goes away."""
-    named: bool = False
-    """True if it takes an Idempotency-Key."""
-    status: int = 200
-    """Status of a successful answer."""
-    later: str = ""
-    """Meaning of a 202 answer; empty if it never answers so."""
-    example: Any = None
-    """A body."""
-    response_class: type[Response] = Response
-
-    @property
-    def all_codes(self) -> frozenset[str]:
-        """Every problem that it can be answered with."""
-        codes = {*self.codes, *OF_ALL} if self.role else {*self.codes, "internal"}
-        codes |= {*OF_BODIES} if self.takes_body else set()
-        codes |= {*OF_WORK} if self.works else set()
-        codes |= {*OF_KEYS} if self.named else set()
-        return frozenset(codes)
-
-    @property
-    def name(self) -> str:
-        """`POST /start`: in the log, and for idempotency keys."""
-        return f"{self.method} {self.path}"
+LOOKS = frozenset({"GET /status", "GET /activity", "GET /metrics"})
+"""Routes that tell how a server is doing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +57,44 @@ class Buckets:
         return 0.0 if enough else (1 - left) / self._per_second
 
 
+@dataclass(slots=True)
+class Seen:
+    """The record of one key's requests."""
+
+    key_id: str
+    role: Role
+    last: float
+    """When their last request was answered, in seconds of the clock."""
+    requests: int = 0
+    refused: int = 0
+    last_request: str = ""
+    last_problem: str | None = None
+
+
+class Clients:
+    """All of them; as many as there are keys."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._seen: dict[str, Seen] = {}
+
+    def note(self, caller: Caller, request: str, code: str) -> None:
+        """A request of theirs was answered; `code` of the problem, if it was one. `LOOKS` are passed over."""
+        if request in LOOKS:
+            return
+        now = self.clock()
+        seen = self._seen.setdefault(caller.key_id, Seen(caller.key_id, caller.role, now))
+        seen.role, seen.last, seen.last_request = caller.role, now, request
+        seen.requests += 1
+        if code:
+            seen.refused += 1
+            seen.last_problem = code
+
+    def all(self) -> list[Seen]:
+        """The last first."""
+        return sorted(self._seen.values(), key=lambda seen: -seen.last)
+
+
 class Shared:
     """State shared by all requests to one server. Each kind of server has its own subclass."""
 
@@ -133,7 +103,7 @@ class Shared:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.metrics = Requests()
+        self.metrics = RequestMetrics()
         self.clients = Clients()
         self.ending = asyncio.Event()
         """Set when the server has been asked to end."""
@@ -188,8 +158,3 @@ SCOPE = "groupwise.facts"
 def facts_of(scope: Any) -> Facts:
     """Facts that the middleware has put into the scope."""
     return cast("Facts", scope[SCOPE])
-
-
-def sent_model(model: BaseModel, status: int = 200) -> Response:
-    """A model as a response."""
-    return Response(model.model_dump_json(), status, media_type="application/json")

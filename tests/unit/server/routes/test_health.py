@@ -1,14 +1,14 @@
 import re
 
-from groupwise.api.http.prometheus import LATENCIES, Requests
+from groupwise.api.http.prometheus import LATENCIES, RequestMetrics
 from groupwise.api.schemas.training import Counters, Memory, StatusAnswer, Throughput
-from groupwise.server.routes.prometheus import render
+from groupwise.server.routes.health import render
 
 LINE = re.compile(r'[a-z_]+(\{[a-z_]+="(?:[^"\\\n]|\\.)*"(,[a-z_]+="(?:[^"\\\n]|\\.)*")*\})? \S+')
 
 
 def test_every_line_is_of_the_format_and_every_name_is_declared_once() -> None:
-    metrics = Requests()
+    metrics = RequestMetrics()
     for seconds in (0.001, 0.002, 0.3, 1000.0):
         metrics.observe("GET /status", 200, seconds)
     metrics.refusals['odd "code"\\\n'] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -72,20 +72,33 @@ def read_json(body: bytes) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", value)
 
 
-def read_answer(body: bytes, asked_model: str) -> Choices:
+def read_answer(body: bytes, requested_model: str) -> Choices:
     """The choices of a body of /chat/completions or /completions, in their order. Raises EndpointError."""
     value = read_json(body)
-    choices: object = value.get("choices")
-    if not isinstance(choices, list) or not choices:
+    listed: object = value.get("choices")
+    if not isinstance(listed, list) or not listed:
         raise EndpointError(f"answered without choices: {shown(body)}")
-    read = [_choice(choice, body) for choice in _in_order(cast("list[Any]", choices))]
-    model: object = value.get("model")
+    choices = [_mapping(choice) for choice in cast("list[Any]", listed)]
+    # `index` says where a choice belongs: services may write them as they finish.
+    indices = [choice.get("index") for choice in choices]
+    if sorted(each for each in indices if isinstance(each, int)) == list(range(len(choices))):
+        choices = [choices[indices.index(place)] for place in range(len(choices))]
+    texts: list[str] = []
+    reasons: list[str | None] = []
+    for choice in choices:
+        message, text = _mapping(choice.get("message")), choice.get("text")
+        if not message and not isinstance(text, str):
+            raise EndpointError(f"answered a choice without message or text: {shown(body)}")
+        texts.append(printable(_content(message.get("content"), body) if message else str(text)))
+        reason = choice.get("finish_reason")
+        reasons.append(reason if isinstance(reason, str) else None)
+    model, usage = value.get("model"), _mapping(value.get("usage"))
     return Choices(
-        texts=tuple(text for text, _, _ in read),
-        finish_reasons=tuple(reason for _, reason, _ in read),
-        usage=_usage(value.get("usage")),
-        model=printable(model) if isinstance(model, str) and model else asked_model,
-        reasoning=tuple(thought for _, _, thought in read),
+        texts=tuple(texts),
+        finish_reasons=tuple(reasons),
+        usage=Usage(_count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))),
+        model=printable(model) if isinstance(model, str) and model else requested_model,
+        reasoning=tuple(_reasoning(_mapping(choice.get("message"))) for choice in choices),
     )
 
 
@@ -140,26 +153,8 @@ def shown(body: bytes) -> str:
     )
 
 
-def _in_order(choices: Sequence[Any]) -> list[Any]:
-    """Choices by their `index`, which says where one belongs; services may write them as they finish."""
-    places = [_mapping(choice).get("index") for choice in choices]
-    if sorted(place for place in places if isinstance(place, int)) != list(range(len(choices))):
-        return list(choices)
-    return [choices[places.index(place)] for place in range(len(choices))]
-
-
-def _choice(choice: Any, body: bytes) -> tuple[str, str | None, str | None]:
-    """Text, finish reason and reasoning. A reasoning model that was cut off has reasoning and no text."""
-    fields = _mapping(choice)
-    message = _mapping(fields.get("message"))
-    if not message and not isinstance(fields.get("text"), str):
-        raise EndpointError(f"answered a choice without message or text: {shown(body)}")
-    text = _content(message.get("content"), body) if message else str(fields["text"])
-    reason, thought = fields.get("finish_reason"), _reasoning(message)
-    return printable(text), reason if isinstance(reason, str) else None, thought
-
-
 def _content(content: Any, body: bytes) -> str:
+    """The text of a message. A reasoning model that was cut off has reasoning and no text."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):  # parts; those of another kind, as thoughts, are no text
@@ -174,11 +169,6 @@ def _reasoning(message: Mapping[str, Any]) -> str | None:
         if isinstance(thought, str) and thought:
             return printable(thought)
     return None
-
-
-def _usage(value: Any) -> Usage:
-    fields = _mapping(value)
-    return Usage(_count(fields.get("prompt_tokens")), _count(fields.get("completion_tokens")))
 
 
 def _count(value: Any) -> int | None:

@@ -1,0 +1,231 @@
+"""What every call to the training server shares: address, key and time limits; which failures may pass, and when to try again. Does no I/O.
+
+Retried are failures that may pass: a lost connection, a time-out, the problems that the table calls so, and the statuses by which proxies
+say the same. The wait is chosen by chance between nothing and a bound that doubles (full jitter); if the server names a time, it begins
+after that. A server that does not answer is logged as a warning, once, and once more when it answers again: retries last many minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx2
+from pydantic import BaseModel, ValidationError
+
+from groupwise.api.client.errors import ClientError, NoAnswer, StrangeAnswer, Unavailable, refused
+from groupwise.api.openai_client.waiting import retry_after
+from groupwise.api.schemas.keys import VARIABLE
+from groupwise.api.schemas.problems import KINDS, Problem
+from groupwise.core.errors import UsageError
+from groupwise.core.plugins import printable
+
+log = logging.getLogger(__name__)
+
+A = TypeVar("A", bound=BaseModel)
+
+URL_VARIABLE = "GROUPWISE_URL"
+DEFAULT_URL = "http://127.0.0.1:8000"
+RETRY_TIMEOUT = 900.0
+"""Seconds from the first attempt of a call to the last one's end."""
+TIMEOUT = 300.0
+"""Seconds without a byte after which an attempt counts as lost. Long, because a slow machine samples for minutes."""
+CONNECT_TIMEOUT = 10.0
+FIRST, LONGEST = 0.5, 30.0
+"""Seconds: bound of the wait before the second attempt, and what doubling ends at."""
+MAX_CHARACTERS_IN_MESSAGE = 300
+"""Characters of a strange answer that a message shows."""
+MAY_PASS = frozenset({408, 425, 429, 502, 503, 504})
+"""Statuses of answers that are no problem of ours, which a proxy gives and which may pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Clocks, sleep and random numbers. Tests replace them and need not wait."""
+
+    clock: Callable[[], float] = time.monotonic
+    today: Callable[[], float] = time.time
+    """Seconds since 1970, for a `Retry-After` that is a date."""
+    sleep: Callable[[float], None] = time.sleep
+    sleep_async: Callable[[float], Awaitable[None]] = asyncio.sleep
+    chance: Callable[[], float] = random.random
+    """Uniform in [0, 1)."""
+
+
+@dataclass(slots=True)
+class Outage:
+    """Reports once that a server fails, and once that it answers again. All calls of a client share it, as they fail together."""
+
+    is_reported: bool = False
+    report: Callable[[str], None] = log.warning
+
+    @contextmanager
+    def reported_to(self, report: Callable[[str], None]) -> Generator[None]:
+        """Report to this function instead of the log while the context lasts."""
+        before, self.report = self.report, report
+        try:
+            yield
+        finally:
+            self.report = before
+
+    def begins(self, error: ClientError, seconds: float) -> None:
+        """A call failed, and will be tried again for `seconds`."""
+        if not self.is_reported and isinstance(error, NoAnswer | StrangeAnswer | Unavailable):
+            self.is_reported = True
+            self.report(f"{error} Trying again for up to {seconds:.0f} seconds.")
+
+    def ends(self, url: str) -> None:
+        """A call was answered."""
+        if self.is_reported:
+            self.is_reported = False
+            self.report(f"{url} answers again.")
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The server's address, the key, and the time limits."""
+
+    url: str
+    key: str | None = field(default=None, repr=False)
+    patience: float = RETRY_TIMEOUT
+    timeout: float = TIMEOUT
+    timing: Timing = field(default_factory=Timing, repr=False)
+    outage: Outage = field(default_factory=Outage, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        url: str | None,
+        key: str | None,
+        patience: float,
+        timeout: float,
+        timing: Timing | None,
+    ) -> Connection:
+        """Fill in arguments that are None from the environment. Raises UsageError, which never contains a key."""
+        url = (url or os.environ.get(URL_VARIABLE) or DEFAULT_URL).strip()
+        parts = urlsplit(url)
+        if "@" in parts.netloc:
+            raise UsageError(
+                f"The URL of {parts.hostname} holds a user name or password. Leave them out; the key comes from {VARIABLE}."
+            )
+        is_server = parts.scheme in ("http", "https") and parts.hostname
+        if not is_server or parts.query or parts.fragment:
+            raise UsageError(
+                f"{url!r:.200} is no URL of a server. Give something like {DEFAULT_URL}."
+            )
+        key = (key or os.environ.get(VARIABLE) or "").strip()
+        if not all("!" <= letter <= "~" for letter in key):
+            raise UsageError(
+                f"The key has spaces, line ends or characters beyond ASCII in it. Give the key alone, or set {VARIABLE} to it."
+            )
+        return cls(
+            f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}",
+            key or None,
+            patience,
+            timeout,
+            timing or Timing(),
+        )
+
+    @property
+    def http_options(self) -> dict[str, Any]:
+        """Arguments of the httpx2 client, except for its transport."""
+        return {
+            "base_url": self.url,
+            "headers": {"Authorization": f"Bearer {self.key}"} if self.key else {},
+            # Calls that wait at the server for minutes must not keep others from being sent.
+            "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=32),
+        }
+
+
+class Patience:
+    """Time left for retries, and the waits in between."""
+
+    def __init__(self, seconds: float, timing: Timing) -> None:
+        self._seconds = seconds
+        self._timing = timing
+        self.renew()
+
+    def renew(self) -> None:
+        """Start again with the whole time, because something was achieved."""
+        self._began = self._timing.clock()
+        self._failures = 0
+
+    @property
+    def left(self) -> float:
+        """Seconds in which another attempt may begin."""
+        return self._seconds - (self._timing.clock() - self._began)
+
+    def wait(self, error: ClientError) -> float:
+        """Seconds until the next attempt; raises the error if that would begin too late."""
+        bound = min(LONGEST, FIRST * 2.0 ** min(self._failures, 30))
+        self._failures += 1
+        wait = (error.retry_after or 0.0) + bound * self._timing.chance()
+        if wait > self.left:
+            raise error
+        return wait
+
+
+def network_failure(error: httpx2.RequestError, connection: Connection) -> tuple[NoAnswer, bool]:
+    """The caller's error for a lost request or answer, and whether it may pass."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        return NoAnswer(
+            f"{connection.url} shows a certificate that is not trusted here ({cause.verify_message}). Where an authority of your own has "
+            "signed it, set SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that name "
+            "in the URL."
+        ), False
+    kind = type(error).__name__
+    return NoAnswer(
+        f"{connection.url} does not answer ({kind}{f': {error}' if str(error) else ''}). Look whether the server runs there; "
+        f"`url` or the variable {URL_VARIABLE} says where it is."
+    ), True
+
+
+def refusal(response: httpx2.Response, connection: Connection) -> tuple[ClientError, bool]:
+    """The caller's error for an answer that is no success, and whether it may pass."""
+    try:
+        problem = Problem.model_validate_json(response.content)
+    except ValidationError:
+        error = strange(response, "no problem of this protocol")
+        return error, response.status_code in MAY_PASS
+    seconds = retry_after(response.headers.get("Retry-After"), connection.timing.today())
+    if seconds is not None:
+        problem = problem.model_copy(update={"retry_after": seconds})
+    kind = KINDS.get(problem.code)
+    return refused(problem), kind.retry if kind else problem.status in MAY_PASS
+
+
+def stream_ended(connection: Connection) -> NoAnswer:
+    """The caller's error for an endless stream that has ended."""
+    return NoAnswer(f"{connection.url} ends the event stream again and again.")
+
+
+def read_answer(kind: type[A], response: httpx2.Response) -> A:
+    """The answer in the body. Raises StrangeAnswer."""
+    try:
+        return kind.model_validate_json(response.content)
+    except ValidationError:
+        raise strange(response, "no answer of this protocol") from None
+
+
+def strange(response: httpx2.Response, why: str) -> StrangeAnswer:
+    """The caller's error for an answer that is not of this protocol."""
+    text = " ".join(printable(response.content.decode("utf-8", "replace")).split())
+    if len(text) > MAX_CHARACTERS_IN_MESSAGE:
+        text = f"{text[:MAX_CHARACTERS_IN_MESSAGE]}… ({len(response.content)} bytes)"
+    return StrangeAnswer(
+        f"{response.request.method} {response.request.url.path} was answered with {response.status_code} and what is {why}: "
+        f"{text or 'an empty body'}. Look whether the URL is that of a training server, and whether a proxy stands before it.",
+        status=response.status_code,
+    )

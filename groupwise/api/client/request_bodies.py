@@ -1,0 +1,105 @@
+"""Bodies of requests to the training server, checked with the models of the wire before they are sent.
+
+So a mistake is reported at once, in the same words as by the server: `InvalidRequest`, with each field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from groupwise.api.client.errors import InvalidRequest
+from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.training import (
+    DEFAULT_WAIT,
+    GroupAnswer,
+    GroupRewards,
+    Include,
+    RewardsRequest,
+)
+
+Rewards = Sequence[float | None]
+"""A number for each completion, or None for one that failed and does not teach."""
+
+RewardsEntry = GroupRewards | Mapping[str, Any]
+"""The rewards of one group among several: made by `rewards_for`, or its fields."""
+
+
+class Sampling(TypedDict, total=False):
+    """Sampling settings that differ from the run's; see `CompletionsRequest`."""
+
+    num_completions: int | None
+    temperature: float | None
+    max_completion_length: int | None
+    min_completion_length: int | None
+    stop: Sequence[str] | None
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    tokenizer_hash: str | None
+
+
+def rewards_for(
+    answer: GroupAnswer, rewards: Rewards, *, include: Include = "next"
+) -> GroupRewards:
+    """The rewards of the completions of `answer`, ready to be posted. Raises InvalidRequest where they are not one for each."""
+    if len(rewards) != len(answer.completions):
+        raise _invalid(
+            "rewards", f"has {len(rewards)} entries for {len(answer.completions)} completions"
+        )
+    fields = {"group_id": answer.group_id, "rewards": rewards, "include": include}
+    return GroupRewards.model_validate_json(checked_body(GroupRewards, fields))
+
+
+def rewards_entry(group: RewardsEntry) -> dict[str, Any]:
+    """The fields of one group's rewards."""
+    if isinstance(group, GroupRewards):
+        return group.model_dump(exclude_unset=True)
+    return dict(group)
+
+
+def without_none(**fields: Any) -> dict[str, Any]:
+    """The fields that have a value: the server has its own for the others."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def waiting(wait: bool, timeout: float) -> dict[str, Any]:
+    """The fields that say whether the answer waits for the step. The server refuses a time limit without `wait`."""
+    limit = {"timeout": timeout} if wait or timeout != DEFAULT_WAIT else {}
+    return {"wait": wait, **limit}
+
+
+def checked_body(model: type[BaseModel] | TypeAdapter[Any], fields: Mapping[str, Any]) -> bytes:
+    """The fields as JSON, once the model accepts them. Raises InvalidRequest."""
+    try:
+        body = json.dumps(fields, default=_plain)
+    except (TypeError, ValueError) as error:
+        raise _invalid("", f"cannot be written as JSON: {error}") from None
+    try:
+        if isinstance(model, TypeAdapter):
+            model.validate_json(body)
+        else:
+            model.model_validate_json(body)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)
+        kind = RewardsRequest if isinstance(model, TypeAdapter) else model
+        raise InvalidRequest.about(Refusal.of_fields(details, kind).problem()) from None
+    return body.encode()
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of numpy and torch as Python's own, without importing either."""
+    for conversion in ("tolist", "item"):
+        if callable(convert := getattr(value, conversion, None)):
+            return convert()
+    if isinstance(value, Sequence):
+        return list(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    raise TypeError(f"{type(value).__name__} is no number, text, list or mapping")
+
+
+def _invalid(field: str, message: str) -> InvalidRequest:
+    errors = (FieldError(field=field, message=message),)
+    detail = f"{field}: {message}" if field else message
+    return InvalidRequest.about(Refusal("invalid_request", detail, errors=errors).problem())
