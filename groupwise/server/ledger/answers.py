@@ -16,7 +16,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from groupwise.api.http.caller import AnswerKey, Caller
+from groupwise.api.schemas.idempotency import AnswerKey
+from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger.transaction import Transaction
 

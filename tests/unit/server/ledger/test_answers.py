@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from groupwise.api.http.caller import AnswerKey, Caller
-from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.idempotency import AnswerKey
+from groupwise.api.schemas.keys import Caller, Role
 from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger import answers
 from groupwise.server.ledger.answers import (

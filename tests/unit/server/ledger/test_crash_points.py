@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from groupwise.api.http.caller import AnswerKey, Caller
-from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.idempotency import AnswerKey
+from groupwise.api.schemas.keys import Caller, Role
 from groupwise.core import atomic_files
 from groupwise.server.ledger import uptime
 from groupwise.server.ledger.answers import StoredResponse, once
