@@ -30,6 +30,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from groupwise.api.schemas.bodies import FailFast
+from groupwise.api.schemas.wording import GROUP_ID_PATTERN, NAME_PATTERN
 
 MAX_PROMPTS = 256
 """Prompts of one request for completions, and groups of one request with rewards."""
@@ -62,10 +63,6 @@ MAX_WAIT, DEFAULT_WAIT = 600.0, 60.0
 MAX_LEARNING_RATE = 100.0
 TINY = "tiny"
 """The model that every server has: a few thousand random parameters over single characters."""
-
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""Names of runs and checkpoints, which are folders and are addressed as `run@step`."""
-GROUP_ID_PATTERN = r"^[A-Za-z0-9-]+$"
 
 ONE_PLACE: Mapping[str, str] = {
     "sampler.max_completion_length": "give `max_completion_length` instead",

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin
 from pydantic import BaseModel, Tag
 from pydantic.fields import FieldInfo
 
-from groupwise.api.schemas.training import GROUP_ID_PATTERN, NAME_PATTERN
 from groupwise.core.settings.wording import describe
 
 Location = Sequence[int | str]
@@ -49,6 +48,9 @@ _FORMS: Mapping[str, str] = {
     "(section)": "must be a name, or an object, { … }, with parameters",
 }
 """Descriptions of the forms of a union, by the label of the form that was tried."""
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""Names of runs and checkpoints, which are folders and are addressed as `run@step`."""
+GROUP_ID_PATTERN = r"^[A-Za-z0-9-]+$"
 _PATTERNS: Mapping[str, str] = {
     NAME_PATTERN: "must begin with a letter (A to Z) or digit, and have only these, `.`, `_` and `-`",
     GROUP_ID_PATTERN: "must have only letters (A to Z), digits and `-`",

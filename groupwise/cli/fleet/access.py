@@ -1,13 +1,13 @@
 """Shared by the commands of `groupwise fleet`: which fleet is meant, who asks, how it is reached, and the progress of transfers.
 
-A fleet is given as its folder on this machine, or as the address of its API. Both have the same methods and give the same documents
-(`groupwise.jobs.fleet.direct`, `groupwise.jobs.fleet.client`), so a command need not know which it is. A folder needs no server: each
-command opens the database, runs one short transaction, and rings the doorbell. Behind an address the API does this, for the key in
-GROUPWISE_API_KEY.
+A fleet is given as its folder on this machine, or as the address of its API. Commands ask both through the same client, so they need not
+know which it is. A folder needs no server: the API's application answers in the command's own process (`groupwise.jobs.fleet.local`).
+Behind an address the API answers the key in GROUPWISE_API_KEY.
 """
 
 from __future__ import annotations
 
+import gc
 import getpass
 import os
 import sys
@@ -25,13 +25,9 @@ from groupwise.core.terminal.text import one_line, shorten
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
-    from groupwise.jobs.fleet.direct import DirectFleet
     from groupwise.jobs.fleet.download import Tell
+    from groupwise.jobs.fleet.local import LocalFleet
     from groupwise.jobs.fleet.settings import FleetPlace
-    from groupwise.jobs.fleet.verbs.actor import Actor
-
-    Fleet = DirectFleet | FleetClient
-    """A fleet that commands can ask."""
 
 SHOW_SECONDS = 0.2
 """Seconds before the first line of progress, and between two: a quick transfer shows none."""
@@ -55,7 +51,7 @@ MachineArgument = Annotated[str, typer.Argument(metavar="VM", help="Name of a ma
 @contextmanager
 def fleet(
     fleet_at: str | None, *, make: bool = False, timeout: float = TIMEOUT
-) -> Generator[Fleet, None, None]:
+) -> Generator[FleetClient, None, None]:
     """Open the fleet that is meant, by its folder or its API. `make`: an embedded fleet is made if it does not exist. `timeout`: seconds to
     wait for one answer of an API."""
     from groupwise.jobs.fleet.settings import FleetAddress, find
@@ -67,19 +63,22 @@ def fleet(
         with FleetClient(found.url, tell=say, timeout=timeout) as client:
             yield client
     else:
-        with fleet_here(fleet_at, make=make) as direct:
-            yield direct
+        with fleet_here(fleet_at, make=make) as local:
+            yield local
 
 
 @contextmanager
-def fleet_here(fleet_at: str | None, *, make: bool = False) -> Generator[DirectFleet, None, None]:
+def fleet_here(fleet_at: str | None, *, make: bool = False) -> Generator[LocalFleet, None, None]:
     """Open the fleet that is meant by its database, which this machine must be able to reach."""
-    place = place_of(fleet_at)
-    from groupwise.jobs.fleet.direct import DirectFleet
-    from groupwise.jobs.fleet.processes import who_plays
-    from groupwise.jobs.fleet.retry import Patience
-    from groupwise.jobs.fleet.settings import DATABASE_FILE
-    from groupwise.jobs.fleet.store import database as databases
+    gc.disable()  # loading makes many objects and hardly any garbage: a quarter of a second less
+    try:
+        place = place_of(fleet_at)
+        from groupwise.jobs.fleet.local import LocalFleet
+        from groupwise.jobs.fleet.processes import who_plays
+        from groupwise.jobs.fleet.settings import DATABASE_FILE
+        from groupwise.jobs.fleet.store import database as databases
+    finally:
+        gc.enable()
 
     file = place.folder / DATABASE_FILE
     embedded = place.is_embedded and place.settings.database is None
@@ -91,7 +90,8 @@ def fleet_here(fleet_at: str | None, *, make: bool = False) -> Generator[DirectF
     database = databases.connect(place.database_url)
     try:
         databases.check_schema(database, lambda: who_plays(place.folder))
-        yield DirectFleet(place, database, terminal_user(), Patience(tell=say))
+        with LocalFleet(place, database, terminal_user(), tell=say) as local:
+            yield local
     finally:
         database.close()
 
@@ -111,15 +111,13 @@ def place_of(fleet_at: str | None, options: dict[str, Any] | None = None) -> Fle
     return found
 
 
-def terminal_user() -> Actor:
+def terminal_user() -> str:
     """The user of this terminal, as events name them."""
-    from groupwise.jobs.fleet.verbs.actor import Actor
-
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a user id that no file of this machine names
         name = str(os.getuid())
-    return Actor(f"user:{name}")
+    return f"user:{name}"
 
 
 def require_installed() -> None:

@@ -14,7 +14,7 @@ from groupwise.cli.output import say
 from groupwise.core.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
-    from groupwise.cli.fleet.access import Fleet
+    from groupwise.jobs.fleet.client import FleetClient
 
 EXEC_PRIORITY = 1000
 """The priority that goes before all waiting jobs."""
@@ -66,7 +66,7 @@ def exec_command(
     raise typer.Exit(exit_code_of([ended]))
 
 
-def _follow(access: Fleet, request: Mapping[str, Any], project: str | None) -> dict[str, Any]:
+def _follow(access: FleetClient, request: Mapping[str, Any], project: str | None) -> dict[str, Any]:
     """Submit the job and print its log. Returns its state at its end; if the user interrupts, it is cancelled."""
     from groupwise.cli.fleet.follow import follow_log
 
@@ -83,7 +83,7 @@ def _follow(access: Fleet, request: Mapping[str, Any], project: str | None) -> d
         raise
 
 
-def _cancel(access: Fleet, job_id: str | None) -> None:
+def _cancel(access: FleetClient, job_id: str | None) -> None:
     """Cancel the job of a user who has interrupted the command."""
     from groupwise.api.schemas.problems import Refusal
 
@@ -105,7 +105,7 @@ def _goes_on(job_id: str) -> str:
     return f"{job_id} goes on; `groupwise fleet cancel {job_id}` ends it"
 
 
-def _machine_of(access: Fleet, target: str) -> str:
+def _machine_of(access: FleetClient, target: str) -> str:
     """The machine of this name, or the one on which a job runs or ran last."""
     from groupwise.api.schemas.problems import Refusal
 

@@ -20,7 +20,7 @@ from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
     from groupwise.api.schemas.fleet import LogPart
-    from groupwise.cli.fleet.access import Fleet
+    from groupwise.jobs.fleet.client import FleetClient
 
 LOOK_SECONDS = 0.3
 """Seconds between two looks for a log that has not begun."""
@@ -64,7 +64,7 @@ class _LogSource(Protocol):
 class _Patiently:
     """A fleet whose calls are repeated until it answers. All of them only read, and from a given position, so nothing is printed twice."""
 
-    def __init__(self, access: Fleet) -> None:
+    def __init__(self, access: FleetClient) -> None:
         self._access, self._ask = access, access.patience.ask
 
     def progress(self, job_id: str) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class _LogReader:
 
 
 def print_log(
-    access: Fleet, job_id: str, *, tail: int | None, epoch: int | None, rank: int = 0
+    access: FleetClient, job_id: str, *, tail: int | None, epoch: int | None, rank: int = 0
 ) -> None:
     """Print the log of one attempt, as far as it is here."""
     found = _look(access, job_id, epoch)
@@ -141,7 +141,7 @@ def print_log(
 
 
 def follow_log(
-    access: Fleet,
+    access: FleetClient,
     job_id: str,
     *,
     tail: int | None = None,
@@ -194,7 +194,7 @@ def _say_what_it_waits_for(access: _LogSource, found: dict[str, Any], before: st
 
 
 def until_ended(
-    access: Fleet, job_ids: Sequence[str], sleep: Callable[[float], None] = time.sleep
+    access: FleetClient, job_ids: Sequence[str], sleep: Callable[[float], None] = time.sleep
 ) -> list[dict[str, Any]]:
     """Wait until all of these jobs have ended. Returns their states then."""
     wanted, patient = list(dict.fromkeys(job_ids)), _Patiently(access)

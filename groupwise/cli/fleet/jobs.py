@@ -16,7 +16,7 @@ from groupwise.cli.printing import print_json
 from groupwise.core.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
-    from groupwise.cli.fleet.access import Fleet
+    from groupwise.jobs.fleet.client import FleetClient
 
 JobsArgument = Annotated[
     list[str] | None,
@@ -103,9 +103,9 @@ class _Verb:
     name: str
     statuses: frozenset[str]
     """Statuses of the jobs that it applies to; options choose only among those."""
-    one: Callable[[Fleet, str], dict[str, Any]]
+    one: Callable[[FleetClient, str], dict[str, Any]]
     """Changes one job, and returns it; raises if it is refused. Older APIs have only this, not `many`."""
-    many: Callable[[Fleet, Sequence[str]], list[dict[str, Any]]]
+    many: Callable[[FleetClient, Sequence[str]], list[dict[str, Any]]]
     """Changes many jobs. Returns each as it is then, or its `error`."""
     said: Callable[[dict[str, Any]], str]
     """The result for one job, in words."""
@@ -124,7 +124,7 @@ class _JobFilter:
         """The options that are given."""
         return [f"--{each}" for each in self.__slots__ if getattr(self, each)]
 
-    def ids(self, access: Fleet, statuses: frozenset[str]) -> list[str]:
+    def ids(self, access: FleetClient, statuses: frozenset[str]) -> list[str]:
         """The ids of all chosen jobs, the newest first. `statuses`: the default."""
         from groupwise.cli.fleet import words
 
@@ -175,7 +175,9 @@ def _do(
         raise typer.Exit(UsageError.exit_code)
 
 
-def _each(access: Fleet, ids: Sequence[str], verb: _Verb, as_json: bool) -> list[dict[str, Any]]:
+def _each(
+    access: FleetClient, ids: Sequence[str], verb: _Verb, as_json: bool
+) -> list[dict[str, Any]]:
     """Change jobs portion by portion, and print each result at once. If a portion fails, --json prints what is done beside the error."""
     from groupwise.api.schemas.fleet import portions
 

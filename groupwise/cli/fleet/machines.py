@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -32,6 +32,7 @@ from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
     from groupwise.cli.fleet.reach import Trust, Way
+    from groupwise.jobs.fleet.local import LocalFleet
 
 machines = typer.Typer(
     name="vm",
@@ -186,25 +187,24 @@ def add(
     with fleet(fleet_at, make=True) as access:
         from groupwise.cli.fleet import reach
         from groupwise.cli.fleet.prepare import prepare_new, usual_plan
-        from groupwise.jobs.fleet.client import FleetClient
 
         way = reach.Way(host, port, user, key, from_ssh_config)
         by = reach.Trust(trust, trust_jump, yes, _ask_user())
-        if isinstance(access, FleetClient):
-            where, trusted = _location_from_afar(vm, way, by, prepare=prepare), False
-        else:
+        if access.is_local:
             where, trusted = _location(way, by, may_be_here=engine is not None)
+        else:
+            where, trusted = _location_from_afar(vm, way, by, prepare=prepare), False
         plan = usual_plan() if prepare else None
         found = access.add_machine({**what, **where})
         if not as_json or prepare:
             untrusted = f"it is not used before `groupwise fleet vm trust {vm}`"
             then = "the poller looks at it in its next round" if trusted else untrusted
             say(f"{vm} is in the fleet; {then}")
-        if plan is not None and not isinstance(access, FleetClient):
+        if plan is not None and access.is_local:
             again = f"`groupwise fleet vm prepare {vm}`"
             try:
                 if trusted:
-                    found["prepared"] = prepare_new(access, vm, plan)
+                    found["prepared"] = prepare_new(cast("LocalFleet", access), vm, plan)
                 else:
                     problem = f"nothing is said to {vm} before it is trusted; once it is, {again}"
                     say(f"it is not prepared: {problem}")
@@ -470,14 +470,12 @@ def set_machine(
     _check_trust(trust_jump, yes, "--trust-jump")
     with fleet(fleet_at) as access:
         from groupwise.cli.fleet import reach
-        from groupwise.jobs.fleet.client import FleetClient
 
         way = reach.Way(host, port, user, key, from_ssh_config)
         by = reach.Trust(of_jump=trust_jump, unasked=yes, ask=_ask_user())
-        afar = isinstance(access, FleetClient)
         found = access.change_machine(
             vm,
-            **(way.of_known_from_afar(by) if afar else way.of_known(by)),
+            **(way.of_known(by) if access.is_local else way.of_known_from_afar(by)),
             workdir=workdir,
             python=python,
             cpu_slots=cpu_slots,

@@ -16,8 +16,10 @@ from groupwise.cli.printing import print_json
 from groupwise.core.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
     from groupwise.jobs.fleet.attempts.records import Machine
-    from groupwise.jobs.fleet.direct import DirectFleet
+    from groupwise.jobs.fleet.local import LocalFleet
     from groupwise.jobs.fleet.machines.plans import Plan
     from groupwise.jobs.hosts.files import BlobStore
 
@@ -95,7 +97,7 @@ def prepare(
         raise UsageError("--dry-run prints a lock for pip, which is no JSON; leave --json away.")
     names = list(dict.fromkeys(vms))
     with fleet_here(fleet_at) as fleet:
-        machines = fleet.read(_machines, names)
+        machines = fleet.database.read(lambda session: _machines(session, names))
         plan = plan_of(
             PrepareOptions(
                 extras=extra or (),
@@ -127,7 +129,7 @@ def prepare(
     raise typer.Exit(1 if any("problem" in each for each in found) else 0)
 
 
-def _machines(session: Any, _: Any, names: Sequence[str]) -> list[Machine]:
+def _machines(session: Session, names: Sequence[str]) -> list[Machine]:
     """All of these machines. Raises an error for the first that cannot be used."""
     from groupwise.jobs.fleet.attempts import records
     from groupwise.jobs.fleet.machines.prepare import require_usable
@@ -157,18 +159,17 @@ def usual_plan() -> Plan:
     return plan_of(PrepareOptions())
 
 
-def prepare_new(fleet: DirectFleet, vm: str, plan: Plan) -> dict[str, Any]:
+def prepare_new(fleet: LocalFleet, vm: str, plan: Plan) -> dict[str, Any]:
     """Prepare a machine that has just been added. The result has a `problem` if that failed."""
-    machines = fleet.read(_machines, [vm])
+    machines = fleet.database.read(lambda session: _machines(session, [vm]))
     return asyncio.run(_prepare_all(fleet, machines, plan, prune=False))[0]
 
 
 async def _prepare_all(
-    fleet: DirectFleet, machines: Sequence[Machine], plan: Plan, *, prune: bool
+    fleet: LocalFleet, machines: Sequence[Machine], plan: Plan, *, prune: bool
 ) -> list[dict[str, Any]]:
     """Prepare these machines at the same time; an error of one does not affect the others."""
     from groupwise.jobs.fleet.machines import prepare as preparing
-    from groupwise.jobs.fleet.verbs import machines as verbs
     from groupwise.jobs.hosts.files import BlobStore
 
     say(f"environment {plan.name}: groupwise {plan.packed.version} and {_contents(plan)}")
@@ -181,8 +182,7 @@ async def _prepare_all(
             made = await preparing.prepare(
                 machine, plan, store, say if alone else lambda line: say(f"{vm}: {line}")
             )
-            await asyncio.to_thread(lambda: fleet.change(verbs.change, vm, python=made.python))
-            await asyncio.to_thread(fleet.ring)
+            await asyncio.to_thread(lambda: fleet.change_machine(vm, python=made.python))
             release = f"Python {made.version}, groupwise {made.groupwise}"
             say(f"{vm} is prepared: its jobs run with {made.python} ({release})")
             found: dict[str, Any] = {"vm_id": vm, "environment": plan.name, **asdict(made)}
@@ -197,7 +197,7 @@ async def _prepare_all(
 
 
 async def _prune_one(
-    fleet: DirectFleet, machine: Machine, plan: Plan, store: BlobStore
+    fleet: LocalFleet, machine: Machine, plan: Plan, store: BlobStore
 ) -> dict[str, Any]:
     """Prune one machine. A launch may be on its way with the interpreter that the row named before; then nothing is removed."""
     from groupwise.jobs.fleet.machines import prepare as preparing

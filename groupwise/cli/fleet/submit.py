@@ -20,7 +20,7 @@ from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from groupwise.cli.fleet.access import Fleet
+    from groupwise.jobs.fleet.client import FleetClient
 
 MOST = 2**31 - 1
 """The largest number that an integer column holds."""
@@ -465,7 +465,7 @@ def _merged(base: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _submit(
-    access: Fleet,
+    access: FleetClient,
     read: Mapping[str, dict[str, Any]],
     project: str | None,
     idempotency_key: str | None,
@@ -504,7 +504,7 @@ def _submit(
 
 
 def _print_plans(
-    access: Fleet, read: Mapping[str, dict[str, Any]], project: str | None, as_json: bool
+    access: FleetClient, read: Mapping[str, dict[str, Any]], project: str | None, as_json: bool
 ) -> None:
     """Print what the jobs would be and where they could run, for `--dry-run`."""
     from groupwise.api.schemas.problems import Refusal

@@ -12,11 +12,14 @@ from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from groupwise.cli.fleet.access import Fleet
+    from groupwise.jobs.fleet.client import FleetClient
 
 
 def take_along(
-    access: Fleet, documents: Mapping[str, dict[str, Any]], words: Sequence[str], dry_run: bool
+    access: FleetClient,
+    documents: Mapping[str, dict[str, Any]],
+    words: Sequence[str],
+    dry_run: bool,
 ) -> None:
     """Give each job the manifest of its files: those of `--file` (`words`), and its own data set and reward function."""
     of_all: dict[str, Path] = {}
@@ -74,7 +77,7 @@ def _own_files(document: dict[str, Any], of_all: Mapping[str, Path]) -> dict[str
 
 
 def _store_files(
-    access: Fleet, files: Iterable[Mapping[str, Path]], dry_run: bool
+    access: FleetClient, files: Iterable[Mapping[str, Path]], dry_run: bool
 ) -> dict[Path, list[Any]]:
     """Put files into the fleet's store, and return their manifest entries. `dry_run`: only compute these."""
     from groupwise.jobs.hosts.files import hash_of

@@ -23,7 +23,7 @@ PASSING = frozenset({"time", "seen_at", "silent_seconds", "oldest_waiting_second
 
 
 class FleetLike(Protocol):
-    """The methods of `DirectFleet` and `FleetClient` that are used here."""
+    """The methods of `FleetClient` that are used here."""
 
     def jobs(self, **wanted: Any) -> list[Document]: ...
     def show(self, job_id: str) -> Document: ...

@@ -5,7 +5,7 @@
     for piece in fleet.follow(job["job_id"]):
         print(piece.decode(), end="")
 
-Every method gives the documents that `--json` prints, and `groupwise.jobs.fleet.direct` has the same methods for a fleet of this machine. A
+Every method gives the documents that `--json` prints; `groupwise.jobs.fleet.local` has the same client for a fleet of this machine. A
 refusal is raised as `Refusal`, with the server's code and words; where no answer came, a call that may be repeated is, and `FleetAway` is
 raised when that has not helped: within seconds, but after minutes only by what follows, waits, submits or has files on their way
 (`groupwise.jobs.fleet.retry`). A submission names itself, so that repeating it makes no second job.
@@ -85,6 +85,9 @@ class FleetAway(AwayError):
 
 class FleetClient:
     """One fleet. Use it as a context manager, or `close` it; one thread at a time."""
+
+    is_local = False
+    """True if it answers in this process (`groupwise.jobs.fleet.local`)."""
 
     def __init__(
         self,
@@ -620,6 +623,11 @@ class FleetClient:
         began = self._clock()
         try:
             answer = request(timeout=self._limits(soon, wait))
+        except (
+            httpx2.InvalidURL,
+            ValueError,
+        ) as error:  # too long a name; a number that JSON lacks
+            raise UsageError(f"{method} {path[:80]} cannot be sent: {error}.") from error
         except httpx2.TransportError as error:
             raise self._away(method, path, error) from error
         self._is_slow = self._is_slow and self._clock() - began > PROMPT + wait

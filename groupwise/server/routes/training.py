@@ -17,7 +17,6 @@ from groupwise.api.http.route import Route, sent_model
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.training import (
-    GROUP_ID_PATTERN,
     MAX_ID,
     Body,
     CompletionsBatch,
@@ -36,6 +35,7 @@ from groupwise.api.schemas.training import (
     StepRequest,
     StopAnswer,
 )
+from groupwise.api.schemas.wording import GROUP_ID_PATTERN
 from groupwise.server.ledger.answers import StoredResponse
 from groupwise.server.routes.context import Context
 from groupwise.server.run.responses import (

@@ -14,10 +14,10 @@ from groupwise.runs import checkpoints
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
 from tests.integration.web.visiting import CHROMIUM, DESK, Visitor, shown
-from tests.unit.dashboard.test_fleet import direct, migrated_file, small
+from tests.unit.dashboard.test_fleet import local, migrated_file, small
 from tests.web_runs import HOSTILE, write_run
 
-__all__ = ["direct", "migrated_file", "small"]
+__all__ = ["local", "migrated_file", "small"]
 
 
 @pytest.fixture(scope="session")

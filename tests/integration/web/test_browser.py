@@ -17,8 +17,8 @@ from playwright.sync_api import ViewportSize, expect
 
 from groupwise.api.client import TrainingClient
 from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
-from groupwise.jobs.fleet.direct import DirectFleet
 from groupwise.jobs.fleet.files.logs import append, make
+from groupwise.jobs.fleet.local import LocalFleet
 from tests.integration.server.server_process import FAKE, running
 from tests.integration.web.visiting import (
     DESK,
@@ -183,10 +183,10 @@ def test_a_key_is_typed_once(visit: Visit, tmp_path: Path) -> None:
 
 
 def test_a_fleet_is_shown_changed_and_followed(
-    visit: Visit, direct: DirectFleet, small: SmallFleet, tmp_path: Path
+    visit: Visit, local: LocalFleet, small: SmallFleet, tmp_path: Path
 ) -> None:
     small.job("failed", name="a long name of a job", failure_reason="its memory was too small " * 9)
-    with shown(tmp_path / "runs", fleet=direct) as address:
+    with shown(tmp_path / "runs", fleet=local) as address:
         visitor = visit(address)
         page = visitor.goes("/fleet")
         expect(page.locator(".gpus li.held")).to_have_count(1)
@@ -199,7 +199,7 @@ def test_a_fleet_is_shown_changed_and_followed(
         page.get_by_role("button", name="Hold").click()
         expect(page.locator(".title .state")).to_have_text("held")
         expect(page.get_by_role("button", name="Release")).to_be_visible()
-        elsewhere = threading.Thread(target=direct.release, args=["waiting-1"])
+        elsewhere = threading.Thread(target=local.release, args=["waiting-1"])
         elsewhere.start()  # in this thread the browser's driver has its loop
         elsewhere.join()
         expect(page.locator(".title .state")).to_have_text("queued", timeout=TIMEOUT_MS)
@@ -260,9 +260,9 @@ class Driver:
 
 
 def test_a_log_grows_where_somebody_reads_it(
-    visit: Visit, direct: DirectFleet, tmp_path: Path
+    visit: Visit, local: LocalFleet, tmp_path: Path
 ) -> None:
-    kept = make(direct.place.logs, "running-1", 1)
+    kept = make(local.place.logs, "running-1", 1)
     written = kept.stat().st_size
 
     def write(text: str) -> None:
@@ -271,7 +271,7 @@ def test_a_log_grows_where_somebody_reads_it(
         written += len(text.encode())
 
     write("".join(f"line {number}\n" for number in range(100)))
-    with shown(tmp_path / "runs", fleet=direct) as address:
+    with shown(tmp_path / "runs", fleet=local) as address:
         visitor = visit(address)
         page = visitor.goes("/fleet/jobs/running-1")
         log = page.locator(".log")

@@ -19,7 +19,7 @@ from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.sources.cached_values import ending
 from groupwise.dashboard.sources.fleet import WatchedFleet
 from groupwise.dashboard.sources.runs import RunsIndex
-from groupwise.jobs.fleet.direct import DirectFleet
+from groupwise.jobs.fleet.local import LocalFleet
 from groupwise.runs.lock import RunLock
 from groupwise.runs.store import Store
 from tests.fake_openai_server import listening
@@ -34,7 +34,7 @@ DESK: ViewportSize = {"width": 1280, "height": 900}
 
 @contextmanager
 def shown(
-    runs: Path, keys: Keyring | None = None, fleet: DirectFleet | None = None
+    runs: Path, keys: Keyring | None = None, fleet: LocalFleet | None = None
 ) -> Iterator[str]:
     watched = None if fleet is None else WatchedFleet(fleet)
     place = DashboardContext(RunsIndex(runs), Door(keys, acts=True), watched)

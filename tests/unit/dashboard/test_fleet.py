@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from groupwise.dashboard.sources.cached_values import ending
 from groupwise.dashboard.sources.fleet import WatchedFleet, lasting
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.jobs.fleet.client import FleetClient
-from groupwise.jobs.fleet.direct import DirectFleet
 from groupwise.jobs.fleet.files.logs import append, make
+from groupwise.jobs.fleet.local import LocalFleet
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.database import connect as connect_to
 from tests.fleet_api import api, place_in
@@ -43,16 +43,16 @@ def small(migrated_file: Path, tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def direct(small: SmallFleet, tmp_path: Path) -> DirectFleet:
+def local(small: SmallFleet, tmp_path: Path) -> Iterator[LocalFleet]:
     small.machine("box-1", gpus=2)
     small.machine("box-2", gpus=0, problem=HOSTILE.replace("\x00", "").replace("\ud83d", ""))
     job = small.job("running", job_id="running-1", name="<b>sums</b>")
     epoch = small.attempt(job, "box-1", gpu=0)
     small.job("queued", job_id="waiting-1")
     small.job("failed", job_id="failed-1", failure_reason="it ran out of memory")
-    found = DirectFleet(place_in(tmp_path / "fleet"), small.database, ADA)
-    append(make(found.place.logs, job, epoch), 0, b"step 1\n\x1b[2J<script>x</script>\n")
-    return found
+    with LocalFleet(place_in(tmp_path / "fleet"), small.database, ADA.name) as found:
+        append(make(found.place.logs, job, epoch), 0, b"step 1\n\x1b[2J<script>x</script>\n")
+        yield found
 
 
 def client_of(
@@ -66,8 +66,8 @@ def client_of(
 
 
 @pytest.fixture
-async def client(direct: DirectFleet, tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
-    async with client_of(direct, tmp_path) as found:
+async def client(local: LocalFleet, tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
+    async with client_of(local, tmp_path) as found:
         yield found
 
 
@@ -122,7 +122,7 @@ async def test_what_they_say(client: httpx2.AsyncClient) -> None:
 
 
 async def test_a_log_goes_on_where_the_page_ends(
-    client: httpx2.AsyncClient, direct: DirectFleet
+    client: httpx2.AsyncClient, local: LocalFleet
 ) -> None:
     page = "/fleet/jobs/running-1"
     shown = (await client.get(f"{page}?format=json")).json()
@@ -135,7 +135,7 @@ async def test_a_log_goes_on_where_the_page_ends(
 
     nothing = {"text": "", "epoch": epoch, "attempt": None, "offset": offset, "ended": False}
     assert await log(shown) == nothing
-    kept, letter = make(direct.place.logs, "running-1", epoch), "é€😀".encode()
+    kept, letter = make(local.place.logs, "running-1", epoch), "é€😀".encode()
     append(kept, offset, b"\x1b[2J" + letter[:-1])
     first = await log(shown)
     assert first["text"] == "␛[2Jé€", "half a letter waits for its end"
@@ -149,14 +149,14 @@ async def test_a_log_goes_on_where_the_page_ends(
 
 
 async def test_a_fleet_elsewhere_is_shown_and_changed_over_its_api(
-    direct: DirectFleet, small: SmallFleet, tmp_path: Path
+    local: LocalFleet, small: SmallFleet, tmp_path: Path
 ) -> None:
     key = "environment-key-0123456789"
     with (
-        api(small.database, direct.place, {"GROUPWISE_API_KEY": key}) as address,
+        api(small.database, local.place, {"GROUPWISE_API_KEY": key}) as address,
         FleetClient(address, key) as remote,
     ):
-        async with client_of(remote, tmp_path) as elsewhere, client_of(direct, tmp_path) as here:
+        async with client_of(remote, tmp_path) as elsewhere, client_of(local, tmp_path) as here:
             for path in PAGES:
                 assert "<script>x" not in await shown_of(elsewhere, path)
                 found, expected = [
@@ -170,13 +170,13 @@ async def test_a_fleet_elsewhere_is_shown_and_changed_over_its_api(
             assert log["text"].startswith("step 1\n")
             for path, action in (("jobs/waiting-1", "hold"), ("machines/box-1", "drain")):
                 assert (await press(elsewhere, f"/fleet/{path}", action)).status_code == 303
-            assert direct.show("waiting-1")["status"] == "held"
-            assert direct.machine("box-1")["state"] == "draining"
+            assert local.show("waiting-1")["status"] == "held"
+            assert local.machine("box-1")["state"] == "draining"
             missing = await elsewhere.get("/fleet/jobs/none", headers={"accept": "text/html"})
             assert missing.status_code == 404
             with ending(WatchedFleet(remote)) as watched:
                 before = watched.stamp(TIMEOUT_S)
-                await asyncio.to_thread(direct.release, "waiting-1")
+                await asyncio.to_thread(local.release, "waiting-1")
                 watched.forget()
                 assert watched.stamp(TIMEOUT_S) != before
     with FleetClient(address, key, patience=0.1, sleep=lambda _: None) as gone:
@@ -204,28 +204,28 @@ async def press(client: httpx2.AsyncClient, path: str, action: str, **more: str)
 
 
 async def test_a_button_changes_what_it_says_with_a_reason_where_one_is_given(
-    client: httpx2.AsyncClient, direct: DirectFleet
+    client: httpx2.AsyncClient, local: LocalFleet
 ) -> None:
     path, box = "/fleet/jobs/waiting-1", "/fleet/machines/box-1"
     long = await press(client, path, "cancel", reason="x" * (MOST_OF_REASON + 1))
-    assert (long.status_code, direct.show("waiting-1")["status"]) == (400, "queued")
+    assert (long.status_code, local.show("waiting-1")["status"]) == (400, "queued")
     for action, status in (("hold", "held"), ("release", "queued"), ("cancel", "cancelled")):
         answer = await press(client, path, action, reason=" by mistake ")
         assert (answer.status_code, answer.headers["location"]) == (303, path), answer.text
-        assert direct.show("waiting-1")["status"] == status
-    assert {"reason": "by mistake"} in [e["detail"] for e in direct.show("waiting-1")["events"]]
+        assert local.show("waiting-1")["status"] == status
+    assert {"reason": "by mistake"} in [e["detail"] for e in local.show("waiting-1")["events"]]
     for action, state in (("drain", "draining"), ("undrain", "ok")):
         assert list((await client.get(json_at(box))).json()["actions"]) == [action]
         await press(client, box, action)
-        assert direct.machine("box-1")["state"] == state
+        assert local.machine("box-1")["state"] == state
     assert (await press(client, path, "destroy")).status_code == 404
     await press(client, "/fleet/jobs/running-1", "cancel", reason="")
-    told = [each["detail"] or {} for each in direct.show("running-1")["events"]]
+    told = [each["detail"] or {} for each in local.show("running-1")["events"]]
     assert not any("reason" in each for each in told)
 
 
 async def test_no_other_site_changes_anything(
-    client: httpx2.AsyncClient, direct: DirectFleet
+    client: httpx2.AsyncClient, local: LocalFleet
 ) -> None:
     path = "/fleet/jobs/waiting-1"
     token = await token_of(client, path)
@@ -239,11 +239,11 @@ async def test_no_other_site_changes_anything(
     ):
         assert (await client.post(path, data=form, headers=headers)).status_code == 403
     assert (await client.get(f"{path}?action=cancel")).status_code == 200
-    assert direct.show("waiting-1")["status"] == "queued"
+    assert local.show("waiting-1")["status"] == "queued"
 
 
 async def test_only_those_may_act_who_were_allowed_to_and_events_say_who_it_was(
-    direct: DirectFleet, tmp_path: Path
+    local: LocalFleet, tmp_path: Path
 ) -> None:
     keys = {role: new_key(role) for role in (Role.READ, Role.ACT, Role.ADMIN)}
     ring = Keyring(read_key_file("\n".join(each.line for each in keys.values()), "keys"))
@@ -256,47 +256,45 @@ async def test_only_those_may_act_who_were_allowed_to_and_events_say_who_it_was(
         (True, Role.ADMIN, job, "release", 303),
         (True, Role.ADMIN, box, "drain", 303),
     ):
-        async with client_of(direct, tmp_path, ring, acts=acts) as client:
+        async with client_of(local, tmp_path, ring, acts=acts) as client:
             await client.post("/sign-in", data={"key": keys[role].key})
             page = await shown_of(client, path)
             assert (f'value="{action}"' in page) is (status == 303)
             assert (await press(client, path, action)).status_code == status
-    assert direct.machine("box-1")["state"] == "draining"
-    events = direct.show("waiting-1")["events"]
+    assert local.machine("box-1")["state"] == "draining"
+    events = local.show("waiting-1")["events"]
     actors = {each["actor"] for each in events if str(each.get("actor")).startswith("web:")}
     assert actors == {f"web:{keys[role].id}" for role in (Role.ACT, Role.ADMIN)}
-    async with client_of(direct, tmp_path, ring) as client:
+    async with client_of(local, tmp_path, ring) as client:
         program = {"authorization": f"Bearer {keys[Role.ACT].key}", "accept": "application/json"}
         for path, action, status in (("failed-1", "retry", 200), ("waiting-1", "hold", 200)):
             form = {"action": action}
             answer = await client.post(f"/fleet/jobs/{path}", data=form, headers=program)
             assert answer.status_code == status
-        assert direct.show("failed-1")["status"] != "failed"
+        assert local.show("failed-1")["status"] != "failed"
         assert (await client.post(job, data={"action": "release"})).status_code == 401
 
 
 def test_a_fleet_that_hangs_holds_up_no_stream_and_pages_for_seconds(
-    direct: DirectFleet, monkeypatch: pytest.MonkeyPatch
+    local: LocalFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = threading.Event()
-    monkeypatch.setattr(direct, "status", lambda: answer.wait(60) and {})
+    monkeypatch.setattr(local, "status", lambda: answer.wait(60) and {})
     monkeypatch.setattr("groupwise.dashboard.sources.fleet.LOCK_TIMEOUT", 0.05)
-    watched = WatchedFleet(direct)
-    try:
+    with ending(WatchedFleet(local)) as watched:
         assert [watched.stamp(0.01) for _ in range(2)] == [None, None]
         with pytest.raises(Refusal, match="slow to answer"):
             watched.ask(lambda fleet: fleet.show("waiting-1"))
-    finally:
         answer.set()
 
 
-def test_pages_learn_of_a_change_and_of_nothing_else(direct: DirectFleet) -> None:
+def test_pages_learn_of_a_change_and_of_nothing_else(local: LocalFleet) -> None:
     now = [0.0]
-    watched = WatchedFleet(direct, lambda: now[0])
+    watched = WatchedFleet(local, lambda: now[0])
     before = watched.stamp(TIMEOUT_S)
     now[0] += 10
     assert watched.stamp(TIMEOUT_S) == before
-    direct.hold("waiting-1")
+    local.hold("waiting-1")
     now[0] += 10
     assert watched.stamp(TIMEOUT_S) != before
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 from fastapi import Depends, Request
 from fastapi.responses import JSONResponse, Response
@@ -22,6 +22,7 @@ from groupwise.api.http.shared_state import Limits, Shared, facts_of
 from groupwise.api.schemas.keys import Caller, Role
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.notify.base import Doorbell
+from groupwise.jobs.fleet.retry import AwayError
 from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.jobs.fleet.store.database import Database, DatabaseFailure
 from groupwise.jobs.fleet.text_validation import json_safe
@@ -29,6 +30,7 @@ from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.fleet.verbs.keys import ROLES
 from groupwise.jobs.hosts.files import BlobStore
 
+P = ParamSpec("P")
 T = TypeVar("T")
 MIB = 1 << 20
 MOST_BODY = 64 * MIB
@@ -83,6 +85,16 @@ class Serving(Shared):
         return None
 
 
+class LocalServing(Serving):
+    """For callers of this process, who may know the database's name and what it said."""
+
+    def refusal_of(self, error: Exception) -> Refusal | None:
+        """The same refusals, in the database's own words."""
+        if isinstance(error, AwayError):
+            return Refusal("database_away" if error.passing else "internal", error.message)
+        return super().refusal_of(error)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestContext:
     """The context a handler receives."""
@@ -93,15 +105,24 @@ class RequestContext:
     @property
     def actor(self) -> Actor:
         """The caller as verbs know it."""
-        return Actor(f"key:{self.caller.key_id}", self.caller.projects)
+        name = self.caller.key_id  # a local caller is named with its kind, as `user:ada`
+        return Actor(name if ":" in name else f"key:{name}", self.caller.projects)
 
-    async def run(self, fn: Callable[[Session], T]) -> T:
-        """Run a function in one transaction."""
-        return await self.serving.database.in_thread(fn)
+    async def run(
+        self, verb: Callable[Concatenate[Session, Actor, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run a verb as one transaction."""
+        return await self.serving.database.in_thread(
+            lambda session: verb(session, self.actor, *args, **kwargs)
+        )
 
-    async def read(self, fn: Callable[[Session], T]) -> T:
-        """Run a function that only reads, and waits for no writer."""
-        return await self.serving.database.read_in_thread(fn)
+    async def read(
+        self, verb: Callable[Concatenate[Session, Actor, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run a verb that only reads, and waits for no writer."""
+        return await self.serving.database.read_in_thread(
+            lambda session: verb(session, self.actor, *args, **kwargs)
+        )
 
 
 async def request_context(request: Request) -> RequestContext:

@@ -87,13 +87,3 @@ def doorbell_of(
 
         doorbells.append(NatsDoorbell(access_from(nats_url, environment)))
     return SeveralDoorbells(doorbells)
-
-
-def ring_and_leave(doorbell: Doorbell, job_ids: Iterable[str]) -> None:
-    """Ring, and give the messages a moment to be sent: for a command that ends right after."""
-
-    async def ring() -> None:
-        doorbell.ring(job_ids)
-        await doorbell.close()
-
-    asyncio.run(ring())

@@ -17,11 +17,10 @@ import typer.main
 from groupwise.cli.main import main
 from groupwise.core.errors import RunError
 from groupwise.jobs.fleet.client import FleetClient
-from groupwise.jobs.fleet.direct import DirectFleet
 from groupwise.jobs.fleet.files.logs import append, make
+from groupwise.jobs.fleet.local import LocalFleet
 from groupwise.jobs.fleet.settings import FleetPlace
 from groupwise.jobs.fleet.store.database import connect
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.files import hash_of
 from tests.fleet_api import api, place_in
 from tests.unit.cli.conftest import BUILT
@@ -77,7 +76,8 @@ def reached(
     place = place_in(folder)
     database = connect(place.database_url)
     try:
-        jobs = jobs_of(DirectFleet(place, database, Actor("user:ada")))
+        with LocalFleet(place, database, "user:ada") as local:
+            jobs = jobs_of(local)
         with api(database, place, {"GROUPWISE_API_KEY": KEY}) as url:
             yield Reached(place, url, jobs)
     finally:
@@ -99,7 +99,7 @@ def jobs(reached: Reached) -> dict[str, str]:
     return reached.jobs
 
 
-def jobs_of(fleet: DirectFleet) -> dict[str, str]:
+def jobs_of(fleet: LocalFleet) -> dict[str, str]:
     def submitted(name: str, **more: Any) -> str:
         asked = {"arguments": ["true", name], "resources": {"gpus": 0}, "name": name}
         return fleet.submit({**asked, "labels": {"is": name}, **more})["job_id"]
@@ -254,8 +254,7 @@ def test_what_was_done_before_it_breaks_off_is_told(
     ways: BothWays, jobs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("groupwise.api.schemas.fleet.MOST_CHANGED", 1)
-    for fleet in (DirectFleet, FleetClient):
-        monkeypatch.setattr(fleet, "hold_all", _until(jobs["waits"], fleet.hold_all))
+    monkeypatch.setattr(FleetClient, "hold_all", _until(jobs["waits"], FleetClient.hold_all))
     words = ("hold", jobs["held"], "job-none", jobs["waits"])
     code, _, err = ways.both(*words)
     assert (code, err.count("not done: ")) == (1, 1)

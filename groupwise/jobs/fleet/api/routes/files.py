@@ -218,7 +218,7 @@ async def read_log(
 
 
 async def _look(context: RequestContext, job_id: str) -> dict[str, Any]:
-    return await context.read(lambda session: jobs.progress(session, context.actor, job_id))
+    return await context.read(jobs.progress, job_id)
 
 
 # What jobs left
@@ -244,21 +244,17 @@ async def read_artefact(
 
 
 async def _job(context: RequestContext, job_id: str) -> dict[str, Any]:
-    return await context.read(lambda session: outputs.job_that_left(session, context.actor, job_id))
+    return await context.read(outputs.job_that_left, job_id)
 
 
 async def list_checkpoints(context: Context, job_id: str) -> Response:
     """Its mirrored checkpoints, the newest first, also while it runs: step, and its files as those of artefacts."""
-    return document(
-        await context.read(lambda session: outputs.checkpoints(session, context.actor, job_id))
-    )
+    return document(await context.read(outputs.checkpoints, job_id))
 
 
 async def read_checkpoint_file(context: Context, job_id: str, sha256: str) -> Response:
     """A file of one of these, by its sha256, or the `Range` of it that is asked for."""
-    named = await context.read(
-        lambda session: outputs.checkpoint_file(session, context.actor, job_id, sha256)
-    )
+    named = await context.read(outputs.checkpoint_file, job_id, sha256)
     store = context.serving.folders.blobs
     if not await asyncio.to_thread(store.missing, [named], marked=True):
         return FileResponse(store.path(named), media_type="application/octet-stream")

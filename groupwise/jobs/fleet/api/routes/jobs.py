@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 from fastapi import Query, Request
 from fastapi.responses import Response
 from pydantic import Field
-from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.fleet import (
     MOST_JOBS,
@@ -35,7 +35,6 @@ from groupwise.jobs.fleet.queue.request import JobRequest
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.verbs import jobs, prune, submission
 
-T = TypeVar("T")
 TAG = "jobs"
 
 Project = Annotated[
@@ -68,38 +67,32 @@ async def submit_jobs(
 async def _submitted(
     context: RequestContext, request: Request, requests: list[JobRequest], project: str | None
 ) -> list[dict[str, Any]]:
-    key = idempotency_key(request.headers)
-    accepted = await _as_asked(
-        context,
-        lambda session: submission.submit_all(
-            session,
-            context.actor,
+    with _callers_mistakes():
+        accepted = await context.run(
+            submission.submit_all,
             requests,
             project=project,
-            key=key,
+            key=idempotency_key(request.headers),
             allowed=context.serving.allowed,
-        ),
-    )
+        )
     context.serving.doorbell.ring([each["job_id"] for each in accepted])
     return accepted
 
 
 async def plan_job(context: Context, body: JobRequest, project: Project = None) -> Response:
     """What it would be, where it could run now, and why it would wait; nothing is submitted."""
-    return document(
-        await _as_asked(
-            context,
-            lambda session: submission.plan(
-                session, context.actor, body, project=project, allowed=context.serving.allowed
-            ),
+    with _callers_mistakes():
+        planned = await context.run(
+            submission.plan, body, project=project, allowed=context.serving.allowed
         )
-    )
+    return document(planned)
 
 
-async def _as_asked(context: RequestContext, fn: Callable[[Session], T]) -> T:
-    """Run it as a transaction; a UsageError of admission becomes a refusal, since it is the caller's mistake."""
+@contextmanager
+def _callers_mistakes() -> Generator[None]:
+    """A UsageError of admission is the caller's mistake: it becomes a refusal."""
     try:
-        return await context.run(fn)
+        yield
     except UsageError as error:
         raise Refusal("invalid_request", error.message) from error
 
@@ -136,48 +129,42 @@ async def list_jobs(
         older_than=older_than,
         limit=limit,
     )
-    return document(
-        await context.read(lambda session: jobs.listing(session, context.actor, wanted))
-    )
+    return document(await context.read(jobs.listing, wanted))
 
 
 async def show_job(context: Context, job_id: str) -> Response:
     """All about one job: its attempts with their evidence, why it waits, what happened to it."""
-    return document(await context.read(lambda session: jobs.show(session, context.actor, job_id)))
+    return document(await context.read(jobs.show, job_id))
 
 
 async def follow_job(context: Context, job_id: str) -> Response:
     """How far it is: status, exit code, reason, and the epochs of its attempts; little, for who asks often."""
-    return document(
-        await context.read(lambda session: jobs.progress(session, context.actor, job_id))
-    )
+    return document(await context.read(jobs.progress, job_id))
 
 
 async def cancel_job(context: Context, job_id: str, body: CancelBody | None = None) -> Response:
     """Have it end, in whatever state it is: 202, and `cancelled` once nothing of it is left; asked twice, it is the same."""
     reason = None if body is None else body.reason
-    found = await context.run(lambda session: jobs.cancel(session, context.actor, job_id, reason))
+    found = await context.run(jobs.cancel, job_id, reason)
     context.serving.doorbell.ring([job_id])
     return document(found, 202)
 
 
 async def hold_job(context: Context, job_id: str) -> Response:
     """Have a waiting job wait until it is released."""
-    return document(await context.run(lambda session: jobs.hold(session, context.actor, job_id)))
+    return document(await context.run(jobs.hold, job_id))
 
 
 async def release_job(context: Context, job_id: str) -> Response:
     """Let a held job go on."""
-    found = await context.run(lambda session: jobs.release(session, context.actor, job_id))
+    found = await context.run(jobs.release, job_id)
     context.serving.doorbell.ring([job_id])
     return document(found)
 
 
 async def retry_job(context: Context, job_id: str) -> Response:
     """Begin a failed or cancelled job anew, from its last checkpoint where it has one."""
-    found = await context.run(
-        lambda session: jobs.retry(session, context.actor, job_id, allowed=context.serving.allowed)
-    )
+    found = await context.run(jobs.retry, job_id, allowed=context.serving.allowed)
     context.serving.doorbell.ring([job_id])
     return document(found)
 
@@ -203,9 +190,7 @@ async def retry_jobs(context: Context, body: JobsBody) -> Response:
 
 
 async def _together(context: RequestContext, body: JobsBody, change: jobs.Change) -> Response:
-    found = await context.run(
-        lambda session: jobs.together(session, context.actor, body.jobs, change)
-    )
+    found = await context.run(jobs.together, body.jobs, change)
     context.serving.doorbell.ring(jobs.changed_ids(found))
     return document(found)
 

@@ -20,95 +20,63 @@ async def list_machines(
     removed: Annotated[bool, Query(description="Also those that were taken out.")] = False,
 ) -> Response:
     """All machines, with their GPUs and who holds them."""
-    return document(
-        await context.read(
-            lambda session: machines.listing(session, context.actor, removed=removed)
-        )
-    )
+    return document(await context.read(machines.listing, removed=removed))
 
 
 async def add_machine(context: Context, body: MachineBody) -> Response:
     """Take one in, or back in."""
     new = machines.NewMachine(**body.model_dump())
-    return document(
-        await context.run(lambda session: machines.add(session, context.actor, new)), 201
-    )
+    return document(await context.run(machines.add, new), 201)
 
 
 async def show_machine(context: Context, vm_id: str) -> Response:
     """One machine, and what was done with it."""
-    return document(
-        await context.read(lambda session: machines.show(session, context.actor, vm_id))
-    )
+    return document(await context.read(machines.show, vm_id))
 
 
 async def change_machine(context: Context, vm_id: str, body: MachineChangeBody) -> Response:
     """Change how it is reached, and what jobs there are run with."""
-    return document(
-        await context.run(
-            lambda session: machines.change(session, context.actor, vm_id, **body.model_dump())
-        )
-    )
+    return document(await context.run(machines.change, vm_id, **body.model_dump()))
 
 
 async def drain_machine(context: Context, vm_id: str) -> Response:
     """Place nothing new there."""
-    return document(
-        await context.run(lambda session: machines.drain(session, context.actor, vm_id))
-    )
+    return document(await context.run(machines.drain, vm_id))
 
 
 async def undrain_machine(context: Context, vm_id: str) -> Response:
     """Place work there again."""
-    return document(
-        await context.run(lambda session: machines.undrain(session, context.actor, vm_id))
-    )
+    return document(await context.run(machines.undrain, vm_id))
 
 
 async def cordon_machine(context: Context, vm_id: str, body: ReasonBody) -> Response:
     """Place nothing new there, and say why."""
-    return document(
-        await context.run(
-            lambda session: machines.cordon(session, context.actor, vm_id, body.reason)
-        )
-    )
+    return document(await context.run(machines.cordon, vm_id, body.reason))
 
 
 async def uncordon_machine(context: Context, vm_id: str) -> Response:
     """Place work there again; failed launches are forgotten."""
-    return document(
-        await context.run(lambda session: machines.uncordon(session, context.actor, vm_id))
-    )
+    return document(await context.run(machines.uncordon, vm_id))
 
 
 async def lose_machine(context: Context, vm_id: str) -> Response:
     """It will not come back: its attempts end, and its jobs go elsewhere."""
-    return document(await context.run(lambda session: machines.lost(session, context.actor, vm_id)))
+    return document(await context.run(machines.lost, vm_id))
 
 
 async def remove_machine(context: Context, vm_id: str) -> Response:
     """Take it out; it must hold nothing."""
-    return document(
-        await context.run(lambda session: machines.remove(session, context.actor, vm_id))
-    )
+    return document(await context.run(machines.remove, vm_id))
 
 
 async def trust_machine(context: Context, vm_id: str, body: TrustBody) -> Response:
     """Pin the host key that it showed last, which must have this fingerprint, if one is given."""
-    return document(
-        await context.run(
-            lambda session: machines.trust(session, context.actor, vm_id, body.fingerprint)
-        )
-    )
+    return document(await context.run(machines.trust, vm_id, body.fingerprint))
 
 
 async def clear_gpu(context: Context, vm_id: str, gpu: str) -> Response:
     """Let jobs have a GPU again that was in quarantine; `gpu` is its index or UUID."""
-    return document(
-        await context.run(
-            lambda session: machines.clear_quarantine(session, context.actor, vm_id, gpu)
-        )
-    )
+    return document(await context.run(machines.clear_quarantine, vm_id, gpu))
 
 
 ROUTES = (

@@ -15,7 +15,7 @@ TAG = "people"
 
 async def list_projects(context: Context) -> Response:
     """Those that the key may see, with what of them waits and runs."""
-    return document(await context.read(lambda session: projects.listing(session, context.actor)))
+    return document(await context.read(projects.listing))
 
 
 async def change_project(context: Context, name: str, body: ProjectBody) -> Response:
@@ -23,41 +23,31 @@ async def change_project(context: Context, name: str, body: ProjectBody) -> Resp
     given = {field: getattr(body, field) for field in body.model_fields_set}
     return document(
         await context.run(
-            lambda session: projects.change(
-                session,
-                context.actor,
-                name,
-                weight=given.get("weight", UNCHANGED),
-                max_gpus=given.get("max_gpus", UNCHANGED),
-                max_waiting=given.get("max_waiting", UNCHANGED),
-            )
+            projects.change,
+            name,
+            weight=given.get("weight", UNCHANGED),
+            max_gpus=given.get("max_gpus", UNCHANGED),
+            max_waiting=given.get("max_waiting", UNCHANGED),
         )
     )
 
 
 async def list_keys(context: Context) -> Response:
     """All keys, by what is known of them; none can be used by it."""
-    return document(await context.read(lambda session: keys.listing(session, context.actor)))
+    return document(await context.read(keys.listing))
 
 
 async def make_key(context: Context, body: KeyBody) -> Response:
     """Make one. Its text stands in this answer and nowhere else."""
     made = await context.run(
-        lambda session: keys.make(
-            session,
-            context.actor,
-            body.role,
-            projects=body.projects,
-            lasts=body.seconds,
-            note=body.note,
-        )
+        keys.make, body.role, projects=body.projects, lasts=body.seconds, note=body.note
     )
     return document(made, 201)
 
 
 async def revoke_key(context: Context, key_id: str) -> Response:
     """Revoke a key from the next request on."""
-    return document(await context.run(lambda session: keys.revoke(session, context.actor, key_id)))
+    return document(await context.run(keys.revoke, key_id))
 
 
 ROUTES = (

@@ -54,9 +54,7 @@ async def readyz(request: Request) -> Response:
 async def overview(context: Context) -> Response:
     """Jobs by status, machines and GPUs, the control plane, and what somebody should look at."""
     folders = context.serving.folders.all
-    return document(
-        await context.read(lambda session: status.overview(session, context.actor, folders))
-    )
+    return document(await context.read(status.overview, folders))
 
 
 async def list_events(
@@ -68,7 +66,7 @@ async def list_events(
     one's `event_id`: none is skipped."""
     context.actor.require_all_projects("read the events of all projects")
 
-    def read(session: Session) -> list[dict[str, Any]]:
+    def read(session: Session, _: Actor) -> list[dict[str, Any]]:
         return [event_document(event) for event in events.after(session, after, limit)]
 
     return document(await context.run(read))
@@ -78,7 +76,7 @@ async def metrics(context: Context) -> Response:
     """Numbers of the fleet and of this process, in the text format of Prometheus."""
     context.actor.require_all_projects("read the numbers of all projects")
     folders = context.serving.folders.all
-    found = await context.read(lambda session: status.overview(session, EVERYTHING, folders))
+    found = await context.read(lambda session, _: status.overview(session, EVERYTHING, folders))
     text = "\n".join([*render(found), *context.serving.metrics.lines()]) + "\n"
     return Response(text, media_type=MEDIA_TYPE)
 

@@ -1,0 +1,75 @@
+"""A fleet of this machine: the client, answered by the API's own application in the same process.
+
+So a command is written once, and each route, refusal and document has one implementation. Nothing need be running: the application opens
+the fleet's database and folder, and rings its doorbell when a job may begin sooner. Its caller is the user of the terminal, who may do
+everything, and also add a machine that is reached without SSH or whose host key is already verified, which no key from afar allows.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import httpx2
+
+from groupwise.api.http.in_process import InProcessTransport
+from groupwise.api.schemas.keys import LOCAL
+from groupwise.jobs.fleet.api.app import ACTS_FOR, make_local_app
+from groupwise.jobs.fleet.api.serving import Folders, LocalServing
+from groupwise.jobs.fleet.client import Document, FleetClient
+from groupwise.jobs.fleet.notify.composite import doorbell_of
+from groupwise.jobs.fleet.settings import FleetPlace
+from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.fleet.verbs import machines
+from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.hosts.files import BlobStore
+
+log = logging.getLogger(__name__)
+URL = "http://fleet"
+"""Base of its addresses, which never leave the process."""
+
+
+class LocalFleet(FleetClient):
+    """The fleet in a folder of this machine. The caller that opened the database closes it, after this."""
+
+    is_local = True
+
+    def __init__(
+        self,
+        place: FleetPlace,
+        database: Database,
+        user: str,
+        *,
+        tell: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`user`: the name in the events of what is changed, as `user:ada`."""
+        self.place, self.database, self.user = place, database, user
+        # NATS is for programs: connecting takes longer than the other doorbells need to be heard.
+        self._doorbell = doorbell_of(place.folder, database, None, os.environ)
+        folders = Folders(place.logs, place.artefacts, BlobStore(place.blobs))
+        serving = LocalServing(database, folders, self._doorbell, place.secrets)
+        self._transport = InProcessTransport(make_local_app(serving, user))
+        super().__init__(URL, key="", transport=self._transport, tell=tell)
+
+    def on_behalf_of(self, who: str) -> Self:
+        """The same fleet, acting for the holder of the dashboard's key `who`; the local user acts as themselves."""
+        if who == LOCAL.id:
+            return self
+        named = copy.copy(self)
+        named._http = httpx2.Client(
+            base_url=self.url, headers={ACTS_FOR: f"web:{who}"}, transport=self._transport
+        )
+        return named
+
+    def add_machine(self, machine: Mapping[str, Any]) -> Document:
+        """Add one: the fields of `verbs.machines.NewMachine`, `transport` and `seen_host_key` among them."""
+        new = machines.NewMachine(**machine)
+        return self.database.run(lambda session: machines.add(session, Actor(self.user), new))
+
+    def close(self) -> None:
+        """Give the doorbell a moment to send what it has not sent yet, and end the application."""
+        self._transport.run(self._doorbell.close())
+        super().close()
