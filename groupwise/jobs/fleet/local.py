@@ -56,7 +56,7 @@ class LocalFleet(FleetClient):
 
     def on_behalf_of(self, who: str) -> Self:
         """The same fleet, acting for the holder of the dashboard's key `who`; the local user acts as themselves."""
-        if who == LOCAL.id:
+        if who == LOCAL.key_id:
             return self
         named = copy.copy(self)
         named._http = httpx2.Client(
