@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from groupwise.cli.rl import JsonOption, Overrides, TaskOption
+from groupwise.cli.options import AsJson
+from groupwise.cli.rl import Overrides, TaskOption
 
 
 def evaluate(
@@ -116,7 +117,7 @@ def evaluate(
         bool,
         typer.Option("--dry-run", help="Show what would be asked; load no model, ask nothing."),
     ] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a model on held-out prompts of a task, or on suites."""
     of_suites: dict[str, Any] = {

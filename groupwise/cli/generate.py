@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from groupwise.cli.rl import JsonOption
+from groupwise.cli.options import AsJson
 
 
 def generate(
@@ -224,7 +224,7 @@ def generate(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be asked; ask nothing.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Let a service answer prompts, as training data.
 

@@ -132,7 +132,7 @@ app.add_typer(
 app.add_typer(
     typer.Typer(cls=FleetGroup, no_args_is_help=True, rich_markup_mode=None),
     name="fleet",
-    help="Jobs on many machines: up, submit, jobs, logs, vm.",
+    help="Jobs on many machines: up, submit, list, logs, vm.",
 )
 app.add_typer(
     typer.Typer(cls=LaunchGroup, no_args_is_help=True, rich_markup_mode=None),

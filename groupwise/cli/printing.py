@@ -25,7 +25,6 @@ LEAST_WIDTH = 40
 """Columns for folded text, however narrow the terminal is."""
 RUNS = Path("runs")
 RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds the runs.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="Name of a run, or path of its folder.")
 ]

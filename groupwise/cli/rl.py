@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from groupwise.cli.options import AsJson
+
 RESUME_VARIABLE = "RESUME_FROM"
 """The environment variable by which a fleet says from which checkpoint an attempt goes on."""
 
@@ -52,7 +54,6 @@ ResumeFromOption = Annotated[
 InitFromOption = Annotated[
     str | None, typer.Option(metavar="RUN@STEP", help="Start a new run from these weights.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as one JSON object.")]
 
 
 def config_of(config: Path | None, overrides: list[str] | None) -> Path | dict[str, Any]:
@@ -91,7 +92,7 @@ def rl(
         bool,
         typer.Option("--dry-run", help="Show the resolved config and the plan; train nothing."),
     ] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a model on a task with reinforcement learning."""
     from groupwise.cli.output import collect_seldom, write_json, write_result

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from groupwise.cli.options import AsJson
 from groupwise.cli.rl import (
     ConfigOption,
     InitFromOption,
-    JsonOption,
     Overrides,
     ResumeFromOption,
     ResumeOption,
@@ -33,7 +33,7 @@ def sft(
             help="Show the resolved config, the plan, and the first rows with ⟦what is trained⟧.",
         ),
     ] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a model on given answers (supervised fine-tuning)."""
     from groupwise.cli.output import collect_seldom, write_json, write_result

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from groupwise.cli.options import AsJson
 from groupwise.cli.output import Stopped, run_command
-from groupwise.cli.rl import JsonOption, Overrides, ways_to_start
+from groupwise.cli.rl import Overrides, ways_to_start
 from groupwise.jobs.launch.train_grpo import DEFAULTS, PROGRAM
 
 ELSEWHERE = {
@@ -127,7 +128,7 @@ def train_grpo(
         bool,
         typer.Option("--dry_run", help="Show the resolved config and the plan; train nothing."),
     ] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a model with GRPO: an ordinary `groupwise rl`, whose config is made of these flags."""
     from groupwise.cli.output import write_json, write_result

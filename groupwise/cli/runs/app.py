@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
+from groupwise.cli.options import AsJson
 from groupwise.cli.printing import (
     RUNS,
-    AsJson,
     RunArgument,
     RunsDir,
     indented,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from groupwise.cli.options import AsJson
 from groupwise.cli.printing import (
     RUNS,
-    AsJson,
     RunsDir,
     indented,
     print_json,

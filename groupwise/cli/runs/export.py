@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from groupwise.cli.printing import RUNS, AsJson, RunsDir, print_json, print_pairs
+from groupwise.cli.options import AsJson
+from groupwise.cli.printing import RUNS, RunsDir, print_json, print_pairs
 
 Policy = Annotated[
     str, typer.Argument(metavar="RUN[@STEP]", help="Name of a run, or path of its folder.")

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from groupwise.cli.options import AsJson
 from groupwise.cli.printing import (
     RUNS,
-    AsJson,
     RunArgument,
     RunsDir,
     indented,
