@@ -43,19 +43,6 @@ TrustJump = Annotated[
 ]
 
 
-def _command(given: str) -> list[str]:
-    """Split --probe into words as a shell would; no shell ever runs it."""
-    try:
-        words = shlex.split(given)
-    except ValueError as error:
-        raise UsageError(f"--probe {given}: {error}.") from None
-    if not words:
-        raise UsageError(
-            '--probe is empty: a command is expected, as --probe "sudo -n nvidia-smi".'
-        )
-    return words
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineOptions:
     """What jobs run with on a machine, and which jobs."""
@@ -97,11 +84,9 @@ class MachineOptions:
         ),
     ] = None
     probe: Annotated[
-        list[str] | None,
+        str | None,
         typer.Option(
-            metavar="COMMAND",
-            parser=_command,
-            help="Command that lists the GPUs in place of nvidia-smi.",
+            metavar="COMMAND", help="Command that lists the GPUs, in place of nvidia-smi."
         ),
     ] = None
     idle_memory_mb: Annotated[
@@ -115,14 +100,22 @@ class MachineOptions:
     ] = None
 
     def fields(self) -> dict[str, Any]:
-        """These as fields of a machine's document, without its labels."""
+        """These as fields of a machine's document, without its labels. Raises UsageError."""
+        try:
+            probe = None if self.probe is None else shlex.split(self.probe)  # no shell ever runs it
+        except ValueError as error:
+            raise UsageError(f"--probe {self.probe}: {error}.") from None
+        if probe == []:
+            raise UsageError(
+                '--probe is empty: a command is expected, as --probe "sudo -n nvidia-smi".'
+            )
         return {
             "workdir": self.workdir,
             "python": self.python,
             "cpu_slots": self.cpu_slots,
             "projects": self.project,
             "deadman": self.deadman,
-            "probe": self.probe,
+            "probe": probe,
             "idle_memory_mb": self.idle_memory_mb,
         }
 

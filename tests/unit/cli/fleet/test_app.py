@@ -275,7 +275,10 @@ def test_mistakes_are_told(still: Command) -> None:
         (("hold", "job-1", "--label", "a=1"), "ids and by --label"),
         (("remove", "--older-than", "long"), "a time is expected"),
         (("remove", "--older-than", "1d", "--status", "running"), "only jobs that have ended"),
-        (("logs", "job-none", "--tail", str(MOST_LINES + 1)), f"less than or equal to {MOST_LINES}"),
+        (
+            ("logs", "job-none", "--tail", str(MOST_LINES + 1)),
+            f"less than or equal to {MOST_LINES}",
+        ),
         (add, "--host ADDRESS"),
         ((*add, "--host", "h"), "--user"),
         ((*add, "--host", "h", "--from-ssh-config", "y"), "contradict"),
