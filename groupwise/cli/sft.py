@@ -7,25 +7,15 @@ from typing import Annotated
 import typer
 
 from groupwise.cli.options import AsJson
-from groupwise.cli.rl import (
-    ConfigOption,
-    InitFromOption,
-    Overrides,
-    ResumeFromOption,
-    ResumeOption,
-    TaskOption,
-    config_of,
-    ways_to_start,
-)
+from groupwise.cli.rl import ConfigOption, Overrides, StartOptions, TaskOption, config_of
 
 
 def sft(
+    *,
     config: ConfigOption = None,
     task_module: TaskOption = None,
     overrides: Overrides = None,
-    resume: ResumeOption = False,
-    resume_from: ResumeFromOption = None,
-    init_from: InitFromOption = None,
+    start: StartOptions,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -47,7 +37,7 @@ def sft(
         task_module,
         overrides=tuple(overrides or ()),
         dry_run=dry_run,
-        **ways_to_start(resume, resume_from, init_from),
+        **start.keywords(),
     )
     if dry_run:
         write_json(result.summary)

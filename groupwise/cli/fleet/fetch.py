@@ -10,8 +10,7 @@ import typer
 from groupwise.cli.fleet.access import FleetOption, JobArgument, fleet, progress
 from groupwise.cli.fleet.jobs import EpochOption, RankOption
 from groupwise.cli.options import AsJson
-from groupwise.cli.output import say
-from groupwise.cli.printing import print_json
+from groupwise.cli.output import say, write_json
 from groupwise.core.terminal.quantities import byte_size
 
 
@@ -57,7 +56,7 @@ def fetch(
             tell=tell,
         )
     if as_json:
-        print_json(found)
+        write_json(found)
         return
     files = found["files"]
     kept = sum(each["kept"] for each in files)

@@ -11,9 +11,8 @@ import typer
 
 from groupwise.cli.fleet.access import FleetOption, JobArgument, fleet
 from groupwise.cli.options import AsJson, DryRun, Follow
-from groupwise.cli.output import report_error, say
+from groupwise.cli.output import report_error, say, write_json
 from groupwise.cli.parsing import pairs, seconds, statuses
-from groupwise.cli.printing import print_json
 from groupwise.core.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def list_jobs(
     with fleet(fleet_at) as access:
         found = access.jobs(**query, kind=kind, vm=vm, older_than=older_than, limit=limit)
     if as_json:
-        print_json(found)
+        write_json(found)
         return
     if not found:
         say("no jobs like that")
@@ -121,7 +120,7 @@ def show(job: JobArgument, fleet_at: FleetOption = None, as_json: AsJson = False
     with fleet(fleet_at) as access:
         found = access.show(job)
     if as_json:
-        print_json(found)
+        write_json(found)
         return
     from groupwise.cli.fleet.printing import print_job
 
@@ -163,12 +162,12 @@ def _apply(
     with fleet(fleet_at) as access:
         if ids and len(ids) == 1:
             found = change.one(access, ids[0])
-            print_json(found) if as_json else say(change.result(found))
+            write_json(found) if as_json else say(change.result(found))
             return
         done = _each(access, ids or chosen.ids(access, change.statuses), change, as_json)
     refused = sum("error" in each for each in done)
     if as_json:
-        print_json(done)
+        write_json(done)
     elif given:
         jobs = "1 job" if len(done) == 1 else f"{len(done)} jobs" if done else "no jobs like that"
         of_them = f"{len(done) - refused} of {jobs}, {refused} refused" if refused else jobs
@@ -190,7 +189,7 @@ def _each(
         except GroupwiseError as error:
             if not as_json:
                 raise
-            print_json({"error": {"code": error.code, "message": error.message}, "done": done})
+            write_json({"error": {"code": error.code, "message": error.message}, "done": done})
             raise typer.Exit(report_error(error, as_json=False)) from error
         done += changed
         for each in changed:
@@ -368,7 +367,7 @@ def remove(
             dry_run=dry_run,
         )
     if as_json:
-        print_json(result)
+        write_json(result)
         return
     done, what = (
         ("would remove", "logs and outputs") if dry_run else ("removed", "logs, outputs and files")

@@ -9,9 +9,9 @@ import typer
 from groupwise.cli.fleet.access import FleetOption, fleet
 from groupwise.cli.fleet.printing import clock_time
 from groupwise.cli.options import AsJson, command
-from groupwise.cli.output import say
+from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import seconds
-from groupwise.cli.printing import print_json, print_table
+from groupwise.cli.printing import print_table
 from groupwise.core.errors import UsageError
 
 ROLES = ("read", "act", "admin")
@@ -52,7 +52,7 @@ def new(
     with fleet(fleet_at, make=True) as access:
         made = access.make_key(role, projects=project or None, seconds=lasts, note=note)
     if as_json:
-        print_json(made)
+        write_json(made)
         return
     typer.echo(made["key"])
     say("The key is not shown again. Its owner puts it into GROUPWISE_API_KEY.")
@@ -66,7 +66,7 @@ def listing(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     with fleet(fleet_at) as access:
         found = access.keys()
     if as_json:
-        print_json(found)
+        write_json(found)
         return
     print_table(
         [

@@ -17,9 +17,8 @@ from groupwise.cli.fleet.engine import EngineOptions
 from groupwise.cli.fleet.prepare import prepare
 from groupwise.cli.fleet.reach import SshOptions, Trust
 from groupwise.cli.options import AsJson, command
-from groupwise.cli.output import say
+from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import pairs, seconds
-from groupwise.cli.printing import print_json
 from groupwise.core.errors import UsageError
 
 machines = typer.Typer(
@@ -195,7 +194,7 @@ def add(
                 say(f"what has begun goes on there; {again} follows it to its end")
                 raise
     if as_json:
-        print_json(found)
+        write_json(found)
     if "problem" in found.get("prepared", {}):
         raise typer.Exit(1)
 
@@ -253,7 +252,7 @@ def list_command(
     with fleet(fleet_at) as access:
         found = access.machines(removed=removed)
     if as_json:
-        print_json(found)
+        write_json(found)
     elif not found:
         say("no machines yet: `groupwise fleet vm add`")
     else:
@@ -268,7 +267,7 @@ def show(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = Fa
     with fleet(fleet_at) as access:
         found = access.machine(vm)
     if as_json:
-        print_json(found)
+        write_json(found)
         return
     from groupwise.cli.fleet.printing import print_machine
 
@@ -382,7 +381,7 @@ def _change(verb: str, vm: str, fleet_at: str | None, as_json: bool, *more: Any)
     with fleet(fleet_at) as access:
         found: dict[str, Any] = getattr(access, verb)(vm, *more)
     if as_json:
-        print_json(found)
+        write_json(found)
         return
     state = found.get("state") or ("removed" if not found["active"] else "in the fleet")
     say(f"{vm} is {state}")
@@ -438,7 +437,7 @@ def set_machine(
             changes["projects"] = []
         found = access.change_machine(vm, **changes)
     if as_json:
-        print_json(found)
+        write_json(found)
         return
     say(f"{vm}: {_settings(found)}")
 
@@ -476,7 +475,7 @@ def list_projects(fleet_at: FleetOption = None, as_json: AsJson = False) -> None
     with fleet(fleet_at) as access:
         found = access.projects()
     if as_json:
-        print_json(found)
+        write_json(found)
     elif not found:
         say("no projects yet: `groupwise fleet submit --project NAME` makes one")
     else:
@@ -525,7 +524,7 @@ def set_project(
     with fleet(fleet_at, make=True) as access:
         found = access.change_project(name, **wanted)
     if as_json:
-        print_json(found)
+        write_json(found)
     else:
         limits = ", ".join(f"{k} {v}" for k, v in found.items() if k != "name" and v is not None)
         say(f"project {name}: {limits}")

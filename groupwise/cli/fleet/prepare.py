@@ -13,10 +13,9 @@ import typer
 from groupwise.cli.environment import EnvironmentOptions
 from groupwise.cli.fleet.access import FleetOption, fleet_here
 from groupwise.cli.options import AsJson
-from groupwise.cli.output import say
+from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import pairs, seconds
 from groupwise.cli.parsing import secret as secret_of
-from groupwise.cli.printing import print_json
 from groupwise.core.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def prepare(
             say("what has begun goes on there; the same command follows it to its end")
             raise
     if as_json:
-        print_json(found)
+        write_json(found)
     raise typer.Exit(1 if any("problem" in each for each in found) else 0)
 
 

@@ -9,8 +9,7 @@ import typer
 
 from groupwise.cli.fleet.access import FleetOption, fleet, place_of, require_server
 from groupwise.cli.options import AsJson
-from groupwise.cli.output import say
-from groupwise.cli.printing import print_json
+from groupwise.cli.output import say, write_json
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -186,7 +185,7 @@ def status(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     with fleet(fleet_at) as access:
         found = access.status()
     if as_json:
-        print_json(found)
+        write_json(found)
         return
     from groupwise.cli.fleet.printing import print_status
 
@@ -219,7 +218,7 @@ def doctor(
     )
     report = Report(f"the fleet in {place.folder}", tuple(findings.found), "doctor_failed")
     if as_json:
-        print_json(report.summary)
+        write_json(report.summary)
     else:
         shown.show_verdict(report)
     raise typer.Exit(report.exit_code)

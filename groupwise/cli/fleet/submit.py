@@ -17,8 +17,9 @@ import typer
 from groupwise.cli.fleet.access import FleetOption, fleet
 from groupwise.cli.fleet.take_along import at, take_along
 from groupwise.cli.options import AsJson
-from groupwise.cli.output import say
+from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import hyperparams, json_object, pairs, seconds, secret
+from groupwise.cli.printing import print_pairs
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -498,7 +499,6 @@ def _submit(
     """Submit the jobs, which are `JobRequest`s by the place where each was read, and print their ids."""
     from groupwise.api.schemas.problems import Refusal
     from groupwise.cli.fleet.follow import exit_code_of, until_ended
-    from groupwise.cli.printing import print_json
 
     try:
         accepted = access.submit_all(
@@ -515,14 +515,14 @@ def _submit(
     for note in dict.fromkeys(note for each in accepted for note in each["notes"]):
         say(note)
     if as_json and not wait:
-        print_json(accepted[0] if len(accepted) == 1 else accepted)
+        write_json(accepted[0] if len(accepted) == 1 else accepted)
     elif not as_json:
         for job_id in ids:
             typer.echo(job_id)
     if wait:
         ended = until_ended(access, ids)
         if as_json:
-            print_json(ended[0] if len(ended) == 1 else ended)
+            write_json(ended[0] if len(ended) == 1 else ended)
         raise typer.Exit(exit_code_of(ended))
 
 
@@ -531,7 +531,6 @@ def _print_plans(
 ) -> None:
     """Print what the jobs would be and where they could run, for `--dry-run`."""
     from groupwise.api.schemas.problems import Refusal
-    from groupwise.cli.printing import print_json, print_pairs
 
     plans: list[dict[str, Any]] = []
     for place, document in jobs.items():
@@ -542,7 +541,7 @@ def _print_plans(
                 raise
             raise UsageError(at(place, refused.message)) from refused
     if as_json:
-        print_json(plans[0] if len(plans) == 1 else plans)
+        write_json(plans[0] if len(plans) == 1 else plans)
         return
     for each in plans:
         for note in each["notes"]:
