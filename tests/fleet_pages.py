@@ -94,7 +94,7 @@ class FleetDocRunner:
                 self._run(["vm", "add", vm, *self._of_engine(options)])
             case ["vm", "add", vm, *options]:
                 self._run(["vm", "add", vm, *self._machine(vm, options)])
-            case ["retry", job, *_]:
+            case ["resume", job, *_]:
                 self.until(lambda: self._status(job) in ("failed", "cancelled"), f"{job} to end")
                 self._run(words)
             case ["submit", *_] if "--kind" in words or "hugging_face.py" in words:

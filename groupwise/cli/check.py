@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from groupwise.cli.options import AsJson
 from groupwise.cli.output import collect_seldom, write_json
-from groupwise.cli.rl import JsonOption, Overrides, TaskOption
+from groupwise.cli.rl import Overrides, TaskOption
 
 OptionalConfig = Annotated[
     Path | None,
@@ -35,7 +36,7 @@ def check(
     rows: Annotated[
         int, typer.Option(metavar="N", min=1, help="Examples on which the rewards are tried.")
     ] = 16,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a task and its rewards before any training. No model is loaded."""
     collect_seldom()

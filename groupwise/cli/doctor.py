@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from groupwise.cli.check import OptionalConfig
-from groupwise.cli.rl import JsonOption, Overrides
+from groupwise.cli.options import AsJson
+from groupwise.cli.rl import Overrides
 
 
 def doctor(
@@ -19,7 +20,7 @@ def doctor(
             "--task-module", "-t", metavar="T", help="Ask the prompts of this task, not our own."
         ),
     ] = None,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Examine model and engine on this machine, and estimate costs."""
     from groupwise.cli import findings

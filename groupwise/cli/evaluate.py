@@ -3,18 +3,107 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from groupwise.cli.rl import JsonOption, Overrides, TaskOption
+from groupwise.cli.options import AsJson
+from groupwise.cli.rl import Overrides, TaskOption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteOptions:
+    """How suites are asked; the names of the fields are those of `SuitesAsked`."""
+
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--endpoint", "--base-url", metavar="URL", help="The service that answers a suite."
+        ),
+    ] = None
+    endpoint_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name of the model there. With --serve: only needed if several are served.",
+        ),
+    ] = None
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Environment variable with the key; default: OPENAI_API_KEY."
+        ),
+    ] = None
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="In place of an endpoint: a command that serves the policy, with {policy} or {merged}, and {port}; also {base} and "
+            "{gpus}.",
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None, typer.Option(metavar="X", help="Temperature for a suite; default: 0.")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P", min=0, max=1, help="top_p for a suite; default: that of the service."
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Longest answer in a suite; default: 32768 tokens."),
+    ] = None
+    concurrency: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Requests of a suite at the same time; default: 16."),
+    ] = None
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", min=1, help="Time for one request of a suite; default: 900."
+        ),
+    ] = None
+    max_prompts: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Most questions of each suite, to try it out."),
+    ] = None
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Time for each suite, and for the start of a server; default: 14400.",
+        ),
+    ] = None
+    program: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Command that runs lighteval; default: GROUPWISE_LIGHTEVAL, else lighteval.",
+        ),
+    ] = None
+    runs_dir: Annotated[
+        Path | None,
+        typer.Option("--dir", help="With a suite: the folder that holds the runs."),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """The options that are given."""
+        found = {name: value for name, value in asdict(self).items() if value is not None}
+        for name in ("serve", "program"):
+            if name in found:
+                found[name] = tuple(shlex.split(found[name]))
+        return found
 
 
 def evaluate(
+    *,
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", metavar="C.yaml", help="The YAML file that configures it."),
+        typer.Option("--config", "-c", metavar="C.yaml", help="The config, a YAML file."),
     ] = None,
     task_module: TaskOption = None,
     overrides: Overrides = None,
@@ -22,8 +111,8 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="base|PATH|RUN[@STEP]|HUB_ID[@REV]",
-            help="Which weights answer: the model itself (the default), those in a folder, a run's, or from the hub. "
-            "Given several times, the first is compared with each of the others.",
+            help="The weights that answer: the model itself (the default), those in a folder, of a run, or from the hub. "
+            "If repeated, the first is compared with each of the others.",
         ),
     ] = None,
     samples_per_prompt: Annotated[
@@ -31,113 +120,27 @@ def evaluate(
         typer.Option(metavar="K", min=1, help="Completions of each prompt."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the per-row results are written.")
+        Path | None, typer.Option(metavar="FILE", help="File for the results of each row.")
     ] = None,
     suite: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="In place of a config: math_500, aime24, aime25, gpqa_diamond, lcb, lcb_v4 or all, run by lighteval. "
-            "May be given several times.",
+            help="In place of a config: math_500, aime24, aime25, gpqa_diamond, lcb, lcb_v4 or all, run by lighteval. May be repeated.",
         ),
     ] = None,
-    endpoint: Annotated[
-        str | None,
-        typer.Option(
-            "--endpoint", "--base-url", metavar="URL", help="The service that a suite asks."
-        ),
-    ] = None,
-    endpoint_model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The model's name there. With --serve: needed if several are served.",
-        ),
-    ] = None,
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The environment variable with the key. Without it: OPENAI_API_KEY.",
-        ),
-    ] = None,
-    serve: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="In place of an endpoint: what serves the policy meanwhile, with {policy} or {merged}, and {port}; also "
-            "{base} and {gpus}.",
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(metavar="X", help="Of a suite. Without it: 0.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(metavar="P", min=0, max=1, help="Of a suite. Without it: the service's own."),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Longest answer in a suite. Without it: 32768."),
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Requests of a suite under way at once. Without it: 16."
-        ),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", min=1, help="For one request of a suite. Without it: 900."),
-    ] = None,
-    max_prompts: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Only so many questions of each suite, for a try."),
-    ] = None,
-    time_limit: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="For each suite, and for the start of a server. Without it: 14400.",
-        ),
-    ] = None,
-    program: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="How lighteval is run. Without it: as GROUPWISE_LIGHTEVAL says, or lighteval.",
-        ),
-    ] = None,
-    runs_dir: Annotated[
-        Path | None,
-        typer.Option("--dir", help="With a suite: the folder that holds the runs."),
-    ] = None,
+    suites: SuiteOptions,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Show what would be asked; load no model, ask nothing."),
     ] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a model on held-out prompts of a task, or on suites."""
-    of_suites: dict[str, Any] = {
-        "endpoint": endpoint,
-        "endpoint_model": endpoint_model,
-        "api_key_env": api_key_env,
-        "serve": None if serve is None else tuple(shlex.split(serve)),
-        "temperature": temperature,
-        "top_p": top_p,
-        "max_new_tokens": max_new_tokens,
-        "concurrency": concurrency,
-        "timeout": timeout,
-        "max_prompts": max_prompts,
-        "time_limit": time_limit,
-        "program": None if program is None else tuple(shlex.split(program)),
-        "runs_dir": runs_dir,
-    }
-    given = {name: value for name, value in of_suites.items() if value is not None}
+    given = suites.given()
+    common = {"samples_per_prompt": samples_per_prompt, "output": output}
     if suite:
         _refuse({"config": config, "task_module": task_module, "overrides": overrides}, "with")
-        common = {"samples_per_prompt": samples_per_prompt, "output": output}
         given |= {name: value for name, value in common.items() if value is not None}
         _evaluate_suites(tuple(suite), policy, given, dry_run=dry_run, as_json=as_json)
         return
@@ -146,45 +149,32 @@ def evaluate(
         raise typer.BadParameter(
             "say what is evaluated: --config C.yaml, its keys as key=value, or --suite NAME with an --endpoint."
         )
+    source: Path | dict[str, Any] = {} if config is None else config
+    options = {**common, "overrides": tuple(overrides or ())}
     _evaluate_task(
-        {} if config is None else config,
-        task_module,
-        overrides,
-        policy,
-        samples_per_prompt,
-        output,
-        dry_run=dry_run,
-        as_json=as_json,
+        (source, task_module, policy or ["base"]), options, dry_run=dry_run, as_json=as_json
     )
 
 
 def _evaluate_task(
-    config: Path | dict[str, Any],
-    task_module: str | None,
-    overrides: list[str] | None,
-    policy: list[str] | None,
-    samples_per_prompt: int | None,
-    output: Path | None,
+    task: tuple[Path | dict[str, Any], str | None, list[str]],
+    options: dict[str, Any],
     *,
     dry_run: bool,
     as_json: bool,
 ) -> None:
+    """Evaluate the policies on a task: config, task module and policies."""
     from groupwise.cli.output import collect_seldom, write_json, write_result
 
-    given: dict[str, Any] = {
-        "overrides": tuple(overrides or ()),
-        "samples_per_prompt": samples_per_prompt,
-        "output": output,
-    }
     if dry_run:
         collect_seldom()
         from groupwise.training.evaluation.evaluate import plan_each
 
-        write_json(plan_each(config, task_module, policy or ["base"], **given))
+        write_json(plan_each(*task, **options))
         return
     from groupwise.training.evaluation.evaluate import evaluate_each
 
-    results = evaluate_each(config, task_module, policy or ["base"], **given)
+    results = evaluate_each(*task, **options)
     if len(results) == 1:
         write_result(results[0].summary, as_json=as_json)
         return

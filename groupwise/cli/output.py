@@ -36,7 +36,8 @@ def collect_seldom() -> None:
 
 def write_json(data: Any) -> None:
     """One JSON document on stdout; NaN becomes null, and what JSON does not know is written as its text."""
-    text = json.dumps(without_nan(data), indent=2, ensure_ascii=False, default=str)
+    ascii_only = (sys.stdout.encoding or "utf-8").lower() not in ("utf-8", "utf8")
+    text = json.dumps(without_nan(data), indent=2, ensure_ascii=ascii_only, default=str)
     typer.echo(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 

@@ -5,7 +5,6 @@ What a model wrote may hold anything; it is shown as harmless plain text, in wha
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import sys
@@ -18,14 +17,12 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.cells import cell_len
 
-from groupwise.core.atomic_files import without_nan
 from groupwise.core.terminal.text import clean, one_line
 
 LEAST_WIDTH = 40
 """Columns for folded text, however narrow the terminal is."""
 RUNS = Path("runs")
 RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds the runs.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="Name of a run, or path of its folder.")
 ]
@@ -115,8 +112,3 @@ def print_text(text: str) -> None:
     """Print what the terminal's encoding can hold, and `?` for the rest."""
     encoding = sys.stdout.encoding or "utf-8"
     typer.echo(text.encode(encoding, "replace").decode(encoding))
-
-
-def print_json(value: Any) -> None:
-    """ASCII only, so that nothing in it can command a terminal; what is no number in JSON becomes null."""
-    typer.echo(json.dumps(without_nan(value), indent=2))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from groupwise.cli.options import AsJson
 
 RESUME_VARIABLE = "RESUME_FROM"
 """The environment variable by which a fleet says from which checkpoint an attempt goes on."""
@@ -17,7 +20,7 @@ ConfigOption = Annotated[
         "--config",
         "-c",
         metavar="C.yaml",
-        help="The YAML file that configures it. Without one, every key is given as key=value.",
+        help="The config, a YAML file. Without one, give every key as key=value.",
     ),
 ]
 TaskOption = Annotated[
@@ -38,21 +41,6 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
-ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Go on with the newest unfinished run of this name.")
-]
-ResumeFromOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RUN@STEP|PATH",
-        help="Go on from this checkpoint; the environment's RESUME_FROM, where it is set, says which one in place of "
-        "what is given here.",
-    ),
-]
-InitFromOption = Annotated[
-    str | None, typer.Option(metavar="RUN@STEP", help="Start a new run from these weights.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as one JSON object.")]
 
 
 def config_of(config: Path | None, overrides: list[str] | None) -> Path | dict[str, Any]:
@@ -66,32 +54,55 @@ def config_of(config: Path | None, overrides: list[str] | None) -> Path | dict[s
     return {} if config is None else config
 
 
-def ways_to_start(
-    resume: bool, resume_from: str | None, init_from: str | None = None
-) -> dict[str, Any]:
-    """The given ways to start, unless the environment names a checkpoint.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeOptions:
+    """From where a training goes on."""
 
-    A job is the same command at each of its attempts; if an earlier attempt got to a checkpoint, the next one goes on from it.
-    """
-    checkpoint = os.environ.get(RESUME_VARIABLE)
-    if not checkpoint:
-        return {"resume": resume, "resume_from": resume_from, "init_from": init_from}
-    typer.echo(f"going on from {checkpoint}, as {RESUME_VARIABLE} says", err=True)
-    return {"resume": False, "resume_from": checkpoint, "init_from": None}
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the newest unfinished run of this name.")
+    ] = False
+    resume_from: Annotated[
+        str | None,
+        typer.Option(
+            "--resume-from",
+            metavar="RUN@STEP|PATH",
+            help="Continue from this checkpoint. The environment variable RESUME_FROM, if set, overrides it.",
+        ),
+    ] = None
+
+    def keywords(self) -> dict[str, Any]:
+        """The arguments of a training, unless the environment names a checkpoint.
+
+        A job is the same command at each of its attempts; if an earlier attempt got to a checkpoint, the next one goes on from it.
+        """
+        given = asdict(self)
+        if checkpoint := os.environ.get(RESUME_VARIABLE):
+            typer.echo(f"going on from {checkpoint}, as {RESUME_VARIABLE} says", err=True)
+            return {**dict.fromkeys(given), "resume": False, "resume_from": checkpoint}
+        return given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions(ResumeOptions):
+    """From where a training starts or goes on."""
+
+    init_from: Annotated[
+        str | None,
+        typer.Option("--init-from", metavar="RUN@STEP", help="Start a new run from these weights."),
+    ] = None
 
 
 def rl(
+    *,
     config: ConfigOption = None,
     task_module: TaskOption = None,
     overrides: Overrides = None,
-    resume: ResumeOption = False,
-    resume_from: ResumeFromOption = None,
-    init_from: InitFromOption = None,
+    start: StartOptions,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Show the resolved config and the plan; train nothing."),
     ] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a model on a task with reinforcement learning."""
     from groupwise.cli.output import collect_seldom, write_json, write_result
@@ -106,19 +117,16 @@ def rl(
         task_module,
         overrides=tuple(overrides or ()),
         dry_run=dry_run,
-        **ways_to_start(resume, resume_from, init_from),
+        **start.keywords(),
     )
     if dry_run:
         write_json(result.summary)
+    elif as_json:
+        write_result(result.summary, as_json=True)
     else:
-        told = (
-            result.summary
-            if as_json
-            else {k: v for k, v in result.summary.items() if k != "advice"}
-        )
-        write_result(told, as_json=as_json)
-        if not as_json:
-            print_advice(result.summary.get("advice", ()))
-        if not as_json and "run" in result.summary:
+        shown = {name: each for name, each in result.summary.items() if name != "advice"}
+        write_result(shown, as_json=False)
+        print_advice(result.summary.get("advice", ()))
+        if "run" in result.summary:
             print_section("next", next_commands(result.summary["run"]))
     raise typer.Exit(result.exit_code)

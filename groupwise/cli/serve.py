@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,35 @@ if TYPE_CHECKING:
     from groupwise.server.settings import ServerConfig
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingOptions:
+    """Settings that have an option; the names of the fields are theirs."""
+
+    output_dir: Annotated[
+        str | None,
+        typer.Option(metavar="D", help="Folder for everything that the server stores."),
+    ] = None
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Address to listen at; default: 127.0.0.1."),
+    ] = None
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Port to listen at; 0: any free port. Default: 8000."),
+    ] = None
+    model_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="M", help="Folder whose sub-folders clients may name; default: models."
+        ),
+    ] = None
+    key_file: Annotated[
+        str | None, typer.Option(metavar="F", help="File with the lines of the keys.")
+    ] = None
+
+
 def serve(
+    *,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -20,26 +49,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    output_dir: Annotated[
-        str | None,
-        typer.Option(metavar="D", help="The folder with all that the server keeps."),
-    ] = None,
-    host: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Where to listen. Without it: 127.0.0.1."),
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(metavar="N", help="Without it: 8000. 0 takes any that is free.")
-    ] = None,
-    model_dir: Annotated[
-        str | None,
-        typer.Option(
-            metavar="M", help="Folder whose sub-folders clients may name. Without it: models."
-        ),
-    ] = None,
-    key_file: Annotated[
-        str | None, typer.Option(metavar="F", help="The file with the keys' lines.")
-    ] = None,
+    options: SettingOptions,
     config: Annotated[
         Path | None,
         typer.Option("--config", "-c", metavar="S.yaml", help="All settings, as a YAML file."),
@@ -48,13 +58,13 @@ def serve(
         Path | None,
         typer.Option(
             metavar="settings.yaml",
-            help="Begin this training at once, unless one is active: the body of POST /start, as YAML.",
+            help="Start this training at once, unless one is active: the body of POST /start, as YAML.",
         ),
     ] = None,
     new_key: Annotated[
         str | None,
         typer.Option(
-            metavar="ROLE", help="Make a key (read, train or admin), print it once, and end."
+            metavar="ROLE", help="Make a key (read, train or admin), print it once, and exit."
         ),
     ] = None,
     api_key: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -78,14 +88,7 @@ def serve(
 
     from groupwise.server.settings import read_settings
 
-    options = {
-        "output_dir": output_dir,
-        "host": host,
-        "port": port,
-        "model_dir": model_dir,
-        "key_file": key_file,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in asdict(options).items() if value is not None}
     settings = read_settings(config, os.environ, given, tuple(words or ()))
     _serve(settings, start_with)
 

@@ -6,26 +6,16 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.rl import (
-    ConfigOption,
-    InitFromOption,
-    JsonOption,
-    Overrides,
-    ResumeFromOption,
-    ResumeOption,
-    TaskOption,
-    config_of,
-    ways_to_start,
-)
+from groupwise.cli.options import AsJson
+from groupwise.cli.rl import ConfigOption, Overrides, StartOptions, TaskOption, config_of
 
 
 def sft(
+    *,
     config: ConfigOption = None,
     task_module: TaskOption = None,
     overrides: Overrides = None,
-    resume: ResumeOption = False,
-    resume_from: ResumeFromOption = None,
-    init_from: InitFromOption = None,
+    start: StartOptions,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -33,7 +23,7 @@ def sft(
             help="Show the resolved config, the plan, and the first rows with ⟦what is trained⟧.",
         ),
     ] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a model on given answers (supervised fine-tuning)."""
     from groupwise.cli.output import collect_seldom, write_json, write_result
@@ -47,7 +37,7 @@ def sft(
         task_module,
         overrides=tuple(overrides or ()),
         dry_run=dry_run,
-        **ways_to_start(resume, resume_from, init_from),
+        **start.keywords(),
     )
     if dry_run:
         write_json(result.summary)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from groupwise.cli.options import AsJson, Command, command
 from groupwise.cli.output import Stopped, run_command
-from groupwise.cli.rl import JsonOption, Overrides, ways_to_start
+from groupwise.cli.rl import Overrides, ResumeOptions
 from groupwise.jobs.launch.train_grpo import DEFAULTS, PROGRAM
 
 ELSEWHERE = {
@@ -21,10 +22,18 @@ ELSEWHERE = {
     **dict.fromkeys(("lr", "actor_lr"), "--learning_rate"),
     **dict.fromkeys(("max_new_tokens", "max_tokens"), "--max_completion_length"),
 }
-"""Flags of other launchers, and the one here."""
+"""Flags of other launchers, and the same flag here."""
 
 
-class _Command(TyperCommand):
+EXAMPLES = {
+    "model": "a hub id, a folder or an alias such as smollm2-135m-instruct",
+    "dataset": "a JSON or JSON lines file, or a hub id",
+    "reward_function": "a reward by its name, such as correctness, or module:function",
+}
+"""What a flag that is needed may be."""
+
+
+class _Command(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
@@ -41,7 +50,10 @@ class _Command(TyperCommand):
             raise Stopped(interrupt) from interrupt
 
 
-def train_grpo(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlagOptions:
+    """The flags that become the config; the names of the fields are those of `Flags`."""
+
     model: Annotated[
         str | None,
         typer.Option(
@@ -49,21 +61,21 @@ def train_grpo(
             metavar="MODEL",
             help="A hub id, a folder, a .gguf file, or an alias (smollm2-135m-instruct, tiny).",
         ),
-    ] = None,
+    ] = None
     dataset: Annotated[
         str | None,
         typer.Option(
             "--dataset", metavar="DATA", help="A JSON or JSON lines file, or a hub id OWNER/NAME."
         ),
-    ] = None,
+    ] = None
     reward_function: Annotated[
-        list[str] | None,
+        list[str],
         typer.Option(
             "--reward_function",
             metavar="NAME",
             help="A reward by its name, or module:function, file.py:function. May be given several times.",
         ),
-    ] = None,
+    ] = field(default_factory=list[str])
     preprocessing_pipeline: Annotated[
         str,
         typer.Option(
@@ -72,19 +84,19 @@ def train_grpo(
             help="generic: the prompt is text, and its answer becomes `reference`. deepseek: the prompt is a chat. Or "
             "module:function, row to row or None.",
         ),
-    ] = DEFAULTS["preprocessing_pipeline"],
-    max_steps: Annotated[
-        int, typer.Option("--max_steps", metavar="N", help="Steps to train.")
-    ] = DEFAULTS["max_steps"],
+    ] = DEFAULTS["preprocessing_pipeline"]
+    max_steps: Annotated[int, typer.Option("--max_steps", metavar="N", help="Steps to train.")] = (
+        DEFAULTS["max_steps"]
+    )
     learning_rate: Annotated[
         float, typer.Option("--learning_rate", metavar="X", help="Peak step size of AdamW.")
-    ] = DEFAULTS["learning_rate"],
+    ] = DEFAULTS["learning_rate"]
     batch_size: Annotated[
         int, typer.Option("--batch_size", metavar="N", help="Prompts of a step.")
-    ] = DEFAULTS["batch_size"],
+    ] = DEFAULTS["batch_size"]
     num_generations: Annotated[
         int, typer.Option("--num_generations", metavar="N", help="Completions of each prompt.")
-    ] = DEFAULTS["num_generations"],
+    ] = DEFAULTS["num_generations"]
     max_prompt_length: Annotated[
         int,
         typer.Option(
@@ -92,13 +104,13 @@ def train_grpo(
             metavar="N",
             help="Tokens; longer prompts are left out and counted.",
         ),
-    ] = DEFAULTS["max_prompt_length"],
+    ] = DEFAULTS["max_prompt_length"]
     max_completion_length: Annotated[
         int,
         typer.Option(
             "--max_completion_length", metavar="N", help="Tokens; longer ones are cut off."
         ),
-    ] = DEFAULTS["max_completion_length"],
+    ] = DEFAULTS["max_completion_length"]
     output_dir: Annotated[
         str,
         typer.Option(
@@ -106,78 +118,56 @@ def train_grpo(
             metavar="DIR",
             help="The whole model stands at its top, the run below it.",
         ),
-    ] = DEFAULTS["output_dir"],
+    ] = DEFAULTS["output_dir"]
     use_unsloth: Annotated[
         bool, typer.Option("--use_unsloth", help="Have Unsloth load and compute the model.")
-    ] = False,
-    overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the unfinished run in --output_dir.")
-    ] = False,
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeFlags(ResumeOptions):
+    """Spelled as the other flags of this program."""
+
     resume_from: Annotated[
         str | None,
         typer.Option(
             "--resume_from",
             metavar="PATH",
-            help="Go on from the checkpoint in this folder; the environment's RESUME_FROM, where it is set, says which one "
-            "in place of what is given here.",
+            help="Continue from the checkpoint in this folder. The environment variable RESUME_FROM, if set, overrides it.",
         ),
-    ] = None,
+    ] = None
+
+
+def train_grpo(
+    *,
+    given: FlagOptions,
+    overrides: Overrides = None,
+    start: ResumeFlags,
     dry_run: Annotated[
         bool,
         typer.Option("--dry_run", help="Show the resolved config and the plan; train nothing."),
     ] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a model with GRPO: an ordinary `groupwise rl`, whose config is made of these flags."""
     from groupwise.cli.output import write_json, write_result
+    from groupwise.core.errors import UsageError
     from groupwise.jobs.launch.train_grpo import Flags
     from groupwise.jobs.launch.train_grpo import train_grpo as train
 
-    _need(model=model, dataset=dataset, reward_function=reward_function)
-    flags = Flags(
-        model=model or "",
-        dataset=dataset or "",
-        reward_function=tuple(reward_function or ()),
-        preprocessing_pipeline=preprocessing_pipeline,
-        max_steps=max_steps,
-        learning_rate=learning_rate,
-        batch_size=batch_size,
-        num_generations=num_generations,
-        max_prompt_length=max_prompt_length,
-        max_completion_length=max_completion_length,
-        output_dir=output_dir,
-        use_unsloth=use_unsloth,
-    )
-    ways = ways_to_start(resume, resume_from)
-    result = train(
-        flags,
-        tuple(overrides or ()),
-        resume=ways["resume"],
-        resume_from=ways["resume_from"],
-        dry_run=dry_run,
-    )
+    flags = asdict(given)
+    missing = [
+        f"  --{name}: {text}" for name, text in EXAMPLES.items() if flags[name] in (None, [])
+    ]
+    if missing:
+        raise UsageError("\n".join(["These are needed:", *missing]))
+    flags["reward_function"] = tuple(given.reward_function)
+    result = train(Flags(**flags), tuple(overrides or ()), dry_run=dry_run, **start.keywords())
     if dry_run:
         write_json(result.summary)
     else:
         write_result(result.summary, as_json=as_json)
     raise typer.Exit(result.exit_code)
-
-
-EXAMPLES = {
-    "model": "a hub id, a folder or an alias such as smollm2-135m-instruct",
-    "dataset": "a JSON or JSON lines file, or a hub id",
-    "reward_function": "a reward by its name, such as correctness, or module:function",
-}
-
-
-def _need(**given: object) -> None:
-    """All that is missing at once."""
-    missing = [f"  --{name}: {EXAMPLES[name]}" for name, value in given.items() if value is None]
-    if missing:
-        from groupwise.core.errors import UsageError
-
-        raise UsageError("\n".join(["These are needed:", *missing]))
 
 
 app = typer.Typer(
@@ -186,7 +176,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command(cls=_Command)(train_grpo)
+command(app, PROGRAM, cls=_Command)(train_grpo)
 
 
 def main(args: Sequence[str] | None = None) -> int:

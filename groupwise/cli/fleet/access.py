@@ -40,10 +40,9 @@ FleetOption = Annotated[
     typer.Option(
         "--fleet",
         metavar="F",
-        help="Folder of the fleet, or address of its API. Without it: GROUPWISE_FLEET, else ~/.groupwise/fleet.",
+        help="Folder of the fleet, or address of its API; default: GROUPWISE_FLEET, else ~/.groupwise/fleet.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id of a job.")]
 MachineArgument = Annotated[str, typer.Argument(metavar="VM", help="Name of a machine.")]
 

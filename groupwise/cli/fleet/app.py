@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import typer
 
-from groupwise.cli.fleet import jobs, keys, machines, prepare, roles
+from groupwise.cli.fleet import jobs, keys, machines, roles
 from groupwise.cli.fleet.exec import exec_command
 from groupwise.cli.fleet.fetch import fetch
 from groupwise.cli.fleet.submit import submit
+from groupwise.cli.options import command
 
 app = typer.Typer(
     name="fleet",
-    help="Jobs on many machines: up, submit, jobs, logs, vm.",
+    help="Jobs on many machines: up, submit, list, logs, vm.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -20,34 +21,33 @@ app = typer.Typer(
 COMMAND_FIRST = {"allow_interspersed_args": False}
 """All words after the first one of a job's command belong to it, with or without `--` before."""
 
-app.command("up")(roles.up)
-app.command("submit", context_settings=COMMAND_FIRST)(submit)
-app.command("jobs")(jobs.jobs)
-app.command("show")(jobs.show)
-app.command("logs")(jobs.logs)
-app.command("fetch")(fetch)
-app.command("exec", context_settings=COMMAND_FIRST)(exec_command)
-app.command("cancel")(jobs.cancel)
-app.command("retry")(jobs.retry)
-app.command("hold")(jobs.hold)
-app.command("release")(jobs.release)
-app.command("prune")(jobs.prune)
-app.command("status")(roles.status)
-app.command("doctor")(roles.doctor)
-app.command("migrate")(roles.migrate)
+command(app, "up")(roles.up)
+command(app, "submit", context_settings=COMMAND_FIRST)(submit)
+command(app, "list", "jobs")(jobs.list_jobs)
+command(app, "show")(jobs.show)
+command(app, "logs")(jobs.logs)
+command(app, "fetch")(fetch)
+command(app, "exec", context_settings=COMMAND_FIRST)(exec_command)
+command(app, "stop", "cancel")(jobs.stop)
+command(app, "resume", "retry")(jobs.resume)
+command(app, "hold")(jobs.hold)
+command(app, "release")(jobs.release)
+command(app, "remove", "prune")(jobs.remove)
+command(app, "status")(roles.status)
+command(app, "doctor")(roles.doctor)
+command(app, "migrate")(roles.migrate)
 run = typer.Typer(
     help="A role of the control plane in a process of its own; `fleet up` runs all of them.",
     no_args_is_help=True,
 )
-run.command("poller")(roles.poller)
-run.command("dispatcher")(roles.dispatcher)
-run.command("requeue")(roles.requeue)
-run.command("tracker")(roles.tracker)
-run.command("api")(roles.api)
-# One unit of systemd begins any of them by its name, `up` too.
-run.command("up", hidden=True)(roles.up)
+command(run, "poller")(roles.poller)
+command(run, "dispatcher")(roles.dispatcher)
+command(run, "requeue")(roles.requeue)
+command(run, "tracker")(roles.tracker)
+command(run, "api")(roles.api)
+# One unit of systemd starts any of them by its name, `up` too.
+command(run, "up", hidden=True)(roles.up)
 app.add_typer(run, name="run")
-machines.machines.command("prepare")(prepare.prepare)
 app.add_typer(machines.machines, name="vm")
 app.add_typer(machines.projects, name="project")
 app.add_typer(keys.keys, name="key")

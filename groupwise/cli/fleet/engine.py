@@ -2,105 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
 
-from groupwise.cli.fleet.words import whole
 from groupwise.core.errors import UsageError
 
-EngineOption = Annotated[
-    str | None,
-    typer.Option(metavar="E", help="What begins jobs there on machines of its own: slurm or ray."),
-]
-SlotsOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Jobs that wait for the engine or run there, together; 8 at first.",
-        parser=whole("--slots", 8, most=1024),
-    ),
-]
-GpusOption = Annotated[
-    int | None,
-    typer.Option(
-        "--gpus-per-job",
-        metavar="N",
-        help="GPUs that one job may ask the engine for; none at first.",
-        parser=whole("--gpus-per-job", 4, least=0, most=1024),
-    ),
-]
-ModelOption = Annotated[
-    str | None,
-    typer.Option("--gpu-model", metavar="M", help="Of these, as the engine calls it."),
-]
-MemoryOption = Annotated[
-    str | None,
-    typer.Option("--gpu-memory", metavar="SIZE", help="That each of them has, as 80GB."),
-]
-PartitionOption = Annotated[str | None, typer.Option(metavar="P", help="Of Slurm.")]
-SbatchOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="OPTION", help="Of sbatch for each job: --sbatch=--account=lab; may be repeated."
-    ),
-]
 
-AddressOption = Annotated[
-    str | None,
-    typer.Option(
-        "--address",
-        metavar="URL",
-        help="Of Ray's dashboard, as that machine reaches it; without it: http://127.0.0.1:8265.",
-    ),
-]
-ResourceOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=N",
-        help="Of Ray for each job: --resource accelerator_type:A100=0.001; may be repeated.",
-    ),
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """The settings of a machine's engine."""
 
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=1024,
+            help="Most jobs that wait for the engine or run there, together; at first 8.",
+        ),
+    ] = None
+    gpus_per_job: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus-per-job",
+            metavar="N",
+            min=0,
+            max=1024,
+            help="Most GPUs that one job may ask the engine for; at first none.",
+        ),
+    ] = None
+    gpu_model: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu-model", metavar="M", help="Type of these GPUs, as the engine names it."
+        ),
+    ] = None
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each of these GPUs, as 80GB."),
+    ] = None
+    partition: Annotated[str | None, typer.Option(metavar="P", help="Partition of Slurm.")] = None
+    sbatch: Annotated[
+        list[str],
+        typer.Option(
+            metavar="OPTION",
+            help="Option of sbatch for each job, as --sbatch=--account=lab. May be repeated.",
+        ),
+    ] = field(default_factory=list[str])
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Address of Ray's dashboard, as that machine reaches it; default: http://127.0.0.1:8265.",
+        ),
+    ] = None
+    resource: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=N",
+            help="Resource of Ray for each job, as --resource accelerator_type:A100=0.001. May be repeated.",
+        ),
+    ] = field(default_factory=list[str])
 
-def engine_words(
-    slots: int | None,
-    gpus: int | None,
-    model: str | None,
-    memory: str | None,
-    partition: str | None,
-    sbatch: Sequence[str] | None,
-    address: str | None,
-    resource: Sequence[str] | None,
-) -> dict[str, Any]:
-    """The given settings of an engine. Its options are one setting: those that are given replace all earlier ones."""
-    of_slurm = [*([f"--partition={partition}"] if partition else []), *(sbatch or ())]
-    if of_slurm and (resource or address):
-        raise UsageError(
-            "--partition and --sbatch are for Slurm, --address and --resource for Ray."
-        )
-    options = [*of_slurm, *(resource or ())]
-    from groupwise.jobs.fleet.queue.resources import megabytes
+    def settings(self) -> dict[str, Any]:
+        """The given settings. Its options are one setting: those that are given replace all earlier ones. Raises UsageError."""
+        from groupwise.jobs.fleet.queue.resources import megabytes
 
-    given = {
-        "slots": slots,
-        "gpus": gpus,
-        "gpu_model": model,
-        "gpu_memory_mb": None if memory is None else megabytes("--gpu-memory", memory),
-        "options": options or None,
-        "address": address,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+        of_slurm = [*([f"--partition={self.partition}"] if self.partition else []), *self.sbatch]
+        if of_slurm and (self.resource or self.address):
+            raise UsageError(
+                "--partition and --sbatch are for Slurm, --address and --resource for Ray."
+            )
+        given = {
+            "slots": self.slots,
+            "gpus": self.gpus_per_job,
+            "gpu_model": self.gpu_model,
+            "gpu_memory_mb": self.gpu_memory and megabytes("--gpu-memory", self.gpu_memory),
+            "options": [*of_slurm, *self.resource] or None,
+            "address": self.address,
+        }
+        return {name: value for name, value in given.items() if value is not None}
 
-
-def new_engine(name: str | None, said: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The engine of a machine that is added; None: it begins jobs itself. Raises UsageError."""
-    if name is not None:
-        return {"name": name, **said}
-    if said:
-        raise UsageError(
-            "--slots, --gpus-per-job, --gpu-model, --gpu-memory, --partition, --sbatch, --address and --resource are for machines behind "
-            "which an engine begins jobs: say which, as --engine slurm."
-        )
-    return None
+    def of_new_machine(self, name: str | None) -> dict[str, Any] | None:
+        """The engine of a machine that is added; None: it begins jobs itself. Raises UsageError."""
+        settings = self.settings()
+        if name is not None:
+            return {"name": name, **settings}
+        if settings:
+            raise UsageError(
+                "--slots, --gpus-per-job, --gpu-model, --gpu-memory, --partition, --sbatch, --address and --resource are for machines "
+                "behind which an engine begins jobs: say which, as --engine slurm."
+            )
+        return None

@@ -11,6 +11,7 @@ import typer
 
 from groupwise.cli.fleet.access import FleetOption, fleet
 from groupwise.cli.output import say
+from groupwise.cli.parsing import seconds
 from groupwise.core.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
@@ -23,17 +24,28 @@ _OWN_EXIT_CODE = re.compile(r"(crashed|user_error): exit code \d")
 
 
 def exec_command(
-    target: Annotated[str, typer.Argument(metavar="JOB|VM", help="Where: a machine, or a job's.")],
+    target: Annotated[
+        str, typer.Argument(metavar="JOB|VM", help="A machine, or a job on that machine.")
+    ],
     arguments: Annotated[
         list[str],
         typer.Argument(metavar="[--] ARGUMENTS...", help="A program and its arguments."),
     ],
     fleet_at: FleetOption = None,
-    gpus: Annotated[str, typer.Option(metavar="N", help="GPUs that it needs.")] = "0",
+    gpus: Annotated[str, typer.Option(metavar="N", help="GPUs that the command needs.")] = "0",
     time_limit: Annotated[
-        str, typer.Option("--time-limit", metavar="TIME", help="After which it is ended.")
-    ] = "10min",
-    project: Annotated[str | None, typer.Option(metavar="P", help="Who it counts for.")] = None,
+        float,
+        typer.Option(
+            "--time-limit",
+            metavar="TIME",
+            parser=seconds("--time-limit"),
+            show_default=False,
+            help="End the command after this time; default: 10min.",
+        ),
+    ] = 600.0,
+    project: Annotated[
+        str | None, typer.Option(metavar="P", help="Project that the command is charged to.")
+    ] = None,
 ) -> None:
     """Run a command on a machine, and print its output.
 
@@ -41,7 +53,6 @@ def exec_command(
     for a free CPU slot there (`vm add --cpu-slots`), or for GPUs with --gpus, and has an empty working folder of its own.
     """
     from groupwise.cli.fleet.follow import exit_code_of
-    from groupwise.cli.fleet.words import seconds_of
     from groupwise.core.interruption import sigterm_interrupts
     from groupwise.jobs.fleet.queue import resources
 
@@ -52,7 +63,7 @@ def exec_command(
             "arguments": command,
             "name": f"exec {shlex.join(command)}"[:256],
             "resources": resources.parse(gpus=gpus, vm=vm).as_json(),
-            "limits": {"time_seconds": seconds_of("--time-limit", time_limit)},
+            "limits": {"time_seconds": time_limit},
             "retry": {"once": True},
             "priority": EXEC_PRIORITY,
             "artefacts": [],
@@ -88,7 +99,7 @@ def _cancel(access: FleetClient, job_id: str | None) -> None:
     from groupwise.api.schemas.problems import Refusal
 
     if job_id is None:
-        say("whether the command was submitted is not known: `groupwise fleet jobs` says so")
+        say("whether the command was submitted is not known: `groupwise fleet list` shows it")
         return
     try:
         now = access.cancel(job_id, "exec was interrupted")["status"]
@@ -102,7 +113,7 @@ def _cancel(access: FleetClient, job_id: str | None) -> None:
 
 
 def _goes_on(job_id: str) -> str:
-    return f"{job_id} goes on; `groupwise fleet cancel {job_id}` ends it"
+    return f"{job_id} goes on; `groupwise fleet stop {job_id}` ends it"
 
 
 def _machine_of(access: FleetClient, target: str) -> str:

@@ -1,4 +1,4 @@
-"""`groupwise fleet fetch`: downloads what a job left into a folder of this machine."""
+"""`groupwise fleet fetch`: downloads the outputs of a job."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.fleet.access import AsJson, FleetOption, JobArgument, fleet, progress
-from groupwise.cli.fleet.words import whole
-from groupwise.cli.output import say
-from groupwise.cli.printing import print_json
+from groupwise.cli.fleet.access import FleetOption, JobArgument, fleet, progress
+from groupwise.cli.fleet.jobs import EpochOption, RankOption
+from groupwise.cli.options import AsJson
+from groupwise.cli.output import say, write_json
 from groupwise.core.terminal.quantities import byte_size
 
 
@@ -18,42 +18,30 @@ def fetch(
     job: JobArgument,
     path: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PATH...]", help="Files and folders of it; without: all."),
+        typer.Argument(metavar="[PATH...]", help="Files and folders to fetch; default: all."),
     ] = None,
     fleet_at: FleetOption = None,
     to: Annotated[
         Path | None,
-        typer.Option("--to", metavar="DIR", help="Where to; without it: a folder JOB here."),
+        typer.Option("--to", metavar="DIR", help="Folder for the files; default: ./JOB."),
     ] = None,
     checkpoints: Annotated[
         bool,
         typer.Option(
             "--checkpoints",
-            help="Its mirrored checkpoints in place of its artefacts, as it runs too.",
+            help="Fetch its mirrored checkpoints instead of its outputs, also while it runs.",
         ),
     ] = False,
-    epoch: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Of this attempt (`fleet show`), not of the newest one.",
-            parser=whole("--epoch", 7),
-        ),
-    ] = None,
-    rank: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Of this member of a gang.", parser=whole("--rank", 1, least=0)
-        ),
-    ] = 0,
+    epoch: EpochOption = None,
+    rank: RankOption = 0,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace files there that are others.")
+        bool, typer.Option("--force", help="Replace files that are there and differ.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Bring here what a job left; prints the folder.
+    """Fetch a job's outputs; prints the folder.
 
-    Each file appears whole, once its hash was found right. What is there already is kept, and what was interrupted goes on.
+    Each file appears whole, once its hash has been verified. Files that are there already stay, and interrupted ones are continued.
     """
     folder = Path(job) if to is None else to.expanduser()
     with fleet(fleet_at) as access, progress() as tell:
@@ -68,7 +56,7 @@ def fetch(
             tell=tell,
         )
     if as_json:
-        print_json(found)
+        write_json(found)
         return
     files = found["files"]
     kept = sum(each["kept"] for each in files)

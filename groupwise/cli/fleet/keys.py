@@ -6,10 +6,12 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.fleet.access import AsJson, FleetOption, fleet
+from groupwise.cli.fleet.access import FleetOption, fleet
 from groupwise.cli.fleet.printing import clock_time
-from groupwise.cli.output import say
-from groupwise.cli.printing import print_json, print_table
+from groupwise.cli.options import AsJson, command
+from groupwise.cli.output import say, write_json
+from groupwise.cli.parsing import seconds
+from groupwise.cli.printing import print_table
 from groupwise.core.errors import UsageError
 
 ROLES = ("read", "act", "admin")
@@ -22,35 +24,35 @@ keys = typer.Typer(
 )
 
 
-@keys.command("new")
+@command(keys, "new")
 def new(
     role: Annotated[str, typer.Argument(metavar="ROLE", help="read, act or admin.")],
     fleet_at: FleetOption = None,
     project: Annotated[
         list[str] | None,
-        typer.Option("--project", metavar="P", help="For its jobs alone; may be repeated."),
+        typer.Option(metavar="P", help="Only for jobs of this project. May be repeated."),
     ] = None,
     lasts: Annotated[
-        str | None, typer.Option("--lasts", metavar="TIME", help="90d, 12h; else until revoked.")
+        float | None,
+        typer.Option(
+            metavar="TIME", parser=seconds("--lasts"), help="90d, 12h; default: until revoked."
+        ),
     ] = None,
     note: Annotated[
-        str | None, typer.Option("--note", metavar="TEXT", help="For whom it is.")
+        str | None, typer.Option(metavar="TEXT", help="Who or what the key is for.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a key, and print it once.
 
-    read: look. act: submit, cancel, hold and retry jobs. admin: machines, projects and keys as well.
+    read: look. act: submit, stop, hold and resume jobs. admin: machines, projects and keys as well.
     """
-    from groupwise.cli.fleet.words import seconds_of
-
     if role not in ROLES:
         raise UsageError(f"{role!r} is no role; there are {', '.join(ROLES)}.")
-    length = None if lasts is None else seconds_of("--lasts", lasts)
     with fleet(fleet_at, make=True) as access:
-        made = access.make_key(role, projects=project or None, seconds=length, note=note)
+        made = access.make_key(role, projects=project or None, seconds=lasts, note=note)
     if as_json:
-        print_json(made)
+        write_json(made)
         return
     typer.echo(made["key"])
     say("The key is not shown again. Its owner puts it into GROUPWISE_API_KEY.")
@@ -58,13 +60,13 @@ def new(
         say(f"Note: {note}.")
 
 
-@keys.command("list")
+@command(keys, "list")
 def listing(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
-    """All keys, by what is known of them."""
+    """List the keys: role, projects, dates; never the keys themselves."""
     with fleet(fleet_at) as access:
         found = access.keys()
     if as_json:
-        print_json(found)
+        write_json(found)
         return
     print_table(
         [
@@ -84,9 +86,11 @@ def listing(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     )
 
 
-@keys.command("revoke")
+@command(keys, "revoke")
 def revoke(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="Its id, as `key list` shows it.")],
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="Id of the key, as `key list` shows it.")
+    ],
     fleet_at: FleetOption = None,
 ) -> None:
     """Refuse a key from the next request on."""

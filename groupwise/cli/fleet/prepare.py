@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli.fleet.access import AsJson, FleetOption, fleet_here
-from groupwise.cli.output import say
-from groupwise.cli.printing import print_json
+from groupwise.cli.environment import EnvironmentOptions
+from groupwise.cli.fleet.access import FleetOption, fleet_here
+from groupwise.cli.options import AsJson
+from groupwise.cli.output import say, write_json
+from groupwise.cli.parsing import pairs, seconds
+from groupwise.cli.parsing import secret as secret_of
 from groupwise.core.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
@@ -24,65 +27,64 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.files import BlobStore
 
 
-def prepare(
-    vms: Annotated[list[str], typer.Argument(metavar="VM...", help="Names of machines.")],
-    fleet_at: FleetOption = None,
-    extra: Annotated[
-        list[str] | None,
-        typer.Option(metavar="E", help="Extra of groupwise that jobs need; without it: train."),
-    ] = None,
-    also: Annotated[
-        list[str] | None,
-        typer.Option("--with", metavar="NAME", help="Also this, in the release installed here."),
-    ] = None,
-    lock: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Releases, as pip freeze writes them; with hashes, too."),
-    ] = None,
-    wheel: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Also this wheel, without what it needs."),
-    ] = None,
-    wheelhouse: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Install from its wheels alone; they are sent there."),
-    ] = None,
-    python: Annotated[
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareOptions(EnvironmentOptions):
+    """Here `--python` is an older spelling; everywhere else it is an interpreter that has groupwise."""
+
+    base_python: Annotated[
         str | None,
         typer.Option(
-            metavar="P", help="Interpreter there that makes it; without it: the version of here."
+            "--base-python",
+            "--python",
+            metavar="P",
+            help="Interpreter there that the environment is made with; default: the version used here.",
         ),
-    ] = None,
-    index_url: Annotated[
-        str | None,
-        typer.Option("--index-url", metavar="URL", help="Where pip looks there, in place of PyPI."),
+    ] = None
+
+
+def prepare(
+    *,
+    vms: Annotated[list[str], typer.Argument(metavar="VM...", help="Names of machines.")],
+    fleet_at: FleetOption = None,
+    packages: PrepareOptions,
+    wheel: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Also install this wheel, without what it needs. May be repeated."
+        ),
     ] = None,
     extra_index_url: Annotated[
         list[str] | None,
-        typer.Option("--extra-index-url", metavar="URL", help="Where pip looks as well."),
+        typer.Option(
+            "--extra-index-url", metavar="URL", help="A further package index. May be repeated."
+        ),
     ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option("--env", metavar="K=V", help="A variable for pip, as HTTPS_PROXY=…"),
+        typer.Option(metavar="K=V", help="Variable for pip, as HTTPS_PROXY=…. May be repeated."),
     ] = None,
     secret: Annotated[
         list[str] | None,
         typer.Option(
-            "--secret",
             metavar="NAME[=env:X|file:P]",
-            help="A variable with a secret value, as PIP_INDEX_URL=env:X.",
+            help="Variable for pip with a secret value, as PIP_INDEX_URL=env:X. May be repeated.",
         ),
     ] = None,
     time_limit: Annotated[
-        str, typer.Option("--time-limit", metavar="TIME", help="After which it is given up.")
-    ] = "2h",
+        float,
+        typer.Option(
+            "--time-limit",
+            metavar="TIME",
+            parser=seconds("--time-limit"),
+            show_default=False,
+            help="Give up after this time; default: 2h.",
+        ),
+    ] = 7200.0,
     prune: Annotated[
         bool,
-        typer.Option("--prune", help="Then remove environments there that nothing uses any more."),
+        typer.Option("--prune", help="Then remove environments there that are no longer used."),
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the lock, and do nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the lock; do nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Build the Python environment that its jobs run in.
@@ -90,28 +92,17 @@ def prepare(
     It gets groupwise as it is here, and what that needs in the releases that are installed here; the machine's row then names its
     interpreter. What is there already is left as it is. The machine needs Python 3.11 or newer with venv.
     """
-    from groupwise.cli.fleet import words
-    from groupwise.jobs.fleet.machines.plans import PrepareOptions, plan_of
-
     if as_json and dry_run:
-        raise UsageError("--dry-run prints a lock for pip, which is no JSON; leave --json away.")
-    names = list(dict.fromkeys(vms))
+        raise UsageError("--dry-run prints a lock for pip, which is not JSON: leave --json out.")
     with fleet_here(fleet_at) as fleet:
+        names = list(dict.fromkeys(vms))
         machines = fleet.database.read(lambda session: _machines(session, names))
-        plan = plan_of(
-            PrepareOptions(
-                extras=extra or (),
-                also=also or (),
-                lock=lock,
-                wheels=wheel or (),
-                wheelhouse=wheelhouse,
-                python=python,
-                index_url=index_url,
-                extra_index_urls=extra_index_url or (),
-                environment=words.pairs("--env", env or ()),
-                secrets=dict(words.secret(word) for word in secret or ()),
-                time_seconds=words.seconds_of("--time-limit", time_limit),
-            )
+        plan = packages.plan(
+            wheels=wheel or (),
+            extra_index_urls=extra_index_url or (),
+            environment=pairs("--env", env or ()),
+            secrets=dict(secret_of(word) for word in secret or ()),
+            time_seconds=time_limit,
         )
         if dry_run:
             # The lock goes to stdout, where pip reads it; all else to stderr.
@@ -125,7 +116,7 @@ def prepare(
             say("what has begun goes on there; the same command follows it to its end")
             raise
     if as_json:
-        print_json(found)
+        write_json(found)
     raise typer.Exit(1 if any("problem" in each for each in found) else 0)
 
 
@@ -154,9 +145,7 @@ def _contents(plan: Plan) -> str:
 
 def usual_plan() -> Plan:
     """The plan of `vm prepare` without options. Raises UsageError."""
-    from groupwise.jobs.fleet.machines.plans import PrepareOptions, plan_of
-
-    return plan_of(PrepareOptions())
+    return EnvironmentOptions().plan()
 
 
 def prepare_new(fleet: LocalFleet, vm: str, plan: Plan) -> dict[str, Any]:

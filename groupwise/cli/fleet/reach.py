@@ -10,7 +10,9 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
@@ -35,7 +37,7 @@ KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class Address:
     """The address of a machine, and the user and key with which it is reached."""
 
     host: str
@@ -79,18 +81,29 @@ class SeenKey:
     shown: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How a machine is reached, by the options; None if not given."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SshOptions:
+    """How a machine is reached."""
 
-    host: str | None = None
-    port: int | None = None
-    user: str | None = None
-    key: str | None = None
-    alias: str | None = None
-    """Its name in the ssh config; the other options override it."""
+    host: Annotated[str | None, typer.Option(metavar="H", help="Address or name.")] = None
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=65535, help="Port of SSH; at first 22."),
+    ] = None
+    user: Annotated[str | None, typer.Option(metavar="U", help="User to log in as.")] = None
+    key: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The private key, on this machine.")
+    ] = None
+    alias: Annotated[
+        str | None,
+        typer.Option(
+            "--from-ssh-config",
+            metavar="NAME",
+            help="Take host, user, port, key and jump host as `ssh NAME` has them now; the other options override them.",
+        ),
+    ] = None
 
-    def of_new(self, trust: Trust) -> Where:
+    def of_new(self, trust: Trust) -> Address:
         """The location of a new machine. Raises UsageError, also if the jump host on the way is not trusted."""
         if self.host is None and self.alias is None:
             raise UsageError(
@@ -101,10 +114,10 @@ class Way:
         if trust.of_jump is not None:
             raise UsageError("--trust-jump is for a jump host, which --from-ssh-config finds.")
         if self.user is None:
-            raise UsageError(f"as whom is {self.host} reached? Say it with --user.")
-        return Where(str(self.host), self.port or 22, self.user, private_key(self.key))
+            raise UsageError(f"--user is missing: the user to log in as on {self.host}.")
+        return Address(str(self.host), self.port or 22, self.user, private_key(self.key))
 
-    def of_new_from_afar(self) -> Where:
+    def of_new_from_afar(self) -> Address:
         """The location of a new machine of a fleet that runs elsewhere: nothing can be looked up from here. Raises UsageError."""
         if self.alias is not None:
             raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
@@ -115,7 +128,7 @@ class Way:
                 f"the fleet runs elsewhere, and nothing can be looked up there: say {' and '.join(missing)} too. --key is the path of the "
                 "private key on the machine where the fleet runs."
             )
-        return Where(str(self.host), self.port or 22, str(self.user), self.key)
+        return Address(str(self.host), self.port or 22, str(self.user), self.key)
 
     def of_known(self, trust: Trust) -> dict[str, Any]:
         """The fields that change of an existing machine. Raises UsageError."""
@@ -141,7 +154,7 @@ class Way:
             "ssh_key_path": key,
         }
 
-    def _of_alias(self, name: str, trust: Trust) -> Where:
+    def _of_alias(self, name: str, trust: Trust) -> Address:
         """The location that `ssh NAME` has now, with the options overriding it."""
         from groupwise.jobs.hosts.keys import resolve_alias
 
@@ -153,7 +166,7 @@ class Way:
         if found.jump is None and trust.of_jump is not None:
             raise UsageError(f"--trust-jump: `ssh {name}` goes through no jump host.")
         jump = None if found.jump is None else _jump(found.jump, trust)
-        return Where(
+        return Address(
             found.host,
             self.port or found.port,
             self.user or found.user,
@@ -206,7 +219,7 @@ def private_key(given: str | None) -> str | None:
     return str(path)
 
 
-def host_key_of(where: Where, trust: Trust) -> SeenKey:
+def host_key_of(where: Address, trust: Trust) -> SeenKey:
     """The key that the machine shows now, and whether it is trusted. Raises UsageError if it is not the one of --trust."""
     seen = _read_key(where.host, where.port, where.jump)
     say(f"{where.host} shows the host key {seen.fingerprint} ({seen.type})")

@@ -2,92 +2,103 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli.fleet.access import AsJson, FleetOption, fleet, place_of, require_server
-from groupwise.cli.fleet.words import number, whole
-from groupwise.cli.output import say
-from groupwise.cli.printing import print_json
+from groupwise.cli.fleet.access import FleetOption, fleet, place_of, require_server
+from groupwise.cli.options import AsJson
+from groupwise.cli.output import say, write_json
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.api.serve import Address
 
-NO_NATS = "off: none. Unless said, nats://localhost:4222, and none with SQLite"
 NatsOption = Annotated[
     str | None,
-    typer.Option("--nats-url", metavar="URL", help=f"NATS, which wakes dispatchers; {NO_NATS}."),
-]
-ToldNatsOption = Annotated[
-    str | None,
-    typer.Option("--nats-url", metavar="URL", help=f"NATS, which is told; {NO_NATS}."),
+    typer.Option(
+        "--nats-url",
+        metavar="URL",
+        help="NATS, which wakes dispatchers and receives events; off: none. Default: nats://localhost:4222, and none with SQLite.",
+    ),
 ]
 DatabaseOption = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="PostgreSQL; without it: SQLite in the fleet's folder."),
+    typer.Option(metavar="URL", help="PostgreSQL; default: SQLite in the fleet's folder."),
 ]
 PollOption = Annotated[
     float | None,
     typer.Option(
-        "--poll-seconds",
-        metavar="S",
-        help="Between two looks at a machine; 15.",
-        parser=number("--poll-seconds", "5"),
+        "--poll-seconds", metavar="S", help="Seconds between two looks at a machine; default: 15."
     ),
 ]
 ConcurrencyOption = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Machines that are spoken to at once; 64.",
-        parser=whole("--concurrency", 64, most=10_000),
+        min=1,
+        max=10_000,
+        help="Machines that are contacted at the same time; default: 64.",
     ),
 ]
 
 
-PORT = whole("--port", 8010, least=0, most=65535)
-HostOption = Annotated[
-    str | None,
-    typer.Option(metavar="ADDRESS", help="Where the API listens; without it: 127.0.0.1."),
-]
-CertificateOption = Annotated[
-    str | None, typer.Option("--tls-certificate", metavar="FILE", help="PEM, for the API.")
-]
-TlsKeyOption = Annotated[
-    str | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOptions:
+    """Where and how the API listens."""
+
+    port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            max=65535,
+            help="Port of the HTTP API; 0: any free port. Default: 8010 for `run api`; `up` has no API.",
+        ),
+    ] = None
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Address where the API listens; default: 127.0.0.1."),
+    ] = None
+    tls_certificate: Annotated[
+        str | None,
+        typer.Option("--tls-certificate", metavar="FILE", help="Certificate of the API, PEM."),
+    ] = None
+    tls_key: Annotated[
+        str | None,
+        typer.Option("--tls-key", metavar="FILE", help="Private key of the certificate, PEM."),
+    ] = None
+
+    def address(self, default_port: int | None = None) -> Address | None:
+        """The address where the API listens; None: there is no API. Raises UsageError."""
+        port = default_port if self.port is None else self.port
+        if port is None:
+            for name in ("host", "tls_certificate", "tls_key"):
+                if getattr(self, name) is not None:
+                    option = f"--{name.replace('_', '-')}"
+                    raise UsageError(f"{option} is for the API, which needs --port.")
+            return None
+        require_server()
+        from groupwise.jobs.fleet.api.serve import Address
+
+        return Address(self.host or "127.0.0.1", port, self.tls_certificate, self.tls_key)
 
 
 def up(
+    *,
     fleet_at: FleetOption = None,
     database: DatabaseOption = None,
     nats_url: NatsOption = None,
     poll_seconds: PollOption = None,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Answer the HTTP API here as well; 0: any free port.", parser=PORT
-        ),
-    ] = None,
-    host: HostOption = None,
-    tls_certificate: CertificateOption = None,
-    tls_key: TlsKeyOption = None,
+    listen: ListenOptions,
 ) -> None:
     """Start a fleet in this process.
 
-    This machine is its first one; `vm add` takes in others. Ctrl-C ends it; jobs that run go on, and are picked up by the next `up`.
+    This machine is its first one; `vm add` adds others. Ctrl-C ends it; jobs that run go on, and the next `up` continues them.
     """
-    address = _address(port, host, tls_certificate, tls_key)
-    _run(
-        fleet_at,
-        None,
-        address,
-        database=database,
-        nats_url=nats_url,
-        poll_seconds=poll_seconds,
-    )
+    options = {"database": database, "nats_url": nats_url, "poll_seconds": poll_seconds}
+    _run(fleet_at, None, listen.address(), **options)
 
 
 def poller(
@@ -96,7 +107,7 @@ def poller(
     poll_seconds: PollOption = None,
     concurrency: ConcurrencyOption = None,
 ) -> None:
-    """Look at all machines and their GPUs, for ever."""
+    """Watch all machines and their GPUs."""
     _run(fleet_at, "poller", database=database, poll_seconds=poll_seconds, concurrency=concurrency)
 
 
@@ -106,7 +117,7 @@ def dispatcher(
     nats_url: NatsOption = None,
     concurrency: ConcurrencyOption = None,
 ) -> None:
-    """Start jobs on machines and see them to their end.
+    """Start jobs on machines and follow them to their end.
 
     With PostgreSQL there may be several at once.
     """
@@ -116,54 +127,32 @@ def dispatcher(
 def requeue(
     fleet_at: FleetOption = None, database: DatabaseOption = None, nats_url: NatsOption = None
 ) -> None:
-    """Look once a minute for what should not be, and mend it."""
+    """Compare all attempts with their machines once a minute, and repair."""
     _run(fleet_at, "requeue", database=database, nats_url=nats_url)
 
 
 def tracker(
-    fleet_at: FleetOption = None, database: DatabaseOption = None, nats_url: ToldNatsOption = None
+    fleet_at: FleetOption = None, database: DatabaseOption = None, nats_url: NatsOption = None
 ) -> None:
-    """Tell NATS and webhooks of jobs that have ended.
+    """Notify NATS and webhooks of jobs that have ended.
 
-    It also sends lines of logs on, where the setting `ship_logs` says so.
+    It also forwards lines of logs if the setting `ship_logs` says so.
     """
     _run(fleet_at, "tracker", database=database, nats_url=nats_url)
 
 
 def api(
+    *,
     fleet_at: FleetOption = None,
     database: DatabaseOption = None,
     nats_url: NatsOption = None,
-    port: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Without it: 8010. 0: any free port.", parser=PORT),
-    ] = None,
-    host: HostOption = None,
-    tls_certificate: CertificateOption = None,
-    tls_key: TlsKeyOption = None,
+    listen: ListenOptions,
 ) -> None:
     """Answer the HTTP API, and nothing else.
 
-    It needs the database and the fleet's folder; there may be several at once. `up --port` answers by itself.
+    It needs the database and the fleet's folder; there may be several at once. `up --port` includes it.
     """
-    address = _address(8010 if port is None else port, host, tls_certificate, tls_key)
-    _run(fleet_at, "api", address, database=database, nats_url=nats_url)
-
-
-def _address(
-    port: int | None, host: str | None, certificate: str | None, key: str | None
-) -> Address | None:
-    """The address where the API listens; None: no API."""
-    beside = {"--host": host, "--tls-certificate": certificate, "--tls-key": key}
-    given = [name for name, value in beside.items() if value is not None]
-    if port is None:
-        if given:
-            raise UsageError(f"{given[0]} is of the API, which answers only with --port.")
-        return None
-    require_server()
-    from groupwise.jobs.fleet.api.serve import Address
-
-    return Address(host or "127.0.0.1", port, certificate, key)
+    _run(fleet_at, "api", listen.address(8010), database=database, nats_url=nats_url)
 
 
 def _run(
@@ -174,11 +163,7 @@ def _run(
     from groupwise.jobs.fleet.processes import ROLES
     from groupwise.jobs.fleet.up import run
 
-    raise typer.Exit(run(place, ROLES if role is None else (role,), say=_say, address=address))
-
-
-def _say(text: str) -> None:
-    say(text)
+    raise typer.Exit(run(place, ROLES if role is None else (role,), say=say, address=address))
 
 
 def migrate(fleet_at: FleetOption = None, database: DatabaseOption = None) -> None:
@@ -190,17 +175,17 @@ def migrate(fleet_at: FleetOption = None, database: DatabaseOption = None) -> No
     opened = databases.connect(place.database_url)
     try:
         databases.migrate(opened, lambda: who_plays(place.folder) if place.is_embedded else None)
-        _say(f"{opened.name} is up to date")
+        say(f"{opened.name} is up to date")
     finally:
         opened.close()
 
 
 def status(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
-    """Say how the fleet is doing, and what needs a look."""
+    """Show how the fleet is doing, and what needs attention."""
     with fleet(fleet_at) as access:
         found = access.status()
     if as_json:
-        print_json(found)
+        write_json(found)
         return
     from groupwise.cli.fleet.printing import print_status
 
@@ -210,7 +195,7 @@ def status(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
 def doctor(
     fleet_at: FleetOption = None,
     vm: Annotated[
-        list[str] | None, typer.Option(metavar="VM", help="Only this machine; several times.")
+        list[str] | None, typer.Option(metavar="VM", help="Only this machine. May be repeated.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -233,7 +218,7 @@ def doctor(
     )
     report = Report(f"the fleet in {place.folder}", tuple(findings.found), "doctor_failed")
     if as_json:
-        print_json(report.summary)
+        write_json(report.summary)
     else:
         shown.show_verdict(report)
     raise typer.Exit(report.exit_code)

@@ -1,4 +1,4 @@
-"""`groupwise launch`: a command of groupwise, or a script of the project, on another machine; and what came of it."""
+"""`groupwise launch`: runs a command of groupwise, or a script of the project, on another machine, and fetches its results."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import typer
 
 from groupwise.cli.launch import jobs
 from groupwise.cli.launch.aws import aws
+from groupwise.cli.launch.job_command import LaunchCommand
 from groupwise.cli.launch.modal import modal
-from groupwise.cli.launch.options import CommonOptions, common, place_command
+from groupwise.cli.launch.options import LaunchOptions
 from groupwise.cli.launch.placing import launch
 from groupwise.cli.launch.ray import ray
 from groupwise.cli.launch.render import render
 from groupwise.cli.launch.slurm import slurm
 from groupwise.cli.launch.ssh import ssh
 from groupwise.cli.launch.sweep import sweep
-from groupwise.cli.launch.words import LaunchCommand
+from groupwise.cli.options import command
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
-@place_command(job=common)
-def local(*, job: CommonOptions) -> None:
+@command(app, "local", cls=LaunchCommand)
+def local(job: LaunchOptions) -> None:
     """On this machine, as a process that needs no terminal.
 
         groupwise launch local --detach -- rl --config C.yaml --task-module task.py
@@ -32,18 +33,18 @@ def local(*, job: CommonOptions) -> None:
     launch(JobBackend(LOCAL), job)
 
 
-app.command("local", cls=LaunchCommand)(local)
-app.command("ssh", cls=LaunchCommand)(ssh)
-app.command("slurm", cls=LaunchCommand)(slurm)
-app.command("ray", cls=LaunchCommand)(ray)
-app.command("aws", cls=LaunchCommand)(aws)
-app.command("modal", cls=LaunchCommand)(modal)
-app.command("render", cls=LaunchCommand)(render)
+command(app, "ssh", cls=LaunchCommand)(ssh)
+command(app, "slurm", cls=LaunchCommand)(slurm)
+command(app, "ray", cls=LaunchCommand)(ray)
+command(app, "aws", cls=LaunchCommand)(aws)
+command(app, "modal", cls=LaunchCommand)(modal)
+command(app, "render", cls=LaunchCommand)(render)
 
-app.command("list")(jobs.list_jobs)
-app.command("logs")(jobs.logs)
-app.command("fetch")(jobs.fetch)
-app.command("stop")(jobs.stop)
-app.command("resume")(jobs.resume)
-app.command("remove")(jobs.remove)
-app.command("sweep")(sweep)
+command(app, "list")(jobs.list_jobs)
+command(app, "show")(jobs.show)
+command(app, "logs")(jobs.logs)
+command(app, "fetch")(jobs.fetch)
+command(app, "stop")(jobs.stop)
+command(app, "resume")(jobs.resume)
+command(app, "remove")(jobs.remove)
+command(app, "sweep")(sweep)

@@ -1,4 +1,4 @@
-"""Jobs that were launched: `list`, `logs`, `fetch`, `stop`, `resume`, `remove`."""
+"""The commands of `groupwise launch` on jobs: list, show, logs, fetch, stop, resume, remove."""
 
 from __future__ import annotations
 
@@ -8,18 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli.launch.options import (
-    AsJson,
-    At,
-    Detach,
-    EnvFile,
-    JobName,
-    KeyOfPlace,
-    ProfileOfPlace,
-    To,
-    TrustOfPlace,
-)
-from groupwise.cli.launch.places import note_of
+from groupwise.cli.launch.job_command import environment_of
+from groupwise.cli.launch.options import Detach, EnvFile, To
+from groupwise.cli.launch.places import LaunchedJob
 from groupwise.cli.launch.watch import (
     ask,
     concluded,
@@ -30,10 +21,10 @@ from groupwise.cli.launch.watch import (
     watch,
     while_placing,
 )
-from groupwise.cli.launch.words import environment_of
 from groupwise.cli.log_text import LogWriter
+from groupwise.cli.options import AsJson, Follow
 from groupwise.cli.output import say, write_json
-from groupwise.cli.printing import print_table
+from groupwise.cli.printing import print_pairs, print_table
 from groupwise.core.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
@@ -42,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def list_jobs(as_json: AsJson = False) -> None:
-    """Jobs that were launched from this machine, and how far they are."""
+    """List the jobs that were launched from this machine, and how far they are."""
     from groupwise.jobs.launch import local_registry
 
     async def looked_at() -> list[dict[str, Any]]:
@@ -109,24 +100,23 @@ async def _line(note: Note) -> dict[str, Any]:
     return line
 
 
-def logs(
-    name: JobName,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until it has ended, then fetch.")
-    ] = False,
-    at: At = None,
-    key: KeyOfPlace = None,
-    trust: TrustOfPlace = None,
-    profile: ProfileOfPlace = None,
-    to: To = None,
-) -> None:
-    """What it has written, and with -f what it writes.
+def show(job: LaunchedJob, as_json: AsJson = False) -> None:
+    """Show one job: where it is, and how far."""
+    line = asyncio.run(_line(job.note()))
+    if as_json:
+        write_json(line)
+    else:
+        print_pairs([(name.replace("_", " "), value) for name, value in line.items()])
 
-    Followed to its end, its exit code is that of this command.
+
+def logs(*, job: LaunchedJob, follow: Follow = False, to: To = None) -> None:
+    """Print what a job has written; with -f, until its end.
+
+    After -f has followed the job to its end, the results are fetched, and the exit code is the job's.
     """
     if to is not None and not follow:
-        raise UsageError("--to is for -f, which brings the results; `launch fetch` does so too.")
-    note = note_of(name, at, key, trust, profile)
+        raise UsageError("--to is for -f, which fetches the results; `launch fetch` does so too.")
+    note = job.note()
     if follow:
         watch(note, to, as_json=False, stop=False)
     log = LogWriter()
@@ -134,7 +124,7 @@ def logs(
     async def write(backend: Backend) -> None:
         from groupwise.jobs.launch.watching import PIECE
 
-        handle, offset = await find(backend, name), 0
+        handle, offset = await find(backend, job.name), 0
         while part := (await backend.log(handle, offset, PIECE)).data:
             log.write(part)
             offset += len(part)
@@ -143,23 +133,15 @@ def logs(
     log.end()
 
 
-def fetch(
-    name: JobName,
-    at: At = None,
-    key: KeyOfPlace = None,
-    trust: TrustOfPlace = None,
-    profile: ProfileOfPlace = None,
-    to: To = None,
-    as_json: AsJson = False,
-) -> None:
-    """Bring its results here; while it runs, its checkpoints. Prints the folder."""
+def fetch(*, job: LaunchedJob, to: To = None, as_json: AsJson = False) -> None:
+    """Fetch a job's results, or while it runs, its checkpoints; prints the folder."""
     from groupwise.jobs.launch import results
 
-    note = note_of(name, at, key, trust, profile)
+    note = job.note()
     folder = folder_of(note, to)
 
     async def fetched(backend: Backend) -> dict[str, Any]:
-        handle = await find(backend, name)
+        handle = await find(backend, job.name)
         status = await backend.status(handle)
         results.prepare(folder)
         came = await backend.fetch(handle, folder)
@@ -172,50 +154,41 @@ def fetch(
         typer.echo(str(folder))
 
 
-def stop(
-    name: JobName,
-    at: At = None,
-    key: KeyOfPlace = None,
-    trust: TrustOfPlace = None,
-    profile: ProfileOfPlace = None,
-) -> None:
-    """Ask it to end.
+def stop(job: LaunchedJob) -> None:
+    """End a job.
 
-    It saves what it can, and is ended a minute later at the latest.
+    It gets SIGTERM, and a minute to write its checkpoint, then SIGKILL.
     """
-    note = note_of(name, at, key, trust, profile)
-    ended = ask(note.place, lambda backend: stop_job(backend, name))
+    note = job.note()
+    ended = ask(note.place, lambda backend: stop_job(backend, job.name))
     what = "had ended already" if ended else "was asked to end"
-    say(f"{name} {what}; `groupwise launch fetch {name}` brings its results")
+    say(f"{job.name} {what}; `groupwise launch fetch {job.name}` brings its results")
     tell_of_rented(note)
 
 
 def resume(
-    name: JobName,
+    *,
+    job: LaunchedJob,
     env_file: EnvFile = None,
-    at: At = None,
-    key: KeyOfPlace = None,
-    trust: TrustOfPlace = None,
-    profile: ProfileOfPlace = None,
     to: To = None,
     detach: Detach = False,
     as_json: AsJson = False,
 ) -> None:
-    """Go on from its newest checkpoint.
+    """Run a job again from its newest checkpoint.
 
-    After a failure, a stop or a lost machine. The job is what it was. Values of its secrets are kept nowhere, so that --env-file is needed
-    again where it had some.
+    After a failure, a stop or a lost machine. Everything about the job stays the same. The values of its secrets are stored nowhere: if it
+    has some, give --env-file again.
     """
     from groupwise.jobs.launch import local_registry
     from groupwise.jobs.launch.packaging import files_here
     from groupwise.jobs.launch.places import RENTING
 
-    note = note_of(name, at, key, trust, profile)
-    secrets = environment_of(tuple(env_file or ()))
+    note = job.note()
+    secrets = environment_of(env_file or ())
     store = files_here()
 
     async def again(backend: Backend) -> Handle:
-        return await backend.resume(name, secrets, store)
+        return await backend.resume(job.name, secrets, store)
 
     with while_placing(note):
         handle = ask(note.place, again)
@@ -223,7 +196,7 @@ def resume(
         local_registry.write(
             note if to is None else replace(note, results=to.expanduser().absolute())
         )
-    say(f"{name} goes on: attempt {handle.attempt}")
+    say(f"{job.name} goes on: attempt {handle.attempt}")
     if detach:
         return
     say("Ctrl-C stops it and fetches what there is")
@@ -232,36 +205,33 @@ def resume(
 
 
 def remove(
-    name: JobName,
-    at: At = None,
-    key: KeyOfPlace = None,
-    trust: TrustOfPlace = None,
-    profile: ProfileOfPlace = None,
+    *,
+    job: LaunchedJob,
     discard: Annotated[
-        bool, typer.Option("--discard", help="Also where its results were not fetched.")
+        bool, typer.Option("--discard", help="Remove the job even if its results were not fetched.")
     ] = False,
 ) -> None:
     """Remove a job that has ended from its place.
 
-    Nothing of it is there afterwards; what was fetched stays here.
+    Nothing of it remains there; what was fetched stays here.
     """
     from groupwise.jobs.clouds.backend import NotHere
     from groupwise.jobs.launch import local_registry, results
 
-    note = note_of(name, at, key, trust, profile)
+    note = job.note()
 
     async def removed(backend: Backend) -> None:
-        handle = await find(backend, name)
+        handle = await find(backend, job.name)
         folders = filter(None, (folder_of(note, None), note.fetched))
         if not discard and not any(results.is_all_of(each, handle) for each in folders):
             raise UsageError(
-                f"what {name} has made is not all here, and would be lost. `groupwise launch fetch {name}` brings it; "
-                "--discard does without."
+                f"the results of {job.name} are not all here, and would be lost. `groupwise launch fetch {job.name}` brings them; "
+                "--discard gives them up."
             )
         await backend.cleanup(handle)
 
     try:
         ask(note.place, removed)
     except NotHere:
-        say(f"{name} was gone already")
+        say(f"{job.name} was gone already")
     local_registry.remove(note)

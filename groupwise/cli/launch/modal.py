@@ -5,99 +5,55 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
 
-from groupwise.cli.fleet.words import seconds_of
-from groupwise.cli.launch.options import (
-    BasePython,
-    CommonOptions,
-    Environment,
-    Extra,
-    IndexUrl,
-    Lock,
-    Wheelhouse,
-    With,
-    common,
-    environment,
-    place_command,
-)
+from groupwise.cli.environment import EnvironmentOptions
+from groupwise.cli.launch.options import LaunchOptions
 from groupwise.cli.launch.placing import launch
-from groupwise.cli.launch.words import environment_of
+from groupwise.cli.parsing import seconds
 from groupwise.core.errors import UsageError
 
-Gpu = Annotated[
-    str,
-    typer.Option(
-        "--gpu",
-        metavar="TYPE",
-        help="T4, L4, A10G, L40S, A100 (40 GB), A100-80GB, H100, H200 or B200.",
-    ),
-]
-Timeout = Annotated[
-    str,
-    typer.Option(
-        metavar="T",
-        help="Of a call, in seconds or as 90m, 24h, which is the longest. With --max-hours other calls go on with the job until then.",
-    ),
-]
-Profile = Annotated[
-    str | None, typer.Option(metavar="P", help="Of ~/.modal.toml; without it: the active one.")
-]
 
-Secret = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=VARIABLE",
-        help="A Secret of your workspace, and which of its variables the job has: huggingface=HF_TOKEN; several with commas. May be "
-        "repeated.",
-    ),
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """The length of a job's calls."""
-
-    timeout: int
-    """Seconds of one call."""
-    is_all: bool
-    """True if the job has one call only, because --max-hours was not given."""
-
-
-def calls(ctx: typer.Context, timeout: Timeout = "24h") -> Calls:
-    """The time-out of a call, which is the job's as well without --max-hours. Raises UsageError."""
-    source = ctx.get_parameter_source("max_hours")
-    return Calls(int(seconds_of("--timeout", timeout)), source is None or source.name == "DEFAULT")
-
-
-def packages(
-    base_python: BasePython = None,
-    extra: Extra = None,
-    also: With = None,
-    lock: Lock = None,
-    wheelhouse: Wheelhouse = None,
-    index_url: IndexUrl = None,
-) -> Environment:
-    """The packages of the image."""
-    return environment(None, base_python, extra, also, lock, wheelhouse, index_url)
-
-
-@place_command(calls=calls, packages=packages, job=common)
 def modal(
-    gpu: Gpu = "H100",
-    profile: Profile = None,
-    secret: Secret = None,
     *,
-    calls: Calls,
-    packages: Environment,
-    job: CommonOptions,
+    gpu_model: Annotated[
+        str,
+        typer.Option(
+            "--gpu-model",
+            "--gpu",
+            metavar="TYPE",
+            help="T4, L4, A10G, L40S, A100 (40 GB), A100-80GB, H100, H200 or B200.",
+        ),
+    ] = "H100",
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="P", help="Profile in ~/.modal.toml; default: the active one."),
+    ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VARIABLE",
+            help="A Secret of your workspace, and which of its variables the job gets: huggingface=HF_TOKEN; several with commas. May be "
+            "repeated.",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="TIME",
+            parser=seconds("--timeout"),
+            show_default=False,
+            help="Length of a call, in seconds or as 90m; default and maximum: 24h. With --time-limit further calls continue the job.",
+        ),
+    ] = 86_400.0,
+    packages: EnvironmentOptions,
+    job: LaunchOptions,
 ) -> None:
     """In a container of Modal, with a GPU of its own.
 
-    groupwise launch modal --gpu A100 --timeout 24h -- sft --config C.yaml --task-module task.py
+    groupwise launch modal --gpu-model A100 --timeout 24h -- sft --config C.yaml --task-module task.py
     """
     from groupwise.jobs.clouds.modal.backend import ENVIRONMENTS, check_gpu
     from groupwise.jobs.clouds.modal.port import NAMED
@@ -106,7 +62,6 @@ def modal(
     from groupwise.jobs.launch.places import MODAL, JobBackend
 
     plan = packages.plan()
-    assert plan is not None, "an image has packages"
     ours = "python{}.{}".format(*sys.version_info[:2])
     release = re.fullmatch(r"python(3\.[0-9]+)", packages.base_python or ours)
     if release is None:
@@ -115,18 +70,17 @@ def modal(
         )
     files = sent_files(plan, ENVIRONMENTS, files_here())
     asks = {
-        "gpu": check_gpu(gpu),
-        "timeout": calls.timeout,
+        "gpu": check_gpu(gpu_model),
+        "timeout": int(timeout),
         "image": {
             "name": plan.name,
             "python": release[1],
             "files": {path: [each.sha256, each.mode, each.size] for path, each in files.items()},
         },
-        **({NAMED: _workspace_secrets(secret, environment_of(job.env_files))} if secret else {}),
+        **({NAMED: _workspace_secrets(secret, job.secrets())} if secret else {}),
     }
-    hours = calls.timeout / 3600 if calls.is_all else job.max_hours
-    given = replace(job, gpus=job.gpus or 1, max_hours=hours, asks=asks)
-    launch(JobBackend(MODAL, {"profile": profile}), given)
+    place, hours = JobBackend(MODAL, {"profile": profile}), job.hours or int(timeout) / 3600
+    launch(place, job, gpus=job.gpus or 1, hours=hours, asks=asks)
 
 
 def _workspace_secrets(given: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:

@@ -5,78 +5,203 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from groupwise.cli.environment import RemoteEnvironmentOptions
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from groupwise.cli.fleet.reach import Trust, Where
+    from groupwise.cli.fleet.reach import Address, Trust
+    from groupwise.jobs.fleet.machines.plans import Plan as EnvironmentPlan
     from groupwise.jobs.launch.local_registry import Note
     from groupwise.jobs.launch.places import JobBackend
 
 
-def note_of(
-    name: str, at: str | None, key: str | None, trust: str | None, profile: str | None = None
-) -> Note:
-    """The job's note: from --at if it is given, else from the local registry. Raises UsageError."""
-    check_name(name)
-    from groupwise.jobs.launch import local_registry
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoginOptions:
+    """How to log in to a machine."""
 
-    if at is not None:
-        return local_registry.Note(name, _place_at(at, key, trust, profile), Path.cwd())
-    if key is not None or trust is not None or profile is not None:
-        raise UsageError(
-            "--key, --trust and --profile are for --at: of a job that was launched here they are known."
-        )
-    return local_registry.find(name)
+    user: Annotated[str | None, typer.Option(metavar="U", help="User to log in as.")] = None
+    port: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=65535, help="Port of SSH.")
+    ] = None
+    key: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The private key, on this machine.")
+    ] = None
+    trust: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FINGERPRINT",
+            help="Its host key, as SHA256:…; default: the one in known_hosts, or your answer here.",
+        ),
+    ] = None
+    trust_jump: Annotated[
+        str | None,
+        typer.Option(
+            "--trust-jump", metavar="FINGERPRINT", help="Host key of the jump host, as SHA256:…."
+        ),
+    ] = None
 
-
-def _place_at(at: str, key: str | None, trust: str | None, profile: str | None) -> JobBackend:
-    """The place that --at names. Raises UsageError."""
-    from groupwise.jobs.launch.places import AWS, LOCAL, MODAL, RAY, SLURM, SSH, JobBackend
-
-    kind, _, rest = at.partition(":")
-    if profile is not None and kind not in (AWS, MODAL):
-        raise UsageError(
-            f"--profile {profile}: it is for --at aws:REGION and --at modal, whose credentials have profiles, and --at is {at}."
-        )
-    if kind == LOCAL and not rest:
-        return JobBackend(LOCAL)
-    if kind == SSH and rest:
-        return machines_together([_machine_at(each, key, trust) for each in rest.split(",")], None)
-    if kind in (SLURM, RAY):
-        way, _, api = rest.partition(",")
-        address, slash, folder = way.partition("/")
-        login, shared = _machine_at(address, key, trust), f"{slash}{folder}" or None
-        if kind == RAY:
-            return ray_cluster(login, shared, api or None)
-        if not api:
-            return slurm_cluster(login, shared)
-    if kind == AWS and rest and trust is None:
-        return JobBackend(AWS, {"region": rest, "profile": profile, "key_path": key})
-    if kind == MODAL:
-        if rest and profile is not None:
+    def machine(self, host: str, python: str | None) -> JobBackend:
+        """The machine that `ssh HOST` leads to, with its host key pinned: by a fingerprint, or by the user's answer if there is a
+        terminal."""
+        if find_spec("asyncssh") is None:
             raise UsageError(
-                f"--profile {profile}: --at modal:{rest} names a profile already; leave one of the two out."
+                "Other machines are reached by asyncssh: pip install 'groupwise[launch]'."
             )
-        return JobBackend(MODAL, {"profile": rest or profile})
-    raise UsageError(
-        f"--at {at}: a place is wanted, local, ssh:USER@HOST:PORT, aws:REGION with --key and without --trust, slurm:USER@HOST:PORT/SHARED, "
-        "ray:USER@HOST:PORT/SHARED,ADDRESS or modal:PROFILE; of the last three all behind the first word may be left out."
-    )
+        from groupwise.cli.fleet.reach import SshOptions, Trust
+        from groupwise.jobs.launch.places import AGENT, SSH, JobBackend
+
+        asks = sys.stdin.isatty() and sys.stderr.isatty()
+        ask = partial(typer.confirm, default=False, err=True) if asks else None
+        trust = Trust(self.trust, self.trust_jump, ask=ask)
+        before, _, name = host.rpartition("@")
+        alone, colon, number = name.rpartition(":")
+        port = self.port
+        if colon and number.isdecimal() and ":" not in alone:  # an IPv6 address has several colons
+            name, port = alone, int(number)
+        user = self.user or before or None
+        where = SshOptions(port=port, user=user, key=self.key, alias=name).of_new(trust)
+        detail: dict[str, Any] = {
+            "host": where.host,
+            "user": where.user,
+            "port": where.port,
+            "key": where.key,
+            "host_key": _host_key(name, where, trust),
+            "agent": where.key is None and AGENT in os.environ,
+            "python": python,
+        }
+        if (jump := where.jump) is not None:
+            detail["jump"] = {
+                "host": jump["host"],
+                "user": jump["user"],
+                "port": jump["port"],
+                "key": jump["ssh_key_path"],
+                "host_key": jump["host_key"],
+            }
+        return JobBackend(SSH, detail)
 
 
-def _machine_at(word: str, key: str | None, trust: str | None) -> JobBackend:
-    """The machine at USER@HOST:PORT; an empty word means this one."""
-    from groupwise.jobs.launch.places import LOCAL, JobBackend
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions(LoginOptions):
+    """The machine from which jobs are submitted to a cluster."""
 
-    if not word:
-        return JobBackend(LOCAL)
-    return machine(word, None, None, key, trust_of(trust, None), None)
+    host: Annotated[
+        str | None,
+        typer.Option(
+            metavar="H",
+            help="The machine to submit from, as `ssh H` has it: a name of the ssh config, or an address. Default: this machine.",
+        ),
+    ] = None
+    shared: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder that the machine and all nodes share; default: the home folder.",
+        ),
+    ] = None
+
+    def plan(self, packages: RemoteEnvironmentOptions) -> EnvironmentPlan | None:
+        """The environment to be made there; None: there is one, as on this machine. Raises UsageError."""
+        here = self.host is None and not packages.is_given
+        return None if here else packages.plan_unless_there()
+
+    def login(self, python: str | None) -> JobBackend:
+        """The machine itself. Raises UsageError."""
+        from groupwise.jobs.launch.places import LOCAL, JobBackend
+
+        if self.host is not None:
+            return self.machine(self.host, python)
+        if self.user or self.port or self.key or self.trust or self.trust_jump:
+            raise UsageError(
+                "--user, --port, --key, --trust and --trust-jump are for the machine that jobs are submitted from: --host names it. "
+                "Without it they are submitted from here."
+            )
+        return JobBackend(LOCAL, {"python": python} if python else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedJob:
+    """A job that was launched, from here or from another machine."""
+
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the job.")]
+    at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Place of a job that was launched from another machine: local, ssh:USER@HOST:PORT, slurm:USER@HOST:PORT, "
+            "ray:USER@HOST:PORT, aws:REGION or modal.",
+        ),
+    ] = None
+    key: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="With --at: the private key, on this machine."),
+    ] = None
+    trust: Annotated[
+        str | None,
+        typer.Option(metavar="FINGERPRINT", help="With --at: the host key, as SHA256:…."),
+    ] = None
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P", help="With --at aws:REGION or modal: the profile of the credentials."
+        ),
+    ] = None
+
+    def note(self) -> Note:
+        """The job's note: from --at if it is given, else from the local registry. Raises UsageError."""
+        from groupwise.jobs.launch import local_registry
+
+        check_name(self.name)
+        if self.at is not None:
+            return local_registry.Note(self.name, self._place(self.at), Path.cwd())
+        if self.key is not None or self.trust is not None or self.profile is not None:
+            raise UsageError(
+                "--key, --trust and --profile are for --at: for a job that was launched here they are known."
+            )
+        return local_registry.find(self.name)
+
+    def _place(self, at: str) -> JobBackend:
+        """The place that --at names. Raises UsageError."""
+        from groupwise.jobs.launch.places import AWS, LOCAL, MODAL, RAY, SLURM, SSH, JobBackend
+
+        login, profile = LoginOptions(key=self.key, trust=self.trust), self.profile
+        kind, _, rest = at.partition(":")
+        if profile is not None and kind not in (AWS, MODAL):
+            raise UsageError(
+                f"--profile {profile}: it is for --at aws:REGION and --at modal, whose credentials have profiles, and --at is {at}."
+            )
+        if kind == LOCAL and not rest:
+            return JobBackend(LOCAL)
+        if kind == SSH and rest:
+            return machines_together([login.machine(each, None) for each in rest.split(",")], None)
+        if kind in (SLURM, RAY):
+            where, _, api = rest.partition(",")
+            address, slash, folder = where.partition("/")
+            machine = login.machine(address, None) if address else JobBackend(LOCAL)
+            shared = f"{slash}{folder}" or None
+            if kind == RAY:
+                return ray_cluster(machine, shared, api or None)
+            if not api:
+                return slurm_cluster(machine, shared)
+        if kind == AWS and rest and self.trust is None:
+            return JobBackend(AWS, {"region": rest, "profile": profile, "key_path": self.key})
+        if kind == MODAL:
+            if rest and profile is not None:
+                raise UsageError(
+                    f"--profile {profile}: --at modal:{rest} names a profile already; leave one of the two out."
+                )
+            return JobBackend(MODAL, {"profile": rest or profile})
+        raise UsageError(
+            f"--at {at}: a place is expected, local, ssh:USER@HOST:PORT, aws:REGION with --key and without --trust, "
+            "slurm:USER@HOST:PORT/SHARED, ray:USER@HOST:PORT/SHARED,ADDRESS or modal:PROFILE; the last three may be only their first word."
+        )
 
 
 def machines_together(machines: Sequence[JobBackend], meets_at: str | None) -> JobBackend:
@@ -92,28 +217,6 @@ def machines_together(machines: Sequence[JobBackend], meets_at: str | None) -> J
         return first
     more = {"others": [dict(each.detail) for each in others], "meets_at": meets_at}
     return JobBackend(SSH, {**first.detail, **more})
-
-
-def login_machine(
-    host: str | None,
-    user: str | None,
-    port: int | None,
-    key: str | None,
-    trust: str | None,
-    trust_jump: str | None,
-    python: str | None,
-) -> JobBackend:
-    """The machine from which a cluster is given its jobs: the named one, else this one. Raises UsageError."""
-    from groupwise.jobs.launch.places import LOCAL, JobBackend
-
-    if host is not None:
-        return machine(host, user, port, key, trust_of(trust, trust_jump), python)
-    if user or port or key or trust or trust_jump:
-        raise UsageError(
-            "--user, --port, --key, --trust and --trust-jump are of the machine that jobs are given to the cluster from: --host names it. "
-            "Without it the cluster is asked here."
-        )
-    return JobBackend(LOCAL, {"python": python} if python else {})
 
 
 def slurm_cluster(login: JobBackend, shared: str | None) -> JobBackend:
@@ -139,7 +242,7 @@ def _shared(folder: str | None) -> dict[str, str]:
         return {}
     if not folder.startswith("/"):
         raise UsageError(
-            f"--shared {folder}: an absolute path is expected, of a folder that the machine which jobs are given from and all nodes have."
+            f"--shared {folder}: an absolute path is expected, of a folder that all nodes share with the machine that submits jobs."
         )
     return {"shared": folder.rstrip("/")}
 
@@ -154,60 +257,7 @@ def check_name(name: str) -> None:
         )
 
 
-def trust_of(fingerprint: str | None, of_jump: str | None) -> Trust:
-    """How to trust host keys that stand in no known_hosts: by these fingerprints, or by the user's answer if there is a terminal."""
-    from groupwise.cli.fleet.reach import Trust
-
-    asks = sys.stdin.isatty() and sys.stderr.isatty()
-    return Trust(
-        fingerprint,
-        of_jump,
-        ask=(lambda question: typer.confirm(question, default=False, err=True)) if asks else None,
-    )
-
-
-def machine(
-    host: str,
-    user: str | None,
-    port: int | None,
-    key: str | None,
-    trust: Trust,
-    python: str | None,
-) -> JobBackend:
-    """The machine that `ssh HOST` leads to, with its host key pinned."""
-    if find_spec("asyncssh") is None:
-        raise UsageError("Other machines are reached by asyncssh: pip install 'groupwise[launch]'.")
-    from groupwise.cli.fleet.reach import Way
-    from groupwise.jobs.launch.places import AGENT, SSH, JobBackend
-
-    before, _, name = host.rpartition("@")
-    alone, colon, number = name.rpartition(":")
-    if colon and number.isdecimal() and ":" not in alone:  # an IPv6 address has several colons
-        name, port = alone, int(number)
-    where = Way(None, port, user or before or None, key, name).of_new(trust)
-    agent = where.key is None and AGENT in os.environ
-    jump = where.jump
-    detail: dict[str, Any] = {
-        "host": where.host,
-        "user": where.user,
-        "port": where.port,
-        "key": where.key,
-        "host_key": _host_key(name, where, trust),
-        "agent": agent,
-        "python": python,
-    }
-    if jump is not None:
-        detail["jump"] = {
-            "host": jump["host"],
-            "user": jump["user"],
-            "port": jump["port"],
-            "key": jump["ssh_key_path"],
-            "host_key": jump["host_key"],
-        }
-    return JobBackend(SSH, detail)
-
-
-def _host_key(name: str, where: Where, trust: Trust) -> str:
+def _host_key(name: str, where: Address, trust: Trust) -> str:
     """The host key that known_hosts has, else the one that the user trusts now. Raises UsageError."""
     from groupwise.cli.fleet.reach import host_key_of
     from groupwise.jobs.hosts.keys import known
@@ -219,7 +269,7 @@ def _host_key(name: str, where: Where, trust: Trust) -> str:
     seen = host_key_of(where, trust)
     if seen.pinned is None:
         raise UsageError(
-            f"{where.host} is not in your known_hosts, so that nothing more is said to it. Compare the fingerprint above with what the "
-            "machine says of itself (`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` there), and say it: --trust SHA256:…"
+            f"{where.host} is not in your known_hosts, so it is not contacted any further. Compare the fingerprint above with the "
+            "machine's own (`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` there), and give it: --trust SHA256:…"
         )
     return seen.pinned

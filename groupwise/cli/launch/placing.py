@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from groupwise.cli.launch.options import CommonOptions
+from groupwise.cli.launch.job_command import JobCommand, new_name
+from groupwise.cli.launch.options import DEFAULT_HOURS, GangOptions, LaunchOptions
 from groupwise.cli.launch.places import check_name
 from groupwise.cli.launch.watch import ask, folder_of, tell_of_rented, watch, while_placing
-from groupwise.cli.launch.words import JobCommand, environment_of, new_name
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_pairs
 from groupwise.core.errors import GroupwiseError, UsageError
@@ -20,6 +20,7 @@ from groupwise.core.terminal.text import one_line
 
 if TYPE_CHECKING:
     from groupwise.jobs.clouds.backend import Backend, Handle, Plan
+    from groupwise.jobs.fleet.machines.plans import Plan as EnvironmentPlan
     from groupwise.jobs.hosts.files import BlobStore
     from groupwise.jobs.launch.bundle import Bundle
     from groupwise.jobs.launch.local_registry import Note
@@ -30,67 +31,79 @@ if TYPE_CHECKING:
 UNWATCHED = (
     ". It stays whatever becomes of the job, and what was not fetched by then is gone with it"
 )
-SHARED = ("rl", "sft")
-"""Verbs whose work several machines share."""
 MAX_FILES_LISTED = 5
 """Most files that stay here and are listed one by one."""
 
 
-def launch(place: JobBackend, options: CommonOptions) -> None:
-    """Launch a job at a place, and watch it to its end unless it is detached or this is a dry run."""
+def launch(
+    place: JobBackend,
+    job: LaunchOptions,
+    *,
+    environment: EnvironmentPlan | None = None,
+    asks: Mapping[str, Any] | None = None,
+    gang: GangOptions | None = None,
+    gpus: int | None = None,
+    hours: float | None = None,
+) -> None:
+    """Launch a job at a place, and watch it to its end unless it is detached or this is a dry run.
+
+    `environment` is made there; None: the place has one. `asks`: options that only this kind of place understands. `gpus` and `hours`
+    replace those of the options, if the place has others.
+    """
     from groupwise.jobs.launch import local_registry, packaging
     from groupwise.jobs.launch.preflight import check_verb
 
-    if options.name is not None:
-        check_name(options.name)
-    if options.command.script is None:
-        check_verb(options.command.words)
-    processes = _processes(options)
-    project = Path.cwd()
-    secrets = environment_of(options.env_files)
-    tried = _tried(options, project, secrets)
+    command, gang = job.command, gang or GangOptions()
+    if job.name is not None:
+        check_name(job.name)
+    if command.script is None:
+        check_verb(command.words)
+    gpus, hours = gpus or job.gpus, hours or job.hours or DEFAULT_HOURS
+    processes = gang.processes(command, gpus)
+    secrets = job.secrets()
+    tried = _tried(job, gang, processes, asks or {}, secrets)
     store = packaging.files_here()
-    name = options.name or new_name(options.command)
+    name = job.name or new_name(command)
     request = packaging.LaunchRequest(
-        name,
-        project,
-        options.command.line,
-        options.gpus,
-        options.gang.nodes or 1,
-        processes,
-        options.max_hours,
-        secrets,
-        options.environment,
-        (*options.results, *tried.results),
-        options.take,
-        tried.needs,
+        name=name,
+        project=Path.cwd(),
+        command=command.line,
+        gpus=gpus,
+        nodes=gang.count,
+        processes=processes,
+        hours=hours,
+        secrets=secrets,
+        environment=environment,
+        results=(*job.output, *tried.results),
+        take=tuple(job.file),
+        needs=tried.needs,
         elsewhere=not place.is_here,
         root=place.root if place.root.startswith("/") else f"~/{place.root}",
-        asks=options.asks,
+        asks=asks or {},
         python=place.python,
         meets_at=place.meets_at,
     )
     packed = packaging.pack(request, store)
-    _expect_script(options.command, packed)
+    _expect_script(command, packed)
     _say_travelling(packed.bundle)
     plan = ask(place, lambda backend: backend.plan(packed.order))
-    _refuse_price(plan, options.max_price)
-    if options.dry_run:
-        _show_plan(plan, packed, options)
+    _refuse_price(plan, job.max_price)
+    if job.dry_run:
+        _show_plan(plan, packed, job, hours)
         return
     say(f"{name}: {'; '.join(plan.steps)}")
-    results = None if options.to is None else options.to.expanduser().absolute()
-    note = local_registry.Note(name, place, project, results)
+    results = None if job.to is None else job.to.expanduser().absolute()
+    note = local_registry.Note(name, place, request.project, results)
     handle = _submit(note, packed, store)
-    if options.detach:
-        _leave(note, handle, as_json=options.as_json)
+    if job.detach:
+        _leave(note, handle, as_json=job.as_json)
         return
     say("Ctrl-C stops it and fetches what there is")
 
     async def again(backend: Backend) -> Handle:
         return await backend.resume(name, secrets, store)
 
-    watch(note, options.to, as_json=options.as_json, stop=True, again=again if plan.paid else None)
+    watch(note, job.to, as_json=job.as_json, stop=True, again=again if plan.paid else None)
 
 
 def _leave(note: Note, handle: Handle, *, as_json: bool) -> None:
@@ -115,25 +128,6 @@ def _say_travelling(bundle: Bundle) -> None:
         say(f"  {one_line(path)} stays here: {why}")
     if len(bundle.left_out) > MAX_FILES_LISTED:
         say(f"  and {len(bundle.left_out) - MAX_FILES_LISTED} more")
-
-
-def _processes(options: CommonOptions) -> int:
-    """The number of processes on each machine. Raises UsageError for a command that several machines cannot share, and for an option that
-    has no effect."""
-    gang = options.gang
-    if not gang.is_several:
-        if gang.processes is not None:
-            raise UsageError(
-                "--nproc-per-node is for several machines (--nodes). On one machine the command starts its own processes: "
-                "distributed.learners=N behind the verb."
-            )
-        return 1
-    verb = options.command.words[0] if options.command.script is None else None
-    if verb is not None and verb not in SHARED:
-        raise UsageError(
-            f"--nodes {gang.nodes}: `groupwise {verb}` runs on one machine; {' and '.join(SHARED)} share their work among several."
-        )
-    return gang.processes or max(1, options.gpus)
 
 
 def _submit(note: Note, packed: PackedJob, store: BlobStore) -> Handle:
@@ -189,22 +183,26 @@ def _is_nowhere(note: Note) -> bool:
         return False
 
 
-def _tried(options: CommonOptions, project: Path, secrets: Mapping[str, str]) -> DryRunReport:
+def _tried(
+    job: LaunchOptions,
+    gang: GangOptions,
+    processes: int,
+    asks: Mapping[str, Any],
+    secrets: Mapping[str, str],
+) -> DryRunReport:
     """Try the command here. Raises UsageError if it would fail."""
     from groupwise.core.hub_errors import TOKEN_ELSEWHERE
     from groupwise.jobs.clouds.modal.port import NAMED
     from groupwise.jobs.launch.preflight import DryRunReport, first_of, results_of, try_verb
 
-    if options.command.script is not None:
+    if job.command.script is not None:
         return DryRunReport((), "")
-    if not options.preflight:
-        return DryRunReport(results_of(options.command.words), "")
-    first = (
-        first_of(options.gang.nodes or 1, _processes(options)) if options.gang.is_several else {}
-    )
-    named: Mapping[str, Sequence[str]] = options.asks.get(NAMED, {})
+    if job.no_preflight:
+        return DryRunReport(results_of(job.command.words), "")
+    first = first_of(gang.count, processes) if gang.count > 1 else {}
+    named: Mapping[str, Sequence[str]] = asks.get(NAMED, {})
     there = {TOKEN_ELSEWHERE: "1"} if any("HF_TOKEN" in each for each in named.values()) else {}
-    tried = try_verb(options.command.words, project, {**secrets, **first, **there})
+    tried = try_verb(job.command.words, Path.cwd(), {**secrets, **first, **there})
     say(f"tried here: {tried.summary}")
     return tried
 
@@ -240,22 +238,21 @@ def _refuse_price(plan: Plan, most: float | None) -> None:
         )
 
 
-def _show_plan(plan: Plan, packed: PackedJob, options: CommonOptions) -> None:
+def _show_plan(plan: Plan, packed: PackedJob, job: LaunchOptions, hours: float) -> None:
     """Show what would be done, for people or programs."""
     unknown = "an unknown price" if plan.paid else "nothing"
     price = unknown if plan.price_per_hour is None else f"${plan.price_per_hour:.2f} an hour"
-    hours = options.max_hours
     paid = hours if plan.paid_hours is None else plan.paid_hours
     most = "" if plan.price_per_hour is None else f", at most ${plan.price_per_hour * paid:.2f}"
-    if options.as_json:
+    if job.as_json:
         write_json(
             {
                 "name": packed.order.name,
                 "where": plan.where,
                 "steps": list(plan.steps),
                 "command": list(plan.command),
-                "launcher": None if options.command.script is None else options.command.script,
-                "arguments": list(options.command.words),
+                "launcher": job.command.script,
+                "arguments": list(job.command.words),
                 "secrets": sorted(packed.order.secrets),
                 "results": list(packed.order.spec.artefacts),
                 "max_hours": hours,
@@ -269,8 +266,8 @@ def _show_plan(plan: Plan, packed: PackedJob, options: CommonOptions) -> None:
         ("where", plan.where),
         *(("then" if n else "first", step) for n, step in enumerate(plan.steps)),
         ("command", shlex.join(plan.command)),
-        *([("script", str(options.command.script))] if options.command.script else []),
-        ("arguments", shlex.join(options.command.words) or "none"),
+        *([("script", str(job.command.script))] if job.command.script else []),
+        ("arguments", shlex.join(job.command.words) or "none"),
         ("secrets", ", ".join(sorted(packed.order.secrets)) or "none"),
         ("results", ", ".join(packed.order.spec.artefacts)),
         ("ends", f"after {hours:g} h at the latest"),

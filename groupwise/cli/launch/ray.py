@@ -4,70 +4,58 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from groupwise.cli.launch.options import (
-    CommonOptions,
-    Environment,
-    Gang,
-    Login,
-    common,
-    environment,
-    gang,
-    login,
-    place_command,
-)
-from groupwise.cli.launch.places import ray_cluster
+from groupwise.cli.environment import RemoteEnvironmentOptions
+from groupwise.cli.launch.options import GangOptions, LaunchOptions
+from groupwise.cli.launch.places import ClusterOptions, ray_cluster
 from groupwise.cli.launch.placing import launch
 from groupwise.core.errors import UsageError
 
-Address = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="Of Ray's dashboard, as that machine reaches it; without it: RAY_ADDRESS of this machine if it is one, else http://127.0.0.1:8265.",
-    ),
-]
-Cpus = Annotated[float | None, typer.Option(metavar="N", min=0.01, help="Of Ray; without it: 1.")]
-Memory = Annotated[
-    str | None,
-    typer.Option(metavar="M", help="That Ray sets aside for it, as 32G; it is no limit."),
-]
-Resource = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=N",
-        help="Of a resource of Ray's nodes: --resource accelerator_type:A100=0.001",
-    ),
-]
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 """Powers of two."""
 
 
-@place_command(by=login, packages=environment, machines=gang, job=common)
 def ray(
-    address: Address = None,
-    cpus: Cpus = None,
-    memory: Memory = None,
-    resource: Resource = None,
     *,
-    by: Login,
-    packages: Environment,
-    machines: Gang,
-    job: CommonOptions,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Address of Ray's dashboard, as that machine reaches it; default: this machine's RAY_ADDRESS if it is one, else "
+            "http://127.0.0.1:8265.",
+        ),
+    ] = None,
+    cpus: Annotated[
+        float | None, typer.Option(metavar="N", min=0.01, help="CPUs of Ray; default: 1.")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory that Ray reserves, as 32G; it is not a limit."),
+    ] = None,
+    resource: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=N",
+            help="Resource of Ray's nodes, as --resource accelerator_type:A100=0.001. May be repeated.",
+        ),
+    ] = None,
+    cluster: ClusterOptions,
+    packages: RemoteEnvironmentOptions,
+    gang: GangOptions,
+    job: LaunchOptions,
 ) -> None:
-    """On a node of a Ray cluster, or several, as a job of Ray.
+    """On a node of a Ray cluster, or on several, as a job of Ray.
 
-    By this machine, or by the head node that is reached by SSH.
+    Submitted from this machine, or from the head node that is reached by SSH.
 
     groupwise launch ray --host head --gpus 1 -- rl --config C.yaml --task-module task.py
     """
     from groupwise.jobs.clouds.ray import resources_of
 
-    plan, here = by.plan(packages), by.host is None
+    plan = cluster.plan(packages)
     asks = {
         "cpus": cpus,
         "memory": None if memory is None else _bytes(memory),
@@ -75,11 +63,11 @@ def ray(
     }
     given = {name: value for name, value in asks.items() if value}
     # Ray's own programs understand other kinds of address in this variable as well.
-    usual = os.environ.get("RAY_ADDRESS", "") if here else ""
+    usual = os.environ.get("RAY_ADDRESS", "") if cluster.host is None else ""
     if not address and usual.startswith(("http://", "https://")):
         address = usual
-    place = ray_cluster(by.machine(packages), by.shared, address)
-    launch(place, replace(job, environment=plan, asks=given, gang=machines))
+    place = ray_cluster(cluster.login(packages.python), cluster.shared, address)
+    launch(place, job, environment=plan, asks=given, gang=gang)
 
 
 def _bytes(word: str) -> int:

@@ -2,75 +2,67 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from groupwise.cli.launch.options import (
-    CommonOptions,
-    Environment,
-    Gang,
-    Login,
-    common,
-    environment,
-    gang,
-    login,
-    place_command,
-)
-from groupwise.cli.launch.places import slurm_cluster
+from groupwise.cli.environment import RemoteEnvironmentOptions
+from groupwise.cli.launch.options import GangOptions, LaunchOptions
+from groupwise.cli.launch.places import ClusterOptions, slurm_cluster
 from groupwise.cli.launch.placing import launch
 from groupwise.core.errors import UsageError
 
-Partition = Annotated[str | None, typer.Option(metavar="P", help="Of Slurm.")]
-Account = Annotated[str | None, typer.Option(metavar="A", help="That pays for it.")]
-Qos = Annotated[str | None, typer.Option(metavar="Q", help="Quality of service.")]
-Gpu = Annotated[
-    str | None, typer.Option("--gpu", metavar="TYPE", help="Of --gpus, as Slurm calls it.")
-]
-Cpus = Annotated[int | None, typer.Option(metavar="N", min=1, help="Cores.")]
-Memory = Annotated[
-    str | None, typer.Option(metavar="M", help="Of the node, as 32G: sbatch's --mem.")
-]
-Sbatch = Annotated[
-    list[str] | None,
-    typer.Option(metavar="OPTION", help="Another option of sbatch: --sbatch=--constraint=a100"),
-]
 
-
-@place_command(by=login, packages=environment, machines=gang, job=common)
 def slurm(
-    partition: Partition = None,
-    account: Account = None,
-    qos: Qos = None,
-    gpu: Gpu = None,
-    cpus: Cpus = None,
-    memory: Memory = None,
-    sbatch: Sbatch = None,
     *,
-    by: Login,
-    packages: Environment,
-    machines: Gang,
-    job: CommonOptions,
+    partition: Annotated[str | None, typer.Option(metavar="P", help="Partition of Slurm.")] = None,
+    account: Annotated[
+        str | None, typer.Option(metavar="A", help="Account that is charged.")
+    ] = None,
+    qos: Annotated[str | None, typer.Option(metavar="Q", help="Quality of service.")] = None,
+    gpu_model: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu-model", "--gpu", metavar="TYPE", help="Type of the GPUs, as Slurm names it."
+        ),
+    ] = None,
+    cpus: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU cores.")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Main memory of a node, as 32G: sbatch's --mem."),
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION",
+            help="Another option of sbatch, as --sbatch=--constraint=a100. May be repeated.",
+        ),
+    ] = None,
+    cluster: ClusterOptions,
+    packages: RemoteEnvironmentOptions,
+    gang: GangOptions,
+    job: LaunchOptions,
 ) -> None:
-    """On a node of a cluster, or several, given to Slurm.
+    """On a node of a Slurm cluster, or on several.
 
-    By this machine, or by a login node that is reached by SSH.
+    Submitted from this machine, or from a login node that is reached by SSH.
 
     groupwise launch slurm --host login --gpus 1 -- rl --config C.yaml --task-module task.py
     """
-    if gpu is not None and not job.gpus:
-        raise UsageError(f"--gpu {gpu} says of which type GPUs are, and --gpus how many: --gpus 1.")
-    plan = by.plan(packages)
+    if gpu_model is not None and not job.gpus:
+        raise UsageError(
+            f"--gpu-model {gpu_model} is the type of the GPUs, and --gpus their number: --gpus 1."
+        )
+    plan = cluster.plan(packages)
     asks = {
         "partition": partition,
         "account": account,
         "qos": qos,
-        "gpu": gpu,
+        "gpu": gpu_model,
         "cpus": cpus,
         "memory": memory,
-        "options": list(sbatch or ()),
+        "options": sbatch,
     }
     given = {name: value for name, value in asks.items() if value}
-    place = slurm_cluster(by.machine(packages), by.shared)
-    launch(place, replace(job, environment=plan, asks=given, gang=machines))
+    place = slurm_cluster(cluster.login(packages.python), cluster.shared)
+    launch(place, job, environment=plan, asks=given, gang=gang)

@@ -7,55 +7,35 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.launch.options import (
-    CommonOptions,
-    Environment,
-    Gang,
-    Key,
-    Port,
-    TrustHost,
-    TrustJump,
-    User,
-    common,
-    environment,
-    gang,
-    place_command,
-)
-from groupwise.cli.launch.places import machine, machines_together, trust_of
+from groupwise.cli.environment import RemoteEnvironmentOptions
+from groupwise.cli.launch.options import GangOptions, LaunchOptions
+from groupwise.cli.launch.places import LoginOptions, machines_together
 from groupwise.cli.launch.placing import launch
 from groupwise.core.errors import UsageError
 
-Hosts = Annotated[
-    list[str],
-    typer.Option(
-        "--host",
-        metavar="H",
-        help="As `ssh H` has it: a name of the ssh config, or address. Several: the job runs on all of them at once.",
-    ),
-]
-MasterAddress = Annotated[
-    str | None,
-    typer.Option(
-        "--master-addr",
-        metavar="ADDRESS",
-        help="Where the other machines reach the first one; without it: as this machine does.",
-    ),
-]
 
-
-@place_command(packages=environment, machines=gang, job=common)
 def ssh(
-    host: Hosts,
-    user: User = None,
-    port: Port = None,
-    key: Key = None,
-    trust: TrustHost = None,
-    trust_jump: TrustJump = None,
-    master_addr: MasterAddress = None,
     *,
-    packages: Environment,
-    machines: Gang,
-    job: CommonOptions,
+    host: Annotated[
+        list[str],
+        typer.Option(
+            metavar="H",
+            help="The machine, as `ssh H` has it: a name of the ssh config, or an address. May be repeated: the job then runs on all of "
+            "them at once.",
+        ),
+    ],
+    login: LoginOptions,
+    master_addr: Annotated[
+        str | None,
+        typer.Option(
+            "--master-addr",
+            metavar="ADDRESS",
+            help="Address at which the other machines reach the first one; default: the one used from here.",
+        ),
+    ] = None,
+    packages: RemoteEnvironmentOptions,
+    gang: GangOptions,
+    job: LaunchOptions,
 ) -> None:
     """On a machine that is reached by SSH, or on several at once.
 
@@ -63,11 +43,13 @@ def ssh(
 
     groupwise launch ssh --host gpu1 --gpus 1 -- rl --config C.yaml --task-module task.py
     """
-    together = machines.of(len(host))
-    if master_addr is not None and not together.is_several:
+    if gang.machines not in (None, len(host)):
+        raise UsageError(
+            f"--machines is {gang.machines}, and --host names {len(host)} machine{'s' * (len(host) > 1)}: give each its own --host."
+        )
+    if master_addr is not None and len(host) == 1:
         raise UsageError("--master-addr is for several machines, each with its own --host.")
-    plan = packages.plan()
-    trusted = trust_of(trust, trust_jump)
-    places = [machine(each, user, port, key, trusted, packages.python) for each in host]
-    place = machines_together(places, master_addr)
-    launch(place, replace(job, environment=plan, gang=together))
+    plan = packages.plan_unless_there()
+    places = [login.machine(each, packages.python) for each in host]
+    gang = replace(gang, machines=len(host))
+    launch(machines_together(places, master_addr), job, environment=plan, gang=gang)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from groupwise.cli.launch.options import AsJson, DryRun
 from groupwise.cli.launch.watch import ask
+from groupwise.cli.options import AsJson, DryRun
 from groupwise.cli.output import say, write_json
 from groupwise.core.errors import UsageError
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from groupwise.jobs.launch.places import JobBackend
     from groupwise.jobs.launch.rentals import SweepResult
 
-At = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PLACE",
-        help="aws:REGION; without it: paid places that jobs were launched on from here.",
-    ),
-]
-Name = Annotated[
-    str | None,
-    typer.Option(metavar="JOB", help="End what is there for this job, before its deadline too."),
-]
-Profile = Annotated[str | None, typer.Option(metavar="P", help="With --at: of the credentials.")]
-
 
 def sweep(
-    at: At = None,
-    name: Name = None,
-    profile: Profile = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PLACE",
+            help="aws:REGION; default: all paid places of jobs that were launched from here. May be repeated.",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB", help="End the machines of this job, before their deadline too."
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="P", help="With --at: the profile of the credentials.")
+    ] = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:

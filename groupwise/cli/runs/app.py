@@ -16,15 +16,15 @@ from typing import Annotated, Any
 
 import typer
 
+from groupwise.cli.options import AsJson
+from groupwise.cli.output import write_json
 from groupwise.cli.printing import (
     RUNS,
-    AsJson,
     RunArgument,
     RunsDir,
     indented,
     moment,
     print_advice,
-    print_json,
     print_pairs,
     print_section,
     print_table,
@@ -69,7 +69,7 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
         )
     infos = list_runs(dir)
     if as_json:
-        print_json([_info_json(info) for info in infos])
+        write_json([_info_json(info) for info in infos])
         return
     if not infos:
         typer.echo(f"no runs in {dir}", err=True)
@@ -91,7 +91,7 @@ def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None
     path = resolve(run, dir).path
     facts = _facts(path)
     if as_json:
-        print_json(facts)
+        write_json(facts)
     else:
         _print_facts(facts)
 
@@ -150,7 +150,7 @@ def rollouts(
         )
         found = store.rollouts(wanted)
     if as_json:
-        print_json([asdict(view) for view in found])
+        write_json([asdict(view) for view in found])
     elif not found:
         typer.echo("no rollouts like that", err=True)
     else:
@@ -182,7 +182,7 @@ def plot(
         typer.echo(f"wrote {svg}", err=True)
     if as_json:
         told = {"warm_up": warm_up} if warm_up else {}
-        print_json({"run": path.name, "metric": metric, "points": points, **told})
+        write_json({"run": path.name, "metric": metric, "points": points, **told})
         return
     width = min(shutil.get_terminal_size().columns, 100)
     print_text(terminal_curve(series, width, title=title, colour=sys.stdout.isatty()))

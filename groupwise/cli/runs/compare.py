@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from groupwise.cli.options import AsJson
+from groupwise.cli.output import write_json
 from groupwise.cli.printing import (
     RUNS,
-    AsJson,
     RunsDir,
     indented,
-    print_json,
     print_pairs,
     print_section,
     print_table,
@@ -50,7 +50,7 @@ def compare(
 
     comparison = compare_references(a, b, dir)
     if as_json:
-        print_json(comparison.summary(rows))
+        write_json(comparison.summary(rows))
     else:
         print_comparison(comparison, rows)
 

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from groupwise.cli.printing import RUNS, AsJson, RunsDir, print_json, print_pairs
+from groupwise.cli.options import AsJson
+from groupwise.cli.output import write_json
+from groupwise.cli.printing import RUNS, RunsDir, print_pairs
 
 Policy = Annotated[
     str, typer.Argument(metavar="RUN[@STEP]", help="Name of a run, or path of its folder.")
@@ -58,7 +60,7 @@ def export(
         trust_remote_code=trust_remote_code,
     ).summary
     if as_json:
-        print_json(made)
+        write_json(made)
     else:
         print_pairs([*made.items()][:-1])
         print_pairs([("files", ", ".join(made["files"]))])
@@ -83,6 +85,6 @@ def push(
 
     places = upload(run, runs_dir=dir, overwrite=overwrite, revision=revision)
     if as_json:
-        print_json({"uploaded": places})
+        write_json({"uploaded": places})
     else:
         print_pairs([("uploaded", place) for place in places])

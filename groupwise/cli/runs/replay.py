@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from groupwise.cli.options import AsJson
+from groupwise.cli.output import write_json
 from groupwise.cli.printing import (
     RUNS,
-    AsJson,
     RunArgument,
     RunsDir,
-    print_json,
     print_table,
     print_text,
 )
@@ -36,7 +36,7 @@ def replay(
 
     found = run_again(run, step=step, runs_dir=dir)
     if as_json:
-        print_json(found.summary())
+        write_json(found.summary())
     else:
         head = ("step", "", "loss", "grad_norm", "version", "fingerprint", "")
         rows = [row for step in found.steps for row in _rows(step)]

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from groupwise.cli.options import AsJson
+from groupwise.cli.output import write_json
 from groupwise.cli.printing import (
     RUNS,
-    AsJson,
     RunArgument,
     RunsDir,
     indented,
-    print_json,
     print_pairs,
     print_table,
     print_text,
@@ -70,7 +70,7 @@ def rescore(
         limit=limit,
     )
     if as_json:
-        print_json(found.summary(rows))
+        write_json(found.summary(rows))
     else:
         weighted = [
             name if weight == 1 else f"{weight:g} × {name}"

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if meeting is None:
         sys.stderr.write(
             "Nothing says where the machines of this job meet: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT are expected in the "
-            "environment, or a job of Slurm with several nodes. `groupwise launch ssh|slurm|ray --nodes N` and gangs of a fleet set them.\n"
+            "environment, or a job of Slurm with several nodes. `groupwise launch ssh|slurm|ray --machines N` and gangs set them.\n"
         )
         sys.exit(EX_USAGE)
     sys.exit(run(meeting, known.processes, known.command))

@@ -60,6 +60,6 @@ def checked_options(options: Sequence[Any]) -> tuple[str, ...]:
         if is_ours:
             raise UsageError(
                 f"--sbatch {option}: {name} is set by groupwise, so that the job is found again. "
-                "Its time is --max-hours, its machines are --nodes."
+                "Its time is --time-limit, its machines are --machines."
             )
     return found

@@ -199,7 +199,7 @@ def _own_disk(place: FleetPlace) -> Seen:
         "ok" if free >= LEAST_DISK_MB else full,
         f"{byte_size(left)} free in {place.folder}",
         "once it is full no job can end, since what it has made cannot be kept",
-        "make room there, or `groupwise fleet prune`",
+        "make room there, or `groupwise fleet remove`",
         {"free_mb": free},
     )
 

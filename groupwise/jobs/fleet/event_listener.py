@@ -1,6 +1,6 @@
 """Prints the lines of `groupwise fleet up` while it runs: one for everything that happens to jobs and machines, read from the events.
 
-It begins with the present events; earlier ones are in `groupwise fleet jobs`. Nothing depends on it: if its output cannot be written, or
+It begins with the present events; earlier ones are in `groupwise fleet list`. Nothing depends on it: if its output cannot be written, or
 anything else fails here, the fleet goes on.
 """
 
@@ -133,7 +133,7 @@ def _greeting(session: Session) -> list[str]:
     ]
     lines.append("Ready. In another terminal:")
     lines.append("  groupwise fleet submit -- python -c \"print('hello')\"")
-    lines.append("  groupwise fleet jobs")
+    lines.append("  groupwise fleet list")
     lines.append("Ctrl-C ends the fleet; jobs that run go on without it.")
     return lines
 

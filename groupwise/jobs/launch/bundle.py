@@ -162,15 +162,15 @@ def _of_project(root: Path) -> Iterator[str]:
 
 
 def _files_to_take(root: Path, given: str) -> list[str]:
-    """Paths in the project of the files that the user named with --take."""
+    """Paths in the project of the files that the user named with --file."""
     place = root / given
     inside = os.path.relpath(os.path.abspath(place), os.path.abspath(root))
     if inside == ".." or inside.startswith("../"):
         raise UsageError(
-            f"--take {given}: this is outside of the project in {root}, of which a job has a copy. Copy it into the project."
+            f"--file {given}: this is outside of the project in {root}, of which a job has a copy. Copy it into the project."
         )
     if not place.exists():
-        raise UsageError(f"--take {given}: there is no such file or folder in {root}.")
+        raise UsageError(f"--file {given}: there is no such file or folder in {root}.")
     if place.is_file():
         return [Path(inside).as_posix()]
     found = [Path(folder, name) for folder, _, names in os.walk(place) for name in names]
@@ -295,7 +295,7 @@ def _refuse_what_looks_secret(files: Mapping[str, Path]) -> None:
         "files of the project have lines that look like credentials, and would take them to a place where others may read them:"
         + "".join(f"\n  {each}" for each in shown)
         + f"\nTake the credentials out, name the files in .gitignore, write `{ALLOWLISTED}` into lines that hold none, or let the "
-        "files travel as they are: --take PATH."
+        "files travel as they are: --file PATH."
     )
 
 

@@ -172,12 +172,12 @@ def _refuse_lacking(project: Bundle, needs: Iterable[str], *, elsewhere: bool) -
         inside = needed.relative_to(root).as_posix()
         if not any(path == inside or path.startswith(f"{inside}/") for path in project.files):
             raise UsageError(
-                f"the command reads {need}, which does not travel with the project. Take it along: --take {inside}"
+                f"the command reads {need}, which does not travel with the project. Take it along: --file {inside}"
             )
 
 
 def _inside(path: str) -> str:
-    """A path of --result in its canonical form. Raises UsageError if it is not in the working folder: nothing else is fetched."""
+    """A path of --output in its canonical form. Raises UsageError if it is not in the working folder: nothing else is fetched."""
     place = PurePosixPath(path)
     if place.parts and place.parts[0] in OURS:
         raise UsageError(
@@ -185,7 +185,7 @@ def _inside(path: str) -> str:
         )
     if path and not place.parts:
         raise UsageError(
-            "--result .: the whole project does not come back; name what the job makes."
+            "--output .: the whole project does not come back; name what the job makes."
         )
     if place.is_absolute() or ".." in place.parts or not place.parts:
         raise UsageError(

@@ -279,7 +279,7 @@ def test_the_password_is_in_no_complaint(fleet: WholeFleet, postgres: Postgres) 
     """The database goes away, and everybody says so."""
     postgres.kill()
     try:
-        for done in (fleet.cli("jobs", code=None), fleet.cli("doctor", code=None)):
+        for done in (fleet.cli("list", code=None), fleet.cli("doctor", code=None)):
             assert done.returncode != 0
             assert OF_THE_DATABASE not in done.stdout + done.stderr
         control = fleet.controls["up"]

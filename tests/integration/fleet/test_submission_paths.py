@@ -123,7 +123,7 @@ class Entrances:
         }
         return self.fleet.submit(
             *("--kind", "GRPO", "--model", "tiny", "--dataset", str(self.data)),
-            *("--reward_function", f"{self.rewards}:share", "--reward_function", "correctness"),
+            *("--reward-function", f"{self.rewards}:share", "--reward-function", "correctness"),
             *(word for name, value in further.items() for word in (f"--{name}", str(value))),
             *("--hyperparams", json.dumps(COLUMNS["hyperparams"])),
         )

@@ -163,11 +163,11 @@ def test_cancel_leaves_no_process_and_retry_begins_a_new_generation(
     )
     job_id = running.submit(*python(text))
     pid = int(wait_until(lambda: note.exists() and note.read_text(), "the job to begin"))
-    assert running.call("cancel", job_id, "--reason", "enough").returncode == 0
+    assert running.call("stop", job_id, "--reason", "enough").returncode == 0
     found = running.wait_for_status(job_id, "cancelled")
     assert not Path(f"/proc/{pid}").exists()
     assert found["attempts"][-1]["outcome"] == "cancelled"
-    assert running.call("retry", job_id).returncode == 0
+    assert running.call("resume", job_id).returncode == 0
     found = running.wait_for_status(job_id, "completed")
     assert [each["generation"] for each in found["attempts"]] == [0, 1]
 

@@ -105,7 +105,7 @@ def test_killed_on_the_second_machine_they_go_on_to_the_same_bits(
 ) -> None:
     """Those of two learners on one machine; with samplers of its own the training is also that of one process."""
     steps = "training.max_steps=4"
-    words = ("ssh", *way, "--nodes", "2", "--no-preflight", "--name")
+    words = ("ssh", *way, "--machines", "2", "--no-preflight", "--name")
     on_one = ("local", "--detach", "--no-preflight", "--name")
     person.types(*(words if trains == BOTH else on_one), "whole", "--", *trains, steps)
     with person.held_at(3):
@@ -359,14 +359,14 @@ def engine(
 
 
 def on_both(engine: str, name: str) -> tuple[str, ...]:
-    return (engine, "--nodes", "2", "--env-file", "near.env", "--no-preflight", "--name", name)
+    return (engine, "--machines", "2", "--env-file", "near.env", "--no-preflight", "--name", name)
 
 
 def test_all_is_on_all_nodes_and_each_is_told_which_process_it_is(
     person: Person, engine: str
 ) -> None:
     (person.project / "job.py").write_text(TELLS)
-    gpus = ("--gpus-per-node", "2") if engine == "ray" else ()
+    gpus = ("--gpus", "2") if engine == "ray" else ()
     typed = person.types(*on_both(engine, "told"), *gpus, "--script", "job.py", "two words")
     folder = person.project / "launches/told/outputs"
     told = [json.loads(path.read_text()) for path in sorted(folder.iterdir())]

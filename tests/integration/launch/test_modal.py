@@ -308,10 +308,19 @@ def test_typed_from_the_plan_to_the_results(person: Person, tmp_path: Path) -> N
     """All but Modal itself is what a person has who types it."""
     (person.project / "keys.env").write_text(f"TOKEN={CANARY}\n")
     (person.project / "job.py").write_text(TELLS)
-    dear = ("--gpu", "H100", "--gpus", "2", "--max-price", "7.5", "--script", "job.py")
+    dear = ("--gpu-model", "H100", "--gpus", "2", "--max-price", "7.5", "--script", "job.py")
     assert "$7.90 an hour" in person.types("modal", *dear, code=2).err
     assert "$7.90 an hour" in person.types("modal", "--dry-run", *dear, code=2).err
-    words = ("--name", "typed", "--gpu", "A10G", "--env-file", "keys.env", "--script", "job.py")
+    words = (
+        "--name",
+        "typed",
+        "--gpu-model",
+        "A10G",
+        "--env-file",
+        "keys.env",
+        "--script",
+        "job.py",
+    )
     typed = person.types("modal", *words, "a b", "--", "--x", code=3)
     assert "['a b', '--', '--x'] 0" in typed.out
     assert CANARY not in typed.out + typed.err

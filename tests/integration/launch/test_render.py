@@ -11,7 +11,16 @@ pytestmark = pytest.mark.launch
 def test_a_manifest_is_printed_and_no_value_of_a_secret(person: Person) -> None:
     canary = "canary-51c7de"
     (person.project / "keys.env").write_text(f"TOKEN={canary}\n")
-    words = ("--image", "me/groupwise:1", "--gpus", "8", "--nodes", "2", "--env-file", "keys.env")
+    words = (
+        "--image",
+        "me/groupwise:1",
+        "--gpus",
+        "8",
+        "--machines",
+        "2",
+        "--env-file",
+        "keys.env",
+    )
     of_job = ("rl", "--config", "C.yaml", "a 'b'\n", "--x")
     typed = person.types("render", *words, "--name", "sums", "--", *of_job)
     _, job = YAML(typ="safe").load_all(typed.out)

@@ -153,7 +153,7 @@ class ModalBackend(MachineBackend):
         if not self._spare < timeout <= MOST_SECONDS:
             raise UsageError(
                 f"a time-out of {timeout} s: a call of Modal has more than {self._spare:g} s, which are kept for saving, and at most "
-                f"{MOST_SECONDS} s, 24 hours. A job may take longer: --max-hours."
+                f"{MOST_SECONDS} s, 24 hours. A job may take longer: --time-limit."
             )
         limit, within = order.spec.limits.time_seconds, timeout - self._spare
         if limit is not None and limit <= timeout:  # one call suffices, with time to save
@@ -178,7 +178,7 @@ def check_gpu(name: str) -> str:
     """The name itself. Raises UsageError if it is not known."""
     if name not in DOLLARS_PER_SECOND:
         raise UsageError(
-            f"--gpu {name}: Modal's GPUs that are known here are {', '.join(DOLLARS_PER_SECOND)}."
+            f"--gpu-model {name}: Modal's GPUs that are known here are {', '.join(DOLLARS_PER_SECOND)}."
         )
     return name
 

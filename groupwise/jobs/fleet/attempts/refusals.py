@@ -52,7 +52,7 @@ def of_files(job_id: str, lacking: Sequence[str], error: Exception) -> str:
     """The refusal for lost files of a job. They do not come back by themselves: the submitter has them."""
     return (
         f"{BLOB}: {_not_there(lacking)}: {error}. Submit the job anew, which sends its files, or put them back and "
-        f"`groupwise fleet retry {job_id}`"
+        f"`groupwise fleet resume {job_id}`"
     )
 
 

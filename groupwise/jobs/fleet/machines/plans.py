@@ -226,10 +226,10 @@ def _check(options: PrepareOptions) -> None:
         relative = "/" in python and not python.startswith(("/", "~/"))
         if not python or relative or python.startswith("-"):
             raise UsageError(
-                f"--python {python}: the name of a program of the machine (python3.12), or its whole path there (/opt/python/bin/python3)."
+                f"--base-python {python}: the name of a program there (python3.12), or its whole path (/opt/python/bin/python3)."
             )
     spec = JobSpec(("pip",), environment=options.environment, secrets=tuple(options.secrets))
-    wrong = [*text_problems(python or "", "--python"), *problems(spec)]
+    wrong = [*text_problems(python or "", "--base-python"), *problems(spec)]
     wrong += text_problems(dict(options.environment), "--env")
     if wrong:
         raise UsageError("; ".join(wrong))

@@ -1,6 +1,6 @@
 """`Resources`: what a job needs of machines, read from command-line words, stored as JSON, compared by a hash.
 
-A submitter gives them in words (`parse`: `--gpus 2`, `--gpus vm-3:0,1`, `--ram 64GB`) or as JSON; admission settles what was left open and
+A submitter gives them in words (`parse`: `--gpus 2`, `--gpus vm-3:0,1`, `--disk 64GB`) or as JSON; admission settles what was left open and
 stores the result with the job; placement reads it. Jobs of one project that need the same have one `shape`, so that room is looked for once
 for all of them.
 """
@@ -160,7 +160,7 @@ def parse(
         "share_mb": _size("--share-mb", share, found),
         "machines": machines,
         "cpus": cpus,
-        "ram_mb": _size("--ram", ram, found),
+        "ram_mb": _size("--memory", ram, found),
         "disk_mb": _size("--disk", disk, found),
         "labels": wanted_labels,
     }

@@ -43,7 +43,7 @@ def no_job(session: Session, actor: Actor, job_id: str, *, near: bool = True) ->
     similar = difflib.get_close_matches(job_id, session.scalars(query).all(), n=1)
     hint = f"did you mean {similar[0]}? " if similar else ""
     return Refusal(
-        "unknown_job", f"there is no job {job_id!r}; {hint}`groupwise fleet jobs` lists them."
+        "unknown_job", f"there is no job {job_id!r}; {hint}`groupwise fleet list` lists them."
     )
 
 

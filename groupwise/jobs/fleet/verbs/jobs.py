@@ -354,8 +354,8 @@ def _hold(session: Session, actor: Actor, job: Job, _: int) -> None:
     if job.status == JobStatus.RUNNING:
         raise Refusal(
             "job_state",
-            f"{job.job_id} is running, and only a job that waits can be held. `groupwise fleet cancel {job.job_id}` ends it; "
-            f"`groupwise fleet retry {job.job_id}` then begins it anew, from its last checkpoint where it has one.",
+            f"{job.job_id} is running, and only a job that waits can be held. `groupwise fleet stop {job.job_id}` ends it; "
+            f"`groupwise fleet resume {job.job_id}` then begins it anew, from its last checkpoint where it has one.",
         )
     if job.status in FINAL:
         raise Refusal(

@@ -205,7 +205,7 @@ def _disks(session: Session, folders: Sequence[Path]) -> Iterator[Document]:
             yield _alarm(
                 "disk_full",
                 f"the control machine has {byte_size(free)} left on the disk of {there}",
-                "make room there; `groupwise fleet prune` does as long as some is left. Once it is full nothing is written down, no job "
+                "make room there; `groupwise fleet remove` does as long as some is left. Once it is full nothing is written down, no job "
                 "begins, and none can end; all goes on by itself when there is room",
                 folder=str(there),
                 free=free,
@@ -346,7 +346,7 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
                 "attempt_stuck",
                 f"{attempt.job_id} does not get on: {handle['stuck']}",
                 "nothing of it is lost: mend what it says, and it goes on by itself; or "
-                f"`groupwise fleet cancel {attempt.job_id}` ends it without what could not be taken in",
+                f"`groupwise fleet stop {attempt.job_id}` ends it without what could not be taken in",
                 **about,
             )
         elif handle.get("elsewhere"):
@@ -369,7 +369,7 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
                 "log_large",
                 f"{attempt.job_id} has logged {byte_size(logged)}, which is kept whole, on {vm_id} and here",
                 f"`groupwise fleet logs {attempt.job_id} --tail 20` shows what it writes; "
-                f"`groupwise fleet cancel {attempt.job_id}` before it fills the disks, and `prune` when it is not needed any more",
+                f"`groupwise fleet stop {attempt.job_id}` before it fills the disks, `groupwise fleet remove` when it is no longer needed",
                 **about,
             )
 

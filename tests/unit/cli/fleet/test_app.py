@@ -31,13 +31,13 @@ def submitted(fleet: Command, *words: str) -> str:
 
 
 def test_looking_makes_no_fleet(fleet: Command, folder: Path) -> None:
-    code, _, err = fleet("jobs")
+    code, _, err = fleet("list")
     assert code == 2
     assert f"there is no fleet in {folder}. `groupwise fleet up` makes one" in err
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("words", ["jobs", "migrate"])
+@pytest.mark.parametrize("words", ["list", "migrate"])
 def test_no_command_changes_the_tables_of_a_fleet_that_runs(
     seen: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
@@ -87,9 +87,9 @@ def test_everything_is_handed_on(seen: Command, tmp_path: Path) -> None:
         seen,
         *("--time-limit", "2h", "--priority", "3", "--name", "n", "--label", "team=x"),
         *("--retries", "1", "--after", f"{first}:ok", "--env", "A=b=c", "--secret", "HF_TOKEN"),
-        *("--file", f"{file}:in/data.jsonl", "--artefact", "out", "--ram", "2GB"),
+        *("--file", f"{file}:in/data.jsonl", "--output", "out", "--memory", "2GB"),
         *("--checkpoint", "out/ckpt", "--allow-smaller-batch"),
-        *("--artefact-limit", "40GB", "--artefact-files", "7", "--grace", "2m"),
+        *("--output-limit", "40GB", "--output-files", "7", "--grace", "2m"),
         *("--webhook", "https://example.org/x", "--", "true"),
     )
     found = json.loads(seen("show", job_id, "--json")[1])
@@ -120,7 +120,7 @@ def test_a_command_on_one_machine_that_is_interrupted_is_cancelled(
         before = signal.getsignal(signal.SIGTERM)
         ended, _, said = seen("exec", "vm-1", "sleep", "500")
         assert signal.getsignal(signal.SIGTERM) is before
-        job, *_ = json.loads(seen("jobs", "--json")[1])
+        job, *_ = json.loads(seen("list", "--json")[1])
         assert (job["status"], ended) == ("cancelled", code)
         assert said == f"{job['job_id']} is cancelled\ngroupwise: stopped by {name}\n"
         shown = json.loads(seen("show", job["job_id"], "--json")[1])
@@ -155,10 +155,10 @@ def test_an_array_has_a_job_for_each_line(seen: Command, tmp_path: Path) -> None
         assert (code, out) == (2, "")
         assert f"--array {file}:3: " in err
         assert words in err
-    assert len(json.loads(seen("jobs", "--json")[1])) == 4
+    assert len(json.loads(seen("list", "--json")[1])) == 4
 
 
-GRPO = ("--kind", "GRPO", "--gpus", "0", "--model", "tiny", "--reward_function", "correctness")
+GRPO = ("--kind", "GRPO", "--gpus", "0", "--model", "tiny", "--reward-function", "correctness")
 TRAINING = (*GRPO[:2], *GRPO[4:], "--dataset", "org/d")
 
 
@@ -215,10 +215,10 @@ def test_a_folder_travels_under_its_name_or_as_its_contents(seen: Command, tmp_p
 
 
 def test_a_submission_that_cannot_be(still: Command) -> None:
-    length = ("--max_completion_length", "64")
+    length = ("--max-completion-length", "64")
     refused: tuple[tuple[tuple[str, ...], str], ...] = (
         ((), "there is nothing to run"), (("--model", "m"), "add --kind GRPO"),
-        (("--model", "m", "--", "true"), "Leave one of the two out"), (("--max-steps", "3"), "--max_steps"),
+        (("--model", "m", "--", "true"), "Leave one of the two out"), (("--max_steps", "3"), "--max-steps"),
         (("--gpu-memori", "3GB", "true"), "--gpu-memory"), (("--time-limit", "soon", "true"), "2h, 1h30m"),
         (("--env", "A", "true"), "KEY=VALUE"), (("--label", "a=1", "--label", "a=2", "true"), "given twice"),
         (("--secret", "T=hunter2", "true"), "a secret is named, never given"),
@@ -227,9 +227,9 @@ def test_a_submission_that_cannot_be(still: Command) -> None:
         (("--hyperparams", "beta", "--kind", "GRPO"), "key=value, or a JSON object"),
         (("--wait", "--hold", "true"), "contradict each other"),
         (("--kind", "GRPOO", "--gpus", "0", "--model", "m"), "Did you mean GRPO?"),
-        (("--retries", "many", "true"), "a whole number, 0 to 100"),
+        (("--retries", "many", "true"), "a whole number is expected, 0 to 100, or none"),
         ((*length, "--kind", "EVAL"), "sampler.max_completion_length=64"), ((*length, "true"), "Leave one of the two out"),
-        (("--learning_rate", "nan", "--kind", "GRPO"), "a number above 0"),
+        (("--learning-rate", "nan", "--kind", "GRPO"), "learning_rate"),
         ((*TRAINING, "--machines", "2", "--dry-run"), "each machine would do the same"),
         ((*TRAINING, "--gpus", "vm-1:0,1"), "GRPO computes on one"),
     )  # fmt: skip
@@ -237,7 +237,7 @@ def test_a_submission_that_cannot_be(still: Command) -> None:
         code, out, err = still("submit", *words)
         assert (code, out, told in err) == (2, "", True), (words, err)
         assert "hunter2" not in err
-    assert "no jobs" in still("jobs")[2]
+    assert "no jobs" in still("list")[2]
 
 
 # --- jobs
@@ -246,46 +246,49 @@ def test_a_submission_that_cannot_be(still: Command) -> None:
 def test_a_sweep_is_ended_by_its_label(seen: Command) -> None:
     ids = [submitted(seen, "--label", "sweep=a", "--name", str(n), "--", "true") for n in range(3)]
     other = submitted(seen, "--", "true")
-    assert seen("cancel", ids[0])[0] == 0
+    assert seen("stop", ids[0])[0] == 0
     of_sweep = ("--label", "sweep=a")
     assert seen("hold", *of_sweep)[2].splitlines() == [
         *(f"{ids[2]} is held", f"{ids[1]} is held", "hold: 2 jobs")
     ]
     assert seen("release", *of_sweep, "--name", "1")[2].endswith("release: 1 job\n")
-    assert seen("cancel", *of_sweep)[2].endswith("cancel: 2 jobs\n")
-    assert json.loads(seen("cancel", *of_sweep, "--json")[1]) == []
-    assert seen("cancel", *of_sweep)[::2] == (0, "cancel: no jobs like that\n")
+    assert seen("stop", *of_sweep)[2].endswith("stop: 2 jobs\n")
+    assert json.loads(seen("stop", *of_sweep, "--json")[1]) == []
+    assert seen("stop", *of_sweep)[::2] == (0, "stop: no jobs like that\n")
     assert json.loads(seen("show", other, "--json")[1])["status"] == "queued"
-    code, _, err = seen("cancel", *of_sweep, "--status", "cancelled,queued")
+    code, _, err = seen("stop", *of_sweep, "--status", "cancelled,queued")
     assert code == 0  # what is cancelled already stays so
-    again = json.loads(seen("retry", "--project", "default", "--json")[1])
+    again = json.loads(seen("resume", "--project", "default", "--json")[1])
     assert {each["job_id"] for each in again} == set(ids)
-    code, _, err = seen("retry", *of_sweep, "--status", "queued")
+    code, _, err = seen("resume", *of_sweep, "--status", "queued")
     assert code == 2
-    assert err.endswith("retry: 0 of 3 jobs, 3 refused\n")
+    assert err.endswith("resume: 0 of 3 jobs, 3 refused\n")
 
 
 def test_mistakes_are_told(still: Command) -> None:
     add = ("vm", "add", "x")
     refused: tuple[tuple[tuple[str, ...], str], ...] = (
-        (("jobs", "--status", "runing"), "did you mean running?"),
-        (("jobs", "--label", "x"), "KEY=VALUE"),
-        (("jobs", "--limit", "1001"), "a whole number, 1 to 1000"),
-        (("cancel",), "name the jobs, or choose them"),
+        (("list", "--status", "runing"), "did you mean running?"),
+        (("list", "--label", "x"), "KEY=VALUE"),
+        (("list", "--limit", "1001"), "less than or equal to 1000"),
+        (("stop",), "name the jobs, or choose them"),
         (("hold", "job-1", "--label", "a=1"), "ids and by --label"),
-        (("prune", "--older-than", "long"), "a time is wanted"),
-        (("prune", "--older-than", "1d", "--status", "running"), "only jobs that have ended"),
-        (("logs", "job-none", "--tail", "-1"), f"a whole number, 0 to {MOST_LINES}"),
+        (("remove", "--older-than", "long"), "a time is expected"),
+        (("remove", "--older-than", "1d", "--status", "running"), "only jobs that have ended"),
+        (
+            ("logs", "job-none", "--tail", str(MOST_LINES + 1)),
+            f"less than or equal to {MOST_LINES}",
+        ),
         (add, "--host ADDRESS"),
         ((*add, "--host", "h"), "--user"),
         ((*add, "--host", "h", "--from-ssh-config", "y"), "contradict"),
         ((*add, "--host", "h", "--trust", "MD5:1"), "begins with SHA256:"),
         ((*add, "--slots", "2"), "say which, as --engine slurm"),
         (("vm", "mark-lost", "vm-1"), "say --yes"),
-        (("project", "set", "p", "--weight", "0"), "a number above 0"),
+        (("project", "set", "p", "--weight", "0"), "weight 0.0: a number from"),
         (("key", "new", "train"), "there are read, act, admin"),
-        (("up", "--host", "0.0.0.0"), "only with --port"),
-        (("up", "--port", "99999"), "a whole number, 0 to 65535"),
+        (("up", "--host", "0.0.0.0"), "needs --port"),
+        (("up", "--port", "99999"), "less than or equal to 65535"),
         (("sumbit",), "submit"),
     )
     for words, told in refused:
@@ -293,3 +296,16 @@ def test_mistakes_are_told(still: Command) -> None:
         assert (code, out, told in err) == (2, "", True), (words, err)
     code, out, _ = still("show", "job-none", "--json")
     assert (code, json.loads(out)["error"]["code"]) == (2, "unknown_job")
+
+
+def test_older_spellings_of_options_and_commands_work(seen: Command) -> None:
+    options = ("--gpu", "0", "--cpu", "2", "--ram", "2GB", "--artefact", "out")
+    code, out, err = seen("submit", *options, "--artefact-files", "7", "--", "true")
+    assert code == 0, err
+    found = json.loads(seen("show", out.strip(), "--json")[1])
+    assert (found["resources"]["cpus"], found["resources"]["ram_mb"]) == (2, 2000)
+    assert found["request"]["artefacts"] == ["out"]
+    assert seen("cancel", out.strip())[0] == seen("retry", out.strip())[0] == seen("jobs")[0] == 0
+    assert seen("prune", "--older-than", "0s")[0] == 0
+    shown = (seen("submit", "--help")[1] + seen("--help")[1]).split()
+    assert not {"--cpu", "--ram", "--artefact", "cancel", "retry", "prune"} & {*shown}

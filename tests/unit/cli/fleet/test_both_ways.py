@@ -132,10 +132,10 @@ def leave(place: FleetPlace, job_id: str, epoch: int, data: bytes) -> None:
 
 LOOKS = (
     *(
-        "jobs", "jobs --status held,cancelled --label is=held", "jobs --kind COMMAND --project default --limit 2",
-        "jobs --name nobody", "show {done}", "show {waits}", "show {held}", "show {cancelled}", "vm list", "vm show vm-1",
-        "project list", "key list", "hold --label is=held", "retry --name nobody", "prune --older-than 0s --dry-run",
-        "prune --older-than 1d --status cancelled --dry-run",
+        "list", "list --status held,cancelled --label is=held", "list --kind COMMAND --project default --limit 2",
+        "list --name nobody", "show {done}", "show {waits}", "show {held}", "show {cancelled}", "vm list", "vm show vm-1",
+        "project list", "key list", "hold --label is=held", "resume --name nobody", "remove --older-than 0s --dry-run",
+        "remove --older-than 1d --status cancelled --dry-run",
     ),
 )  # fmt: skip
 
@@ -184,7 +184,7 @@ def test_what_was_left_is_fetched(ways: BothWays, jobs: dict[str, str], tmp_path
 def test_what_is_done_twice_says_the_same(ways: BothWays, jobs: dict[str, str]) -> None:
     for words in (
         f"hold {jobs['held']}",
-        f"cancel {jobs['cancelled']}",
+        f"stop {jobs['cancelled']}",
         "vm cordon vm-1 --reason noisy",
         "vm uncordon vm-1",
         "vm set vm-1 --cpu-slots 3",
@@ -209,9 +209,9 @@ def test_jobs_are_submitted_changed_and_ended_from_afar(ways: BothWays, tmp_path
     job = made["job_id"]
     assert ways.afar("hold", job)[2] == f"{job} is held\n"
     assert ways.afar("release", job)[2] == f"{job} is queued\n"
-    assert ways.afar("cancel", job, "--reason", "no more")[2] == f"{job} is cancelled\n"
+    assert ways.afar("stop", job, "--reason", "no more")[2] == f"{job} is cancelled\n"
     assert "reason no more" in ways.both("show", job)[1]
-    assert ways.afar("retry", job)[2] == f"{job} is queued again\n"
+    assert ways.afar("resume", job)[2] == f"{job} is queued again\n"
 
 
 def test_an_array_is_one_transaction_from_afar_too(ways: BothWays, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_an_array_is_one_transaction_from_afar_too(ways: BothWays, tmp_path: Pat
     assert len(out.split()) == 2
     (tmp_path / "lines").write_text('--seed 1\n{"environment": {"LD_PRELOAD": "x"}}\n')
     assert ways.both(*asked, "--label", "a=2", "--", "true")[0] == 2
-    assert "no jobs" in ways.both("jobs", "--label", "a=2")[2]
+    assert "no jobs" in ways.both("list", "--label", "a=2")[2]
 
 
 # --- mistakes
@@ -230,12 +230,12 @@ def test_an_array_is_one_transaction_from_afar_too(ways: BothWays, tmp_path: Pat
 
 def test_mistakes_are_told_in_the_same_words(ways: BothWays, jobs: dict[str, str]) -> None:
     mistakes = (
-        *("show job-none", "cancel {done}", "release {held} {done} --label a=1", "hold {done}"),
+        *("show job-none", "stop {done}", "release {held} {done} --label a=1", "hold {done}"),
         *("fetch {waits}", "fetch {done} nothing.txt", "fetch {done} --epoch 99999"),
-        *("logs {done} --epoch 99999", "jobs --older-than job-none", "vm drain vm-2"),
+        *("logs {done} --epoch 99999", "list --older-than job-none", "vm drain vm-2"),
         *("vm clear-quarantine vm-1 7", "vm trust vm-1 SHA256:{a43}", "vm set vm-1"),
         *("vm set vm-1 --deadman 5", "project set p --max-gpus few", "key revoke nobody"),
-        *("cancel {cancelled} {done} job-none", "retry --name done --status completed"),
+        *("stop {cancelled} {done} job-none", "resume --name done --status completed"),
         "submit --json --gpus 0 --env LD_PRELOAD=x -- true",
         "submit --json --gpus 0 --after job-none -- true",
         "submit --json --gpus 0 --secret NOT_TO_BE_HAD -- true",

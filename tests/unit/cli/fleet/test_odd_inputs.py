@@ -9,7 +9,7 @@ DIGITS = "9" * 5000
 NO_UTF8 = "\udcff"
 ODD = [
     *(f"vm clear-quarantine local {odd}" for odd in (BIG, DIGITS, "²", NO_UTF8)),
-    *(f"vm {verb} {NO_UTF8}" for verb in ("show", "drain", "remove", "lost --yes")),
+    *(f"vm {verb} {NO_UTF8}" for verb in ("show", "drain", "remove", "mark-lost --yes")),
     f"vm show {'x' * 100_000}",
     *(f"vm set local --{what} {NO_UTF8}" for what in ("python", "workdir")),
     *(f"vm set vm-1 --{what}" for what in ("probe '", f"probe {NO_UTF8}", f"label {NO_UTF8}=1")),
@@ -23,7 +23,7 @@ ODD = [
     *(f"project set p --max-gpus {odd}" for odd in (BIG, DIGITS, "٣x")),
     *(f"project set p --weight {odd}" for odd in ("1e300", "1e-300")),
     *(f"project set {odd} --weight 2" for odd in (NO_UTF8, "x" * 100)),
-    *(f"prune --older-than {odd}" for odd in (f"{BIG}d", DIGITS)),
+    *(f"remove --older-than {odd}" for odd in (f"{BIG}d", DIGITS)),
 ]
 
 

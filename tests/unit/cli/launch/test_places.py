@@ -2,7 +2,7 @@
 
 import pytest
 
-from groupwise.cli.launch.places import note_of, ray_cluster
+from groupwise.cli.launch.places import LaunchedJob, ray_cluster
 from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.engines import EngineBackend
 from groupwise.jobs.launch.places import JobBackend, reach
@@ -14,7 +14,7 @@ from groupwise.jobs.launch.places import JobBackend, reach
     ("ray:,http://10.0.0.2:8265", "groupwise-launch"), ("ray:/scratch/me,https://head/ray", "/scratch/me/groupwise-launch"),
 ])  # fmt: skip
 def test_a_place_is_found_by_the_word_that_it_has(word: str, root: str) -> None:
-    place = note_of("j", word, None, None).place
+    place = LaunchedJob(name="j", at=word).note().place
     assert str(place) == word
     assert place.is_here
     assert place.root == root
@@ -33,20 +33,20 @@ def test_of_a_head_elsewhere_all_is_in_the_word() -> None:
 @pytest.mark.parametrize(("word", "why"), [
     ("ray:,ray://head:10001", "the address of Ray's dashboard"), ("ray:,http://h:99999", "the address of Ray's dashboard"),
     ("ray:,http://", "the address of Ray's dashboard"), ("ray:,http://a,http://b", "the address of Ray's dashboard"),
-    ("slurm:/scratch,http://h:1", "a place is wanted"), ("local:here", "a place is wanted"),
+    ("slurm:/scratch,http://h:1", "a place is expected"), ("local:here", "a place is expected"),
     ("moon", "ray:USER@HOST:PORT/SHARED,ADDRESS"),
 ])  # fmt: skip
 def test_what_is_no_place_is_told_with_what_one_is(word: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        note_of("j", word, None, None)
+        LaunchedJob(name="j", at=word).note()
 
 
 @pytest.mark.parametrize(("word", "profile"), [("aws:eu-west-1", "aws"), ("modal", "modal")])
 def test_credentials_of_a_cloud_may_be_those_of_a_profile(word: str, profile: str) -> None:
-    assert note_of("j", word, None, None, profile).place.detail["profile"] == profile
+    assert LaunchedJob(name="j", at=word, profile=profile).note().place.detail["profile"] == profile
 
 
 @pytest.mark.parametrize("word", ["local", "slurm", "modal:mine", "ssh:u@h:22", None])
 def test_a_profile_that_would_have_no_effect_is_refused(word: str | None) -> None:
     with pytest.raises(UsageError, match="profile"):
-        note_of("j", word, None, None, "mine")
+        LaunchedJob(name="j", at=word, profile="mine").note()

@@ -333,7 +333,7 @@ async def test_a_file_that_the_control_side_has_lost_is_no_fault_of_machines(
     said = str(fleet.job("job").failure_reason)
     assert said.startswith("not_provided: the control machine cannot give what the job needs: ")
     assert "train.py is not" in said
-    assert "`groupwise fleet retry job`" in said
+    assert "`groupwise fleet resume job`" in said
     assert value(fleet, VM.launch_failures, VM.vm_id == "a") == 0
 
 

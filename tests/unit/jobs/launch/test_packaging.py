@@ -128,7 +128,7 @@ def test_what_is_taken_along_travels_though_a_run_made_it(packs: Packs, project:
 
 def test_what_the_command_reads_has_to_travel(packs: Packs, project: Path) -> None:
     needs, outside = (str(project / "runs/warm/final"), "task.py"), (str(project.parent),)
-    with pytest.raises(UsageError, match=r" --take runs/warm$"):
+    with pytest.raises(UsageError, match=r" --file runs/warm$"):
         packs(needs=needs)
     packs(needs=needs, take=("runs/warm",))
     with pytest.raises(UsageError, match="outside of the project"):

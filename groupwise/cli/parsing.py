@@ -1,13 +1,9 @@
-"""Parses words of the command line: numbers, `k=v`, `2h`, statuses, settings of a kind.
-
-Each error says what was given and what is wanted.
-"""
+"""Parses words of the command line: `k=v`, `2h`, statuses, settings of a kind. Each error says what was given and what is expected."""
 
 from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -19,67 +15,11 @@ if TYPE_CHECKING:
 
 _PART = re.compile(r"(\d+(?:\.\d+)?)(d|h|min|m|s)?")
 _UNITS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0, "": 1.0}
-NONE = "none"
 _LONG = re.compile(r"(?:\d+(?:\.\d+)?(?:d|h|min|m|s))+")
 
 
-def whole(
-    option: str, example: int, *, least: int = 1, most: int | None = None
-) -> Callable[[str | int], int]:
-    """A parser for an option that takes a whole number. It raises UsageError."""
-
-    def read(word: str | int) -> int:
-        if isinstance(word, int):
-            return word  # the default
-        text = word.strip().replace("_", "")
-        value = int(text) if re.fullmatch(r"[+-]?\d{1,18}", text, re.ASCII) else None
-        if value is None or value < least or (most is not None and value > most):
-            bounds = f"at least {least}" if most is None else f"{least} to {most}"
-            wanted = f"a whole number, {bounds}, as {option} {example}"
-            raise UsageError(f"{option} {word}: what is wanted is {wanted}.")
-        return value
-
-    return read
-
-
-def whole_or_none(
-    option: str, example: int, *, least: int = 1, most: int | None = None
-) -> Callable[[str | int], int | str]:
-    """Like `whole`, for an option that also takes the word `none`."""
-    read_whole = whole(option, example, least=least, most=most)
-
-    def read(word: str | int) -> int | str:
-        if isinstance(word, str) and word.strip().lower() == NONE:
-            return NONE
-        try:
-            return read_whole(word)
-        except UsageError as error:
-            raise UsageError(f"{error.message.removesuffix('.')}, or {NONE}.") from None
-
-    return read
-
-
-def number(option: str, example: str) -> Callable[[str | float], float]:
-    """A parser for an option that takes any number above 0. It raises UsageError."""
-
-    def read(word: str | float) -> float:
-        if isinstance(word, int | float):
-            return word  # the default
-        try:
-            value = float(word)
-        except ValueError:
-            value = math.nan
-        if not 0 < value < math.inf:
-            raise UsageError(
-                f"{option} {word}: what is wanted is a number above 0, as {option} {example}."
-            )
-        return value
-
-    return read
-
-
 def pairs(option: str, words: Iterable[str]) -> dict[str, str]:
-    """Parse `KEY=VALUE` words. Raises UsageError with the first that is none, or that comes twice."""
+    """Parse `KEY=VALUE` words. Raises UsageError for the first word that is not one, or whose key comes twice."""
     found: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -91,15 +31,25 @@ def pairs(option: str, words: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def seconds_of(option: str, text: str) -> float:
-    """Parse `90s`, `30min`, `2h`, `1h30m`, `7d`, or a plain number of seconds."""
-    stripped = text.strip().lower()
-    plain = _PART.fullmatch(stripped)
-    if plain is not None:
-        return float(plain[1]) * _UNITS[plain[2] or ""]
-    if _LONG.fullmatch(stripped):
-        return sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(stripped))
-    raise UsageError(f"{option} {text}: a time is wanted, as 90s, 30min, 2h, 1h30m or 7d.")
+def seconds(option: str, *words: str) -> Callable[[str], float]:
+    """A parser for an option that takes a time in seconds: `90s`, `30min`, `2h`, `1h30m`, `7d`, or a plain number. `words`: words that
+    stand for 0 seconds."""
+
+    def parse(text: str) -> float:
+        stripped = str(text).strip().lower()  # a default comes as a number
+        plain = _PART.fullmatch(stripped)
+        if plain is not None:
+            return float(plain[1]) * _UNITS[plain[2] or ""]
+        if _LONG.fullmatch(stripped):
+            return sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(stripped))
+        if stripped in words:
+            return 0.0
+        either = "".join(f", or {word}" for word in words)
+        raise UsageError(
+            f"{option} {text}: a time is expected, as 90s, 30min, 2h, 1h30m or 7d{either}."
+        )
+
+    return parse
 
 
 def statuses(words: Sequence[str] | None) -> frozenset[JobStatus] | None:
@@ -141,9 +91,9 @@ def json_object(what: str, text: str) -> dict[str, Any]:
     try:
         value: Any = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{what}: this is no JSON: {error}.") from None
+        raise UsageError(f"{what}: this is not JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise UsageError(f'{what}: a JSON object is wanted, as {{"learning_rate": 1e-5}}.')
+        raise UsageError(f'{what}: a JSON object is expected, as {{"learning_rate": 1e-5}}.')
     return cast("dict[str, Any]", value)
 
 

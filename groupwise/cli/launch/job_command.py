@@ -1,4 +1,4 @@
-"""Words of `groupwise launch`: those before `--` are the launcher's, those behind it go to the job untouched."""
+"""The command line of `groupwise launch`: words before `--` are the launcher's own, those behind it go to the job untouched."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
+from groupwise.cli.options import Command
 from groupwise.core.errors import UsageError
 
 SCRIPT = "--script"
@@ -37,7 +37,7 @@ class JobCommand:
         return ("python", self.script, *self.words)
 
 
-class LaunchCommand(TyperCommand):
+class LaunchCommand(Command):
     """A command whose line ends with `-- VERB ARGUMENTS…` or `--script PATH ARGUMENTS…`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -77,10 +77,9 @@ def split(args: Sequence[str]) -> tuple[list[str], JobCommand | None]:
     return [*args], None
 
 
-def job_command(ctx: typer.Context, script: str | None) -> JobCommand:
-    """The command to run; `script` is the value of its option. Raises UsageError if there is none."""
+def job_command(ctx: typer.Context) -> JobCommand:
+    """The command to run. Raises UsageError if there is none."""
     found: JobCommand | None = ctx.meta.get(COMMAND)
-    assert found is None or found.script == script, "the line was split there"
     if found is None:
         raise UsageError(
             f"there is nothing to run. Put a command of groupwise behind `--`, as `{ctx.command_path} -- rl --config C.yaml --task-module "

@@ -1,10 +1,10 @@
-"""Words of `groupwise launch`: what is the launcher's, what is the job's; names; variables from files."""
+"""The command line of `groupwise launch`: what is the launcher's, what is the job's; names; variables from files."""
 
 from pathlib import Path
 
 import pytest
 
-from groupwise.cli.launch.words import JobCommand, environment_of, new_name, split
+from groupwise.cli.launch.job_command import JobCommand, environment_of, new_name, split
 from groupwise.cli.main import main
 from groupwise.core.errors import UsageError
 from groupwise.jobs.hosts.spec import JOB_ID

@@ -1,0 +1,103 @@
+"""Options for the Python environment that jobs run in: of `groupwise fleet vm prepare`, and of `groupwise launch` elsewhere than here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from groupwise.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.jobs.fleet.machines.plans import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentOptions:
+    """The packages of an environment that is made: groupwise as it is here, and the releases installed here."""
+
+    base_python: Annotated[
+        str | None,
+        typer.Option(
+            "--base-python",
+            metavar="P",
+            help="Interpreter there that the environment is made with; default: the version used here.",
+        ),
+    ] = None
+    extra: Annotated[
+        list[str],
+        typer.Option(
+            metavar="E", help="Extra of groupwise to install; default: train. May be repeated."
+        ),
+    ] = field(default_factory=list[str])
+    also: Annotated[
+        list[str],
+        typer.Option(
+            "--with",
+            metavar="NAME",
+            help="Another package, in the release installed here. May be repeated.",
+        ),
+    ] = field(default_factory=list[str])
+    lock: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Releases to install, as pip freeze writes them; hashes may be in it.",
+        ),
+    ] = None
+    wheelhouse: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Install only from the wheels in here; they are sent."),
+    ] = None
+    index_url: Annotated[
+        str | None,
+        typer.Option("--index-url", metavar="URL", help="Package index for pip, instead of PyPI."),
+    ] = None
+
+    def plan(self, **more: Any) -> Plan:
+        """The environment; `more`: further fields of `PrepareOptions`. Raises UsageError for options that cannot work."""
+        from groupwise.jobs.fleet.machines.plans import PrepareOptions, plan_of
+
+        return plan_of(
+            PrepareOptions(
+                extras=self.extra,
+                also=self.also,
+                lock=self.lock,
+                wheelhouse=self.wheelhouse,
+                python=self.base_python,
+                index_url=self.index_url,
+                **more,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteEnvironmentOptions(EnvironmentOptions):
+    """The environment of a job on another machine: one that is made, or one that is there."""
+
+    python: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P",
+            help="Interpreter there that has groupwise; default: one in an environment that is made.",
+        ),
+    ] = None
+
+    @property
+    def is_given(self) -> bool:
+        """True if an option says how the environment is made."""
+        made = (self.base_python, self.extra, self.also, self.lock, self.wheelhouse, self.index_url)
+        return any(made)
+
+    def plan_unless_there(self) -> Plan | None:
+        """The environment to be made there; None: `python` has it. Raises UsageError."""
+        if self.python is None:
+            return self.plan()
+        if self.is_given:
+            raise UsageError(
+                "--python names an environment that is there; --base-python, --extra, --with, --lock, --wheelhouse and --index-url are for "
+                "one that is made."
+            )
+        return None

@@ -1,0 +1,109 @@
+"""Options of commands, declared once: as the fields of dataclasses, which the commands receive.
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class JobFilter:
+        name: Annotated[str | None, typer.Option(metavar="N", help="Only jobs of this name.")] = None
+
+    @command(app, "stop", "cancel")
+    def stop(ids: JobIds, chosen: JobFilter) -> None: ...
+
+A parameter whose type is such a dataclass stands for one option for each of its fields. The first name of a command, and the first long
+name of an option, are the ones that help shows; the others are older spellings, which keep working.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+AnyCommand = TypeVar("AnyCommand", bound=Callable[..., None])
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Write the result as JSON; all else goes to stderr.")
+]
+Follow = Annotated[
+    bool, typer.Option("--follow", "-f", help="Print the log as it grows, until the job has ended.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")]
+
+
+class Command(TyperCommand):
+    """A command that understands older spellings of its options, but does not show them."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.older: list[Any] = []
+        for each in self.params:
+            names = [name for name in each.opts if name.startswith("--")]
+            if len(names) > 1:
+                older = copy(each)
+                older.opts, older.secondary_opts = names[1:], []
+                each.opts = [name for name in each.opts if name not in older.opts]
+                self.older.append(older)
+
+    def make_parser(self, ctx: Any) -> Any:
+        parser = super().make_parser(ctx)
+        for each in self.older:
+            each.add_to_parser(parser, ctx)
+        return parser
+
+
+def command(
+    app: typer.Typer,
+    name: str,
+    *older: str,
+    cls: type[Command] = Command,
+    hidden: bool = False,
+    context_settings: dict[str, Any] | None = None,
+) -> Callable[[AnyCommand], AnyCommand]:
+    """Register a function as a command, and hidden under its older names."""
+
+    def register(function: AnyCommand) -> AnyCommand:
+        expanded = _with_options(function)
+        for each in (name, *older):
+            app.command(
+                each, cls=cls, hidden=hidden or each != name, context_settings=context_settings
+            )(expanded)
+        return function
+
+    return register
+
+
+def _with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """The function with an option for each field of the dataclasses among its parameters."""
+    groups: dict[str, Any] = {}
+    options: list[inspect.Parameter] = []
+    for name, each in inspect.signature(function, eval_str=True).parameters.items():
+        if is_dataclass(each.annotation):
+            groups[name] = each.annotation
+            options += _options_of(each.annotation)
+        else:
+            options.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    def called(**values: Any) -> None:
+        made = {
+            name: group(**{each.name: values.pop(each.name) for each in fields(group)})
+            for name, group in groups.items()
+        }
+        function(**values, **made)
+
+    vars(called)["__signature__"] = inspect.Signature(options)
+    called.__annotations__ = {}
+    called.__doc__ = function.__doc__
+    return called
+
+
+def _options_of(group: Any) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    for each in fields(group):
+        default = inspect.Parameter.empty if each.default is MISSING else each.default
+        if each.default_factory is not MISSING:
+            default = each.default_factory()
+        yield inspect.Parameter(
+            each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[each.name]
+        )
