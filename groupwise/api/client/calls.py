@@ -239,9 +239,8 @@ def _checked(model: type[BaseModel] | TypeAdapter[Any], given: Mapping[str, Any]
         else:
             model.model_validate_json(body)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)
         kind = RewardsRequest if isinstance(model, TypeAdapter) else model
-        raise InvalidRequest.about(Refusal.of_fields(details, kind).problem()) from None
+        raise InvalidRequest.about(Refusal.of_fields(error, kind).problem()) from None
     return body.encode()
 
 

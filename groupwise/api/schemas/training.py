@@ -30,6 +30,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from groupwise.api.schemas.bodies import FailFast
+from groupwise.core.settings.field_errors import GROUP_ID_PATTERN, NAME_PATTERN
 
 MAX_PROMPTS = 256
 """Prompts of one request for completions, and groups of one request with rewards."""
@@ -62,10 +63,6 @@ MAX_WAIT, DEFAULT_WAIT = 600.0, 60.0
 MAX_LEARNING_RATE = 100.0
 TINY = "tiny"
 """The model that every server has: a few thousand random parameters over single characters."""
-
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""Names of runs and checkpoints, which are folders and are addressed as `run@step`."""
-GROUP_ID_PATTERN = r"^[A-Za-z0-9-]+$"
 
 ONE_PLACE: Mapping[str, str] = {
     "sampler.max_completion_length": "give `max_completion_length` instead",
@@ -100,7 +97,7 @@ class ResponseModel(BaseModel):
 
 
 def wrong(field: str, problem: str) -> PydanticCustomError:
-    """An error about a field that depends on other fields; `groupwise.api.schemas.problems.field_errors` adds the field's name."""
+    """An error about a field that depends on other fields; `groupwise.core.settings.field_errors` adds the field's name."""
     return PydanticCustomError("conflict", "{problem}", {"problem": problem, "field": field})
 
 
@@ -221,7 +218,7 @@ def _check_timeout(body: _W) -> _W:
 class StartRequest(Body):
     """The settings of a training. Everything has a default: `{}` trains the model `tiny`."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
+    refused: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     model_id: str = Field(
         default=TINY,

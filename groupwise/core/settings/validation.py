@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from groupwise.core.errors import ConfigError
 from groupwise.core.settings.credentials import explain_secret, is_secret, names_secret
+from groupwise.core.settings.field_errors import field_errors
 from groupwise.core.settings.schema import (
     EACH_VALUE_ALONE,
     Conflict,
@@ -291,7 +292,7 @@ def _explain_value(
     shown = "…" if secret else as_given(given)
     allowed = describe(place.key) if place.key is not None else None
     if allowed is None:
-        return f"{dotted} is {shown}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."
+        return f"{dotted} is {shown}: {field_errors([detail], model)[0].message}."
     if detail["type"] == "too_short":
         least = detail.get("ctx", {}).get("min_length", 1)
         return f"{dotted} is {shown}; it must have at least {least} item{'s' * (least > 1)}."

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from groupwise.core.errors import UsageError
+from groupwise.core.settings.field_errors import field_errors
 from groupwise.jobs.launch.packaging import GRACE_SECONDS
 
 LONGEST_NAME = 50
@@ -207,10 +208,7 @@ def manifests(asked: ManifestOptions) -> list[dict[str, Any]]:
     try:
         found = [_service(asked), _job(asked)] if asked.nodes > 1 else [_job(asked)]
     except ValidationError as error:
-        lines = [
-            f"\n  {'.'.join(map(str, each['loc']))} {each['input']!r}: {each['msg']}"
-            for each in error.errors()
-        ]
+        lines = [f"\n  {each.field} {each.given!r}: {each.message}" for each in field_errors(error)]
         raise UsageError("Kubernetes would not take this:" + "".join(lines)) from None
     return [each.model_dump(mode="json", by_alias=True, exclude_none=True) for each in found]
 
