@@ -60,7 +60,7 @@ from groupwise.tasks.data.config import DataConfig
 from groupwise.tasks.data.reward_hacking_detectors import SignalsConfig
 from groupwise.tasks.rewards.config import DEFAULT_TASK_VARIABLE, RewardsConfig
 from groupwise.tasks.rollouts.config import RolloutConfig
-from groupwise.training.foreign_keys import FOREIGN_TO_RL, FOREIGN_VALUES
+from groupwise.training.foreign_keys import FOREIGN_VALUES, foreign_to_rl
 
 DEFAULT_ALGORITHM = "dr_grpo"
 """Its centred advantages have no difficulty bias and do not explode on tiny spreads."""
@@ -336,7 +336,6 @@ _COMPARING = ("group_baseline", "dynamic_sampling")
 class RunConfig(Strict):
     """One run, of training or evaluation."""
 
-    foreign: ClassVar[Mapping[str, str]] = FOREIGN_TO_RL
     foreign_values: ClassVar[Mapping[tuple[str, str], str]] = FOREIGN_VALUES
 
     model: ModelConfig
@@ -368,6 +367,10 @@ class RunConfig(Strict):
     task: dict[str, Any] = setting(
         {}, "What the task itself reads; free, unless the task brings a schema for it."
     )
+
+    @classmethod
+    def foreign_keys(cls) -> Mapping[str, str]:
+        return foreign_to_rl()
 
     def conflicts(self) -> Iterator[Conflict]:
         """Settings of one section that do not go with another one."""

@@ -22,7 +22,7 @@ from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.settings.tree import read_yaml
 from groupwise.training.checks.foreign_names import DEFAULTS, NO_EQUAL, SAME, WITHOUT_EFFECT
 from groupwise.training.checks.foreign_python import Unread, of_notebook, of_python
-from groupwise.training.foreign_keys import FOREIGN_TO_RL
+from groupwise.training.foreign_keys import foreign_to_rl
 
 ALIASES = {
     "r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save", "random_state": "seed",
@@ -219,7 +219,7 @@ def _refuse_others(file: Path, text: str, found: Mapping[str, Any]) -> None:
                 for path, value in paths.items()
                 if isinstance(value, str | int | float)
                 and not path.startswith("critic")
-                and (advice := FOREIGN_TO_RL.get(path.rpartition(".")[2], "")).startswith(
+                and (advice := foreign_to_rl().get(path.rpartition(".")[2], "")).startswith(
                     "here it is"
                 )
             ]
