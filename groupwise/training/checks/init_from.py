@@ -297,7 +297,7 @@ def _stands_at_default(name: str, value: Any) -> bool:
         return True
     default = DEFAULTS.get(name)
     return name in DEFAULTS and (
-        value in default if isinstance(default, tuple) else value == default
+        value in default if isinstance(default, list) else value == default
     )
 
 
