@@ -537,7 +537,19 @@ def load_config(
     """
     path = Path(source) if isinstance(source, str | Path) else None
     tree = override(given_tree(source), overrides)
-    _correct_for_earlier_policies(tree)
+    # Unless the config says otherwise, correct by importance sampling for completions of earlier
+    # policies, and of engines that round differently from the learner.
+    training = tree.value(("training",))
+    late = (
+        isinstance(training, dict)
+        and cast("dict[str, Any]", training).get("max_off_policy_steps", 0) != 0
+    )
+    elsewhere = tree.value(("sampler", "engine")) == "vllm"
+    again = tree.value(("data", "replay", "mode")) == "completions"
+    algorithm = tree.values.get("algorithm", {})
+    if (late or again or elsewhere) and isinstance(algorithm, dict):
+        knobs = cast("dict[str, Any]", algorithm)
+        tree.values["algorithm"] = {"importance_sampling_correction": "token_truncate"} | knobs
     _take_label_from_environment(tree)
 
     def check(given: Tree) -> list[str]:
@@ -573,22 +585,6 @@ def unknown_callbacks(tree: Tree) -> list[str]:
         for name in names
         if name and (problem := unknown_callback(name))
     ]
-
-
-def _correct_for_earlier_policies(tree: Tree) -> None:
-    """Unless the config says otherwise, correct by importance sampling for completions of earlier policies, and of engines that round
-    differently from the learner."""
-    training = tree.value(("training",))
-    late = (
-        isinstance(training, dict)
-        and cast("dict[str, Any]", training).get("max_off_policy_steps", 0) != 0
-    )
-    elsewhere = tree.value(("sampler", "engine")) == "vllm"
-    again = tree.value(("data", "replay", "mode")) == "completions"
-    algorithm = tree.values.get("algorithm", {})
-    if (late or again or elsewhere) and isinstance(algorithm, dict):
-        knobs = cast("dict[str, Any]", algorithm)
-        tree.values["algorithm"] = {"importance_sampling_correction": "token_truncate"} | knobs
 
 
 def _take_label_from_environment(tree: Tree) -> None:

@@ -202,14 +202,11 @@ class _FieldLocation:
 
     def expected(self) -> str | None:
         """The values that the field accepts, in words."""
-        found = {describe(_field(each)) for each in self._here}
+        found = {
+            describe(each if isinstance(each, FieldInfo) else FieldInfo.from_annotation(each))
+            for each in self._here
+        }
         return found.pop() if len(found) == 1 else None
-
-
-def _field(annotation: Any) -> FieldInfo:
-    return (
-        annotation if isinstance(annotation, FieldInfo) else FieldInfo.from_annotation(annotation)
-    )
 
 
 def _members(annotation: Any) -> Iterator[tuple[str | None, Any]]:
