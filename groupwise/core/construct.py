@@ -16,6 +16,7 @@ from pydantic.errors import PydanticUserError
 
 from groupwise.core.errors import TaskError
 from groupwise.core.plugins import nearest, run_user_code
+from groupwise.core.settings.field_errors import field_errors
 
 
 def instance(kind: type, parameters: Mapping[str, Any], what: str) -> object:
@@ -69,9 +70,7 @@ def _typed(value: Any, hint: Any, what: str) -> Any:
     try:
         return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        reason = error.errors(include_url=False)[0]["msg"]
-        raise TaskError(
-            f"{what} is {json.dumps(value)}: {reason[:1].lower()}{reason[1:]}."
-        ) from None
+        reason = field_errors(error, hint, whole="it")[0]
+        raise TaskError(f"{what} is {json.dumps(value)}; {reason}.") from None
     except PydanticUserError:  # an annotation that pydantic knows nothing of
         return value

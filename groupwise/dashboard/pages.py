@@ -25,6 +25,7 @@ from groupwise.api.http.bodies import BODY_SECONDS, ClientGone
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import MEDIA_TYPE, Refusal
 from groupwise.core.errors import GroupwiseError, RunNotFoundError, UsageError
+from groupwise.core.settings.field_errors import field_errors
 from groupwise.dashboard.access import Visitor, cookie_name
 from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.templates import render
@@ -103,9 +104,8 @@ class Visit:
         try:
             return kind.model_validate(given)
         except ValidationError as error:
-            [first, *_] = error.errors(include_url=False)
-            where = ".".join(str(each) for each in first["loc"])
-            raise UsageError(f"{where}={first['input']!s:.100}: {first['msg']}.") from None
+            first = field_errors(error, kind)[0]
+            raise UsageError(f"{first.field}={first.given!s:.100}: {first.message}.") from None
 
     def said_with(self, **changed: Any) -> str:
         """This page's address with changed parameters; None takes one away."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from pydantic import BaseModel, ValidationError
 
 from groupwise.core.errors import ConfigError
+from groupwise.core.settings.field_errors import field_errors
 from groupwise.core.settings.schema import Strict
 from groupwise.core.settings.tree import tree_of
 from groupwise.core.settings.validation import validate
@@ -55,12 +56,7 @@ def in_words(kind: type[Worded], values: Mapping[str, Any], error: ValidationErr
         validate(kind, tree_of(kind.as_shown(values), kind.__name__))
     except ConfigError as worded:
         return worded
-    lines: list[str] = []
-    for problem in error.errors():
-        place = ".".join(map(str, problem["loc"]))
-        message = problem["msg"].removeprefix("Value error, ").removeprefix("config: ")
-        lines.append(f"{kind.__name__}: {f'{place}: {message}' if place else message}")
-    return ConfigError("\n".join(lines))
+    return ConfigError("\n".join(f"{kind.__name__}: {each}" for each in field_errors(error, kind)))
 
 
 def plain_number(value: Any) -> Any:

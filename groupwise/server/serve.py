@@ -22,7 +22,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic import ValidationError
 from starlette.types import ASGIApp
@@ -31,9 +31,9 @@ from groupwise.api.http.listening import Uvicorn, bound, check_tls, uvicorn_conf
 from groupwise.api.http.listening import address as listening_at
 from groupwise.api.http.logs import configure
 from groupwise.api.schemas.keys import LOCAL, Keyring
-from groupwise.api.schemas.problems import field_errors
 from groupwise.api.schemas.training import EventData, EventKind, StartRequest
 from groupwise.core.errors import ConfigError, GroupwiseError, RunInUseError, UsageError
+from groupwise.core.settings.field_errors import field_errors
 from groupwise.core.settings.tree import read_yaml
 from groupwise.runs.lock import RunLock, holder
 from groupwise.server.app import make_app
@@ -194,10 +194,10 @@ def read_start(path: Path) -> StartRequest:
     try:
         request = StartRequest.model_validate_json(json.dumps(tree.values))
     except ValidationError as error:
-        details = cast("list[dict[str, Any]]", error.errors(include_url=False, include_input=False))
-        for wrong in field_errors(details, StartRequest):
-            where = tree.origin(tuple(wrong.field.split(".")))
-            problems.append(f"{where}: {wrong.field}: {wrong.message}")
+        problems += [
+            f"{tree.origin(tuple(wrong.field.split('.')))}: {wrong}"
+            for wrong in field_errors(error, StartRequest)
+        ]
         raise ConfigError("\n".join(problems)) from None
     if problems:
         raise ConfigError("\n".join(problems))

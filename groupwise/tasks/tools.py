@@ -28,6 +28,7 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 
 from groupwise.api.http.strict_json import NotStrict, parse_inner
 from groupwise.core.errors import TaskError
+from groupwise.core.settings.field_errors import field_errors
 from groupwise.core.types import Message
 from groupwise.tasks.environment import Step, reset_arguments
 
@@ -215,7 +216,7 @@ class ToolEnvironment:
             result = tool(**call.arguments)
             return _result_text(await result if inspect.isawaitable(result) else result)
         except ValidationError as error:
-            return f"error: {_validation(error)}"
+            return f"error: {'; '.join(map(str, field_errors(error)))}"
         except Exception as error:  # noqa: BLE001 — a tool may raise anything, and the policy is told
             return f"error: {type(error).__name__}: {error}"
 
@@ -311,8 +312,3 @@ def _result_text(result: Any) -> str:
         return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError):
         return str(result)
-
-
-def _validation(error: ValidationError) -> str:
-    lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
-    return "; ".join(lines)

@@ -234,7 +234,17 @@ async def start_training(
     if config.model.backend == "tunix":
         return await _by_tunix(config, layout, run, publish_folder)
     if layout.samplers:
-        return await _start_apart(config, layout, run, publish_folder)
+        # Learners and samplers start at the same time.
+        learners, samplers, orders = _halves(config, layout, run, publish_folder)
+        try:
+            await gather_all(
+                half.make(MAKE, order)
+                for half, order in zip((learners, samplers), orders, strict=True)
+            )
+            return _parts_of_halves(learners, samplers, divided=layout.parts > 1)
+        except BaseException:
+            _close(learners, samplers)
+            raise
     made = await _build("training", config, layout, run=run, folder=str(publish_folder))
     if isinstance(made, Calls) and config.sampler.engine == "vllm":
         # The ranks only learn; the first one checks what the servers answer.
@@ -661,19 +671,6 @@ def _first_gpu(layout: Layout) -> int:
     """Index of the first sampler's GPU: the GPUs before it belong to this machine's learners."""
     place = launched()
     return layout.learners if place is None else place.local_count
-
-
-async def _start_apart(config: RunConfig, layout: Layout, run: str, folder: Path) -> Parts:
-    """Learners and samplers, which start at the same time."""
-    learners, samplers, orders = _halves(config, layout, run, folder)
-    try:
-        await gather_all(
-            half.make(MAKE, order) for half, order in zip((learners, samplers), orders, strict=True)
-        )
-        return _parts_of_halves(learners, samplers, divided=layout.parts > 1)
-    except BaseException:
-        _close(learners, samplers)
-        raise
 
 
 def _halves(

@@ -60,7 +60,7 @@ from groupwise.tasks.data.config import DataConfig
 from groupwise.tasks.data.reward_hacking_detectors import SignalsConfig
 from groupwise.tasks.rewards.config import DEFAULT_TASK_VARIABLE, RewardsConfig
 from groupwise.tasks.rollouts.config import RolloutConfig
-from groupwise.training.foreign_keys import FOREIGN_TO_RL, FOREIGN_VALUES
+from groupwise.training.foreign_keys import FOREIGN_VALUES, foreign_to_rl
 
 DEFAULT_ALGORITHM = "dr_grpo"
 """Its centred advantages have no difficulty bias and do not explode on tiny spreads."""
@@ -336,7 +336,6 @@ _COMPARING = ("group_baseline", "dynamic_sampling")
 class RunConfig(Strict):
     """One run, of training or evaluation."""
 
-    foreign: ClassVar[Mapping[str, str]] = FOREIGN_TO_RL
     foreign_values: ClassVar[Mapping[tuple[str, str], str]] = FOREIGN_VALUES
 
     model: ModelConfig
@@ -368,6 +367,10 @@ class RunConfig(Strict):
     task: dict[str, Any] = setting(
         {}, "What the task itself reads; free, unless the task brings a schema for it."
     )
+
+    @classmethod
+    def foreign_keys(cls) -> Mapping[str, str]:
+        return foreign_to_rl()
 
     def conflicts(self) -> Iterator[Conflict]:
         """Settings of one section that do not go with another one."""
@@ -534,7 +537,19 @@ def load_config(
     """
     path = Path(source) if isinstance(source, str | Path) else None
     tree = override(given_tree(source), overrides)
-    _correct_for_earlier_policies(tree)
+    # Unless the config says otherwise, correct by importance sampling for completions of earlier
+    # policies, and of engines that round differently from the learner.
+    training = tree.value(("training",))
+    late = (
+        isinstance(training, dict)
+        and cast("dict[str, Any]", training).get("max_off_policy_steps", 0) != 0
+    )
+    elsewhere = tree.value(("sampler", "engine")) == "vllm"
+    again = tree.value(("data", "replay", "mode")) == "completions"
+    algorithm = tree.values.get("algorithm", {})
+    if (late or again or elsewhere) and isinstance(algorithm, dict):
+        knobs = cast("dict[str, Any]", algorithm)
+        tree.values["algorithm"] = {"importance_sampling_correction": "token_truncate"} | knobs
     _take_label_from_environment(tree)
 
     def check(given: Tree) -> list[str]:
@@ -570,22 +585,6 @@ def unknown_callbacks(tree: Tree) -> list[str]:
         for name in names
         if name and (problem := unknown_callback(name))
     ]
-
-
-def _correct_for_earlier_policies(tree: Tree) -> None:
-    """Unless the config says otherwise, correct by importance sampling for completions of earlier policies, and of engines that round
-    differently from the learner."""
-    training = tree.value(("training",))
-    late = (
-        isinstance(training, dict)
-        and cast("dict[str, Any]", training).get("max_off_policy_steps", 0) != 0
-    )
-    elsewhere = tree.value(("sampler", "engine")) == "vllm"
-    again = tree.value(("data", "replay", "mode")) == "completions"
-    algorithm = tree.values.get("algorithm", {})
-    if (late or again or elsewhere) and isinstance(algorithm, dict):
-        knobs = cast("dict[str, Any]", algorithm)
-        tree.values["algorithm"] = {"importance_sampling_correction": "token_truncate"} | knobs
 
 
 def _take_label_from_environment(tree: Tree) -> None:

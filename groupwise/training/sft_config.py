@@ -37,7 +37,7 @@ from groupwise.training.config import (
     stem_of,
     unknown_callbacks,
 )
-from groupwise.training.foreign_keys import FOREIGN_TO_SFT, FOREIGN_VALUES
+from groupwise.training.foreign_keys import FOREIGN_VALUES, foreign_to_sft
 
 _BOUND = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 _SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
@@ -212,7 +212,6 @@ class SftEvalConfig(Strict):
 class SftConfig(Strict):
     """One supervised run."""
 
-    foreign: ClassVar[Mapping[str, str]] = FOREIGN_TO_SFT
     foreign_values: ClassVar[Mapping[tuple[str, str], str]] = FOREIGN_VALUES
 
     model: ModelConfig
@@ -228,6 +227,10 @@ class SftConfig(Strict):
     task: dict[str, Any] = setting(
         {}, "What the task itself reads; free, unless the task brings a schema for it."
     )
+
+    @classmethod
+    def foreign_keys(cls) -> Mapping[str, str]:
+        return foreign_to_sft()
 
     def conflicts(self) -> Iterator[Conflict]:
         """Keys about rollouts that sinks show, and a backend that is not for this."""

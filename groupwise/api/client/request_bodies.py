@@ -83,9 +83,8 @@ def checked_body(model: type[BaseModel] | TypeAdapter[Any], fields: Mapping[str,
         else:
             model.model_validate_json(body)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)
         kind = RewardsRequest if isinstance(model, TypeAdapter) else model
-        raise InvalidRequest.about(Refusal.of_fields(details, kind).problem()) from None
+        raise InvalidRequest.about(Refusal.of_fields(error, kind).problem()) from None
     return body.encode()
 
 

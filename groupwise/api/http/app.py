@@ -215,15 +215,13 @@ class _StrictRoute(APIRoute):
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> NoReturn:
-    details = list(error.errors())
-    for detail in details:
-        if detail.get("type") == "json_invalid":
-            reason = detail.get("ctx", {}).get("error", "it cannot be read")
-            message = f"the body is no JSON as it is taken here: {reason}"
-            raise Refusal(
-                "invalid_request", message, errors=(FieldError(field="", message=message),)
-            ) from None
     body = cast("APIRoute", request.scope["route"]).body_field
+    details = [
+        # FastAPI's locations begin with the part of the request that is wrong: its body, query, path or a header.
+        {**detail, "loc": detail["loc"][1:]}
+        for detail in error.errors()
+        if body is None or detail["loc"][0] == "body"
+    ]
     raise Refusal.of_fields(details, body.field_info if body else None) from None
 
 

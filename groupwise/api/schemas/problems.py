@@ -11,20 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from groupwise.api.schemas.wording import worded
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.plugins import printable
+from groupwise.core.settings.field_errors import field_errors
 
 MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:groupwise:problem:"
-MOST_FIELD_ERRORS = 50
-"""Fields that one answer names; a body may be wrong in a million places."""
-LONGEST_MESSAGE = 500
-"""Characters that are told of one field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,12 +364,17 @@ class Refusal(GroupwiseError):
         self.retry_after = retry_after
 
     @classmethod
-    def of_fields(cls, details: Iterable[Mapping[str, Any]], model: Any = None) -> Self:
-        """`invalid_request` from pydantic's details of a ValidationError, or FastAPI's of a RequestValidationError.
+    def of_fields(
+        cls, error: ValidationError | Iterable[Mapping[str, Any]], model: Any = None
+    ) -> Self:
+        """`invalid_request` from pydantic's error, or its details: names each field that is wrong.
 
         `model`: the type that the body was read as, where it is known; then the words say more.
         """
-        errors = field_errors(details, model)
+        errors = [
+            FieldError(field=each.field, message=each.message)
+            for each in field_errors(error, model)
+        ]
         return cls("invalid_request", summary_of(errors), errors=errors)
 
     @property
@@ -416,16 +417,6 @@ def _refusal(
     return Refusal(code, detail, errors=errors, retry_after=retry_after)
 
 
-def field_errors(details: Iterable[Mapping[str, Any]], model: Any = None) -> tuple[FieldError, ...]:
-    """Pydantic's details of what is wrong, in the words of this protocol; what was given is never repeated, it may be secret or huge."""
-    found: dict[FieldError, None] = {}
-    for detail in details:
-        found[_field_error(detail, model)] = None
-        if len(found) == MOST_FIELD_ERRORS:
-            break
-    return tuple(found)
-
-
 def summary_of(errors: Sequence[FieldError]) -> str:
     """One line that names the first field that is wrong, and how many more there are."""
     if not errors:
@@ -434,22 +425,3 @@ def summary_of(errors: Sequence[FieldError]) -> str:
     where = f"{first.field}: " if first.field else ""
     more = f" ({len(errors) - 1} more under `errors`)" if len(errors) > 1 else ""
     return f"{where}{first.message}{more}"
-
-
-def _field_error(detail: Mapping[str, Any], model: Any) -> FieldError:
-    location = list(cast("Sequence[int | str]", detail.get("loc", ())))
-    if location and location[0] in ("body", "query", "path", "header"):  # FastAPI says where from
-        model = model if location[0] == "body" else None
-        location = location[1:]
-    message = worded(detail, location, model)
-    context = cast("Mapping[str, Any]", detail.get("ctx") or {})
-    if detail.get("type") == "json_invalid":  # then the place is an offset in the text
-        location = []
-    if isinstance(field := context.get("field"), str) and field:
-        location.append(field)
-    # A part in brackets is a label of a union, not a key: see `groupwise.api.schemas.training`.
-    parts = [str(part) for part in location if not str(part).startswith("(")]
-    return FieldError(
-        field=printable(".".join(parts))[:LONGEST_MESSAGE],
-        message=printable(message)[:LONGEST_MESSAGE],
-    )

@@ -30,7 +30,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from groupwise.api.schemas.bodies import FailFast
-from groupwise.api.schemas.wording import GROUP_ID_PATTERN, NAME_PATTERN
+from groupwise.core.settings.field_errors import GROUP_ID_PATTERN, NAME_PATTERN
 
 MAX_PROMPTS = 256
 """Prompts of one request for completions, and groups of one request with rewards."""
@@ -97,7 +97,7 @@ class ResponseModel(BaseModel):
 
 
 def wrong(field: str, problem: str) -> PydanticCustomError:
-    """An error about a field that depends on other fields; `groupwise.api.schemas.problems.field_errors` adds the field's name."""
+    """An error about a field that depends on other fields; `groupwise.core.settings.field_errors` adds the field's name."""
     return PydanticCustomError("conflict", "{problem}", {"problem": problem, "field": field})
 
 
@@ -211,7 +211,7 @@ def _check_timeout(body: _W) -> _W:
 class StartRequest(Body):
     """The settings of a training. Everything has a default: `{}` trains the model `tiny`."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
+    refused: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     model_id: str = Field(
         default=TINY,

@@ -46,7 +46,12 @@ def end_family(leader: int, mark: str) -> None:
 def end_marked(mark: str) -> None:
     """Kill every process but this one that carries `mark`."""
     for _ in range(_ROUNDS):
-        marked = _marked_processes(mark)
+        wanted, own = f"{MARK}={mark}".encode(), str(os.getpid())
+        marked: list[int] = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # gone meanwhile, or another user's
+                if folder.name != own and wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    marked.append(int(folder.name))
         for process in marked:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
@@ -112,13 +117,3 @@ def signal_when_parent_ends(number: int, parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before the request
         os.kill(os.getpid(), number)
-
-
-def _marked_processes(mark: str) -> list[int]:
-    wanted, own = f"{MARK}={mark}".encode(), str(os.getpid())
-    found: list[int] = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # gone meanwhile, or another user's
-            if folder.name != own and wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found

@@ -44,12 +44,15 @@ class Strict(BaseModel):
     """Keys (`top_p`) and values (`engine=vllm`) of parts that are not in this version."""
     refused: ClassVar[Mapping[str, str]] = {}
     """Keys that one might look for in this section, and why it has none."""
-    foreign: ClassVar[Mapping[str, str]] = {}
-    """Set on the root: names that other frameworks use for a key, and what to write here. `vllm_*` matches by its beginning."""
     foreign_values: ClassVar[Mapping[tuple[str, str], str]] = {}
     """Set on the root: values that people write elsewhere, by key and how Python writes them, and what they are here."""
     type_from: ClassVar[tuple[str, ...]] = ("type",)
     """The keys that decide the type of a section that comes in several types."""
+
+    @classmethod
+    def foreign_keys(cls) -> Mapping[str, str]:
+        """Of the root: names that other frameworks use for a key, and what to write here. `vllm_*` matches by its beginning."""
+        return {}
 
     def conflicts(self) -> Iterable[Conflict]:
         """Conflicts between its keys. Each key is right by itself, whatever else is wrong in the config."""
@@ -175,8 +178,21 @@ def locate(root: type[BaseModel], location: Sequence[int | str]) -> SchemaLocati
 
 
 def refused_keys(model: type[BaseModel]) -> Mapping[str, str]:
-    """`Strict.refused` of a section; empty for a model that is not ours."""
-    return model.refused if issubclass(model, Strict) else {}
+    """The keys that people look for in this model although it has none, and why: the class attribute `refused`, as of `Strict`."""
+    return cast("Mapping[str, str]", getattr(model, "refused", {}))
+
+
+def foreign_advice(root: type[BaseModel], key: str) -> str | None:
+    """What to write in place of another framework's key; None for a name that no framework is known to use."""
+    if not issubclass(root, Strict):
+        return None
+    foreign = root.foreign_keys()
+    by_start = (
+        advice
+        for name, advice in foreign.items()
+        if name.endswith("*") and key.startswith(name[:-1])
+    )
+    return foreign.get(key) or next(by_start, None)
 
 
 def later_keys(model: type[BaseModel]) -> frozenset[str]:

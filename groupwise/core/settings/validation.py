@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from groupwise.core.errors import ConfigError
 from groupwise.core.settings.credentials import explain_secret, is_secret, names_secret
+from groupwise.core.settings.field_errors import field_errors
 from groupwise.core.settings.schema import (
     EACH_VALUE_ALONE,
     Conflict,
@@ -28,6 +29,7 @@ from groupwise.core.settings.schema import (
     Problems,
     SchemaLocation,
     Strict,
+    foreign_advice,
     keys_of,
     later_keys,
     leaves,
@@ -67,7 +69,7 @@ def validate(
         unknown = [
             str(each["loc"][-1]) for each in search.told if each["type"] == "extra_forbidden"
         ]
-        foreign = [key for key in unknown if _foreign_name(model, key)]
+        foreign = [key for key in unknown if foreign_advice(model, key)]
         if len(foreign) >= MANY_FOREIGN and Path(tree.source).is_file():
             problems.append(
                 f"Of these keys {len(foreign)} are other frameworks'. For a config of TRL, open-r1 or Unsloth, `groupwise init --from "
@@ -291,7 +293,7 @@ def _explain_value(
     shown = "…" if secret else as_given(given)
     allowed = describe(place.key) if place.key is not None else None
     if allowed is None:
-        return f"{dotted} is {shown}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."
+        return f"{dotted} is {shown}: {field_errors([detail], model)[0].message}."
     if detail["type"] == "too_short":
         least = detail.get("ctx", {}).get("min_length", 1)
         return f"{dotted} is {shown}; it must have at least {least} item{'s' * (least > 1)}."
@@ -323,7 +325,7 @@ def _explain_unknown(root: type[BaseModel], place: SchemaLocation, at: KeyPath =
         return _Unknown(f"{unknown}; {reason}.")
     if any(key in later_keys(variant) for variant in place.variants.values()):
         return _Unknown(f"{dotted} is not in this version.")
-    if advice := _foreign_name(root, key):
+    if advice := foreign_advice(root, key):
         # It names keys in full, as `training.max_steps`.
         meant = tuple(tuple(name.split(".")) for name in re.findall(r"\w+(?:\.\w+)+", advice))
         return _Unknown(f"{unknown}; {advice}.", meant)
@@ -355,17 +357,6 @@ def _explain_unknown(root: type[BaseModel], place: SchemaLocation, at: KeyPath =
     return _Unknown(
         f"{unknown}; of the {len(known)} keys {section} the nearest are {', '.join(likest)}."
     )
-
-
-def _foreign_name(root: type[BaseModel], key: str) -> str | None:
-    if not issubclass(root, Strict):
-        return None
-    by_start = (
-        advice
-        for name, advice in root.foreign.items()
-        if name.endswith("*") and key.startswith(name[:-1])
-    )
-    return root.foreign.get(key) or next(by_start, None)
 
 
 def _explain_variant(place: SchemaLocation, at: KeyPath) -> _Unknown | None:

@@ -22,6 +22,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from groupwise.core.errors import UsageError
+from groupwise.core.settings.field_errors import field_errors
 from groupwise.jobs.launch.packaging import GRACE_SECONDS
 
 LONGEST_NAME = 50
@@ -88,10 +89,7 @@ def manifests(asked: ManifestOptions) -> list[dict[str, Any]]:
     try:
         TypeAdapter(ManifestOptions).validate_python(asdict(asked))
     except ValidationError as error:
-        lines = [
-            f"\n  {'.'.join(map(str, each['loc']))} {each['input']!r}: {each['msg']}"
-            for each in error.errors()
-        ]
+        lines = [f"\n  {each.field} {each.given!r}: {each.message}" for each in field_errors(error)]
         raise UsageError("Kubernetes would not take this:" + "".join(lines)) from None
     labels = {"app.kubernetes.io/name": "groupwise", "app.kubernetes.io/instance": asked.name}
     metadata: dict[str, Any] = {"name": asked.name, "labels": labels}

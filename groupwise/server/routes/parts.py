@@ -93,9 +93,7 @@ class _Handlers:
                 "invalid_request", f"the body is no JSON as it is taken here: {error.msg}"
             ) from None
         except ValidationError as error:
-            raise Refusal.of_fields(
-                error.errors(include_url=False, include_input=False)  # type: ignore[arg-type]
-            ) from None
+            raise Refusal.of_fields(error) from None
         return _sent(await self.service.call(id, number, call, content, wait))
 
     async def look_at_call(

@@ -35,7 +35,7 @@ from groupwise.api.schemas.training import (
     StepRequest,
     StopAnswer,
 )
-from groupwise.api.schemas.wording import GROUP_ID_PATTERN
+from groupwise.core.settings.field_errors import GROUP_ID_PATTERN
 from groupwise.server.ledger.answers import StoredResponse
 from groupwise.server.routes.context import Context
 from groupwise.server.run.responses import (

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from groupwise.api.schemas.keys import Caller
-from groupwise.api.schemas.problems import FieldError, Refusal, field_errors, summary_of
+from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.training import StartAnswer, StartRequest, StopAnswer
 from groupwise.core import atomic_files
 from groupwise.core.errors import GroupwiseError, UsageError
@@ -283,10 +283,10 @@ def _merged(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:
     try:
         return StartRequest.model_validate_json(json.dumps({**kept, **fresh}))
     except ValidationError as error:
-        errors = field_errors(error.errors(include_url=False), StartRequest)
+        refusal = Refusal.of_fields(error, StartRequest)
         raise Refusal(
             "settings_conflict",
-            f"With the settings of the run that it goes on from: {summary_of(errors)}. What is given anew replaces the earlier setting; "
+            f"With the settings of the run that it goes on from: {refusal.detail}. A value of the request replaces the earlier setting; "
             "null takes one back.",
-            errors=errors,
+            errors=refusal.errors,
         ) from None

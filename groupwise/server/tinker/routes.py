@@ -11,10 +11,10 @@ import asyncio
 import hashlib
 import json
 import logging
+import reprlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -27,6 +27,7 @@ from groupwise.api.http.shared_state import SCOPE, Facts
 from groupwise.api.http.strict_json import LARGE, NotStrict
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
+from groupwise.core.settings.field_errors import field_errors
 from groupwise.server.tinker import answers, requests, translate
 from groupwise.server.tinker.compatibility import refused_route
 from groupwise.server.tinker.refusals import CODES, code_of
@@ -247,7 +248,13 @@ class _Handlers:
                 f"The body is no JSON as it is taken here: {error.msg} (at {error.pos})."
             ) from None
         except ValidationError as error:
-            raise UsageError(_problems(kind, error)) from error
+            wrong = [
+                f"{each} (given: {reprlib.repr(each.given)})"
+                for each in field_errors(error, kind)[:10]
+            ]
+            raise UsageError(
+                f"{kind.__name__} is not what this server takes. " + "; ".join(wrong)
+            ) from error
 
     async def _body(self, request: Request) -> bytes:
         """The body as sent, uncompressed; also used to log why it was refused."""
@@ -431,30 +438,3 @@ async def _healthz(request: Request) -> Response:
 def _sent(answer: BaseModel, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     content = answer.model_dump_json(exclude_none=True)
     return Response(content, status, headers, "application/json")
-
-
-def _problems(kind: type[requests.Body], error: ValidationError) -> str:
-    lines: list[str] = []
-    for each in error.errors(include_url=False, include_context=False)[:10]:
-        given = json.dumps(_beginning(each["input"]), default=str)
-        given = given if len(given) <= 100 else f"{given[:100]}…"
-        lines.append(
-            f"{'.'.join(map(str, each['loc'])) or 'the body'}: {each['msg']} (given: {given})"
-        )
-    return f"{kind.__name__} is not what this server takes. " + "; ".join(lines)
-
-
-def _beginning(value: Any, depth: int = 3) -> Any:
-    """Enough of it for a message, however large it is."""
-    match value:
-        case str():
-            return value[:100]
-        case list() | dict() if depth == 0:
-            return "…"
-        case list():
-            return [_beginning(each, depth - 1) for each in cast("list[Any]", value)[:20]]
-        case dict():
-            entries = islice(cast("dict[str, Any]", value).items(), 20)
-            return {key[:100]: _beginning(each, depth - 1) for key, each in entries}
-        case _:
-            return value

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ValidationError
 
-from groupwise.core.plugins import nearest
+from groupwise.core.settings.field_errors import field_errors
 from groupwise.core.settings.schema import Conflict, Strict, refuse, setting
-from groupwise.core.settings.wording import as_given, describe
+from groupwise.core.settings.wording import as_given
 from groupwise.tasks.data.chat import Prefill, PromptFormat
 from groupwise.tasks.data.curriculum import CurriculumConfig, EasyPoolConfig
 from groupwise.tasks.data.mixture import Join
@@ -19,6 +19,13 @@ from groupwise.tasks.data.replay import ReplayConfig
 
 class MixtureEntry(Strict):
     """One set of `data.dataset_mixture`: a source of rows, or a whole task."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "id": "did you mean source",
+        "path": "did you mean source",
+        "name": "did you mean config",
+        "fraction": "did you mean weight",
+    }
 
     source: str | None = setting(None, "Hub id, file or folder.", min_length=1)
     task: str | None = setting(
@@ -81,21 +88,13 @@ def _problems(given: dict[str, Any]) -> Iterator[str]:
     try:
         entry = mixture_entry(given)
     except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            yield _describe_problem(str(detail["loc"][0]), given)
+        for each in field_errors(error, MixtureEntry):
+            if each.field.split(".")[0] in MixtureEntry.model_fields:
+                yield f"{each.field} is {as_given(each.given)}; it {each.message}"
+            else:
+                yield f"{each.field!r} {each.message.removesuffix('?')}"
     else:
         yield from entry.problems()
-
-
-def _describe_problem(key: str, given: Mapping[str, Any]) -> str:
-    known = MixtureEntry.model_fields
-    if key in known:
-        allowed = describe(known[key]) or "text, or a section with keys of its own"
-        return f"{key} is {as_given(given[key])}; it must be {allowed}"
-    elsewhere = {"id": "source", "path": "source", "name": "config", "fraction": "weight"}
-    near = [elsewhere[key]] if key in elsewhere else nearest(key, known)
-    hint = f"did you mean {' or '.join(near)}" if near else "every set has `source` or `task`"
-    return f"{key!r} is not a key; {hint}"
 
 
 MixtureEntries = Annotated[tuple[dict[str, Any], ...], AfterValidator(_readable)]

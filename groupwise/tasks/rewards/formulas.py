@@ -67,7 +67,8 @@ def _bits(part: ast.expr, functions: Collection[str]) -> Bits:
     """Raises _TooLarge as soon as a part is beyond the bounds, so that no bound is computed from a huge one."""
     match part:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            bits = _of_number(value)
+            bits = math.log2(abs(value)) if value else 0.0
+            bits = Bits(max(bits, 0.0), max(-bits, 0.0))
         case ast.Name():
             bits = Bits(LETTER)
         case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
@@ -93,11 +94,6 @@ def _bits(part: ast.expr, functions: Collection[str]) -> Bits:
     if bits.more > MOST_BITS:
         raise _TooLarge
     return bits
-
-
-def _of_number(value: float) -> Bits:
-    bits = math.log2(abs(value)) if value else 0.0
-    return Bits(max(bits, 0.0), max(-bits, 0.0))
 
 
 def _combine_bits(left: Bits, op: ast.operator, right: Bits) -> Bits:

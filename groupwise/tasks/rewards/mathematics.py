@@ -108,7 +108,17 @@ class MathAnswer:
         if not self.tolerant:
             return float(right)
         if answer is None or not right:
-            return self._distance(answer or "", forms)
+            given = literal_number(answer or "")
+            golds = [gold for gold in map(literal_number, forms) if gold is not None]
+            if given is None or not golds:
+                return self.not_numeric
+            # Relative distance from the nearest gold number; for a gold 0, every other number is at 1.
+            off = min(
+                abs(given - gold) / abs(gold) if gold else Fraction(given != 0) for gold in golds
+            )
+            if off <= Fraction(1, 10):
+                return self.within_10_percent
+            return self.within_20_percent if off <= Fraction(1, 5) else self.wrong
         return self.exact if answer in forms and self._stands(answer, text) else self.trimmed
 
     def _stands(self, answer: str, text: str) -> bool:
@@ -117,17 +127,6 @@ class MathAnswer:
         openings = [*re.finditer(re.escape(opened), text, re.IGNORECASE)]
         pair = re.compile(re.escape(opened + answer + closed), re.IGNORECASE)
         return bool(openings) and pair.match(text, openings[-1].start()) is not None
-
-    def _distance(self, answer: str, forms: Sequence[str]) -> float:
-        given = literal_number(answer)
-        golds = [gold for gold in map(literal_number, forms) if gold is not None]
-        if given is None or not golds:
-            return self.not_numeric
-        # Relative distance from the nearest gold number; for a gold 0, every other number is at 1.
-        off = min(abs(given - gold) / abs(gold) if gold else Fraction(given != 0) for gold in golds)
-        if off <= Fraction(1, 10):
-            return self.within_10_percent
-        return self.within_20_percent if off <= Fraction(1, 5) else self.wrong
 
 
 _GRADES = (3.0, 1.5, 0.5, 0.25, -1.0, -0.5)

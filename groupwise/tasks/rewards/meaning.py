@@ -421,18 +421,14 @@ def _by_percent(gold: Node, answer: Node) -> Verdict:
     alike = _same_value(*inner)
     if gold.kind == answer.kind:
         return alike
-    if alike and _is_below_one(inner[0]):  # 0.5 is 50 %, and not 0.5 %
-        return False
+    if alike and not names_in(inner[0]) and abs(_order(inner[0])) < 1:
+        return False  # 0.5 is 50 %, and not 0.5 %
     return alike or _same_value(
         *(
             Node("/", (node.parts[0], number_node(100))) if node.kind == "percent" else node
             for node in (gold, answer)
         )
     )
-
-
-def _is_below_one(node: Node) -> bool:
-    return not names_in(node) and abs(_order(node)) < 1
 
 
 def _by_value(gold: Node, answer: Node) -> Verdict:

@@ -57,7 +57,18 @@ def load_given(
     """The completions in a file, or in the record of a run. UsageError for what is neither, or does not fit the task."""
     path = Path(source).expanduser()
     if path.is_file():
-        return _of_file(path, train, held_out)
+        by_prompt = {prompt_key(example.prompt): example for example in (*held_out, *train)}
+        by_index = {example.index: example for example in train}
+        found: dict[str, tuple[Example, list[str]]] = {}
+        for place, row in _rows(path):
+            example = _example_of(row, place, by_prompt, by_index)
+            completion = row.get("completion")
+            if not isinstance(completion, str):
+                raise UsageError(f"{place}: `completion` is {completion!r:.40}; expected text.")
+            found.setdefault(prompt_key(example.prompt), (example, []))[1].append(completion)
+        if not found:
+            raise UsageError(f"--completions {path}: the file has no rows. {_EXPECTED}")
+        return [GivenGroup(example, tuple(texts)) for example, texts in found.values()]
     try:
         address = find.resolve(source, runs_dir)
     except RunNotFoundError as error:
@@ -233,21 +244,6 @@ def _compared(groups: Sequence[GivenGroup], tried: Sequence[Sequence[Verdict]]) 
 
 
 # --- reading -------------------------------------------------------------------------------------
-
-
-def _of_file(path: Path, train: Sequence[Example], held_out: Sequence[Example]) -> list[GivenGroup]:
-    by_prompt = {prompt_key(example.prompt): example for example in (*held_out, *train)}
-    by_index = {example.index: example for example in train}
-    found: dict[str, tuple[Example, list[str]]] = {}
-    for place, row in _rows(path):
-        example = _example_of(row, place, by_prompt, by_index)
-        completion = row.get("completion")
-        if not isinstance(completion, str):
-            raise UsageError(f"{place}: `completion` is {completion!r:.40}; expected text.")
-        found.setdefault(prompt_key(example.prompt), (example, []))[1].append(completion)
-    if not found:
-        raise UsageError(f"--completions {path}: the file has no rows. {_EXPECTED}")
-    return [GivenGroup(example, tuple(texts)) for example, texts in found.values()]
 
 
 _EXPECTED = 'Expected one JSON object in each line: {"prompt": …, "completion": "…"} or {"example": 0, "completion": "…"}.'

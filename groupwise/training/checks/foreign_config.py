@@ -20,24 +20,17 @@ from typing import Any, cast
 
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.settings.tree import read_yaml
-from groupwise.training.checks.foreign_names import DEFAULTS, NO_EQUAL, SAME, WITHOUT_EFFECT
+from groupwise.training.checks.foreign_names import (
+    ALIASES,
+    DEFAULTS,
+    NO_EQUAL,
+    SAME,
+    WITHIN,
+    WITHOUT_EFFECT,
+)
 from groupwise.training.checks.foreign_python import Unread, of_notebook, of_python
-from groupwise.training.foreign_keys import FOREIGN_TO_RL
+from groupwise.training.foreign_keys import foreign_to_rl
 
-ALIASES = {
-    "r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save", "random_state": "seed",
-    "reward_functions": "reward_funcs", "model": "model_name_or_path", "model_name": "model_name_or_path",
-    "wandb_log_unique_prompts": "log_unique_prompts", "dtype": "torch_dtype", "use_gradient_checkpointing": "gradient_checkpointing",
-    "activation_checkpointing": "gradient_checkpointing", "num_completions": "num_generations",
-    "vllm_importance_sampling_clip_max": "vllm_importance_sampling_cap", "evaluation_strategy": "eval_strategy", "bias": "lora_bias",
-    "nproc_per_node": "num_processes", "stop_strings": "stop", "min_new_tokens": "min_tokens",
-}  # fmt: skip
-"""Other names of a key, mostly in calls of peft and Unsloth. The usual name has priority."""
-WITHIN = {
-    ("lora", "alpha"): "lora_alpha", ("lora", "dropout"): "lora_dropout", ("lora", "rank"): "lora_r", ("peft", "alpha"): "lora_alpha",
-    ("peft", "dropout"): "lora_dropout", ("model", "name"): "model_name_or_path", ("dataset", "name"): "dataset_name",
-}  # fmt: skip
-"""Short names within sections that users make up."""
 MAPPINGS = frozenset(
     {"chat_template_kwargs", "dataset_mixture", "dataset_mixer", "lr_scheduler_kwargs"}
 )
@@ -219,7 +212,7 @@ def _refuse_others(file: Path, text: str, found: Mapping[str, Any]) -> None:
                 for path, value in paths.items()
                 if isinstance(value, str | int | float)
                 and not path.startswith("critic")
-                and (advice := FOREIGN_TO_RL.get(path.rpartition(".")[2], "")).startswith(
+                and (advice := foreign_to_rl().get(path.rpartition(".")[2], "")).startswith(
                     "here it is"
                 )
             ]
@@ -253,7 +246,7 @@ def _flat(found: Mapping[str, Any], section: str = "") -> dict[str, Any]:
             inner = _flat(cast("Mapping[str, Any]", value), name)
             for key, each in inner.items():
                 _add(flat, key, f"{name}.{key}", each)
-        elif (usual := WITHIN.get((section, name), name)) in ALIASES:
+        elif (usual := WITHIN.get(section, {}).get(name, name)) in ALIASES:
             other[usual] = value
         else:
             _add(flat, usual, f"{section}.{name}", value)

@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.plugins import trains_when_imported
+from groupwise.core.settings.schema import foreign_advice
 from groupwise.tasks.data.config import DatasetConfig
 from groupwise.training.checks.findings import Finding, Findings, OnFinding, Report
 from groupwise.training.checks.foreign_config import read_foreign
@@ -53,8 +54,7 @@ from groupwise.training.checks.foreign_rewards import (
 )
 from groupwise.training.checks.init_choices import Choice
 from groupwise.training.checks.init_file import rendered
-from groupwise.training.config import load_config, resolved
-from groupwise.training.foreign_keys import FOREIGN_TO_RL
+from groupwise.training.config import RunConfig, load_config, resolved
 
 CODE = "init_failed"
 
@@ -297,7 +297,7 @@ def _stands_at_default(name: str, value: Any) -> bool:
         return True
     default = DEFAULTS.get(name)
     return name in DEFAULTS and (
-        value in default if isinstance(default, tuple) else value == default
+        value in default if isinstance(default, list) else value == default
     )
 
 
@@ -343,10 +343,7 @@ def _choose_or_default(made: Translation, key: str, name: str, default: Any) -> 
 def _report_not_taken(made: Translation, name: str) -> None:
     """Report a key that is not taken over."""
     value = made.given[name]
-    patterns = [each for each in FOREIGN_TO_RL if each.endswith("*") and name.startswith(each[:-1])]
-    advice = next(
-        (FOREIGN_TO_RL[each] for each in (name, *patterns) if each in FOREIGN_TO_RL), None
-    )
+    advice = foreign_advice(RunConfig, name)
     if name in NO_EQUAL:
         made.lose(name, f"is not taken over: {NO_EQUAL[name]}")
     elif name in WITHOUT_EFFECT or name.startswith("unsloth_"):

@@ -88,7 +88,15 @@ def write_result(content: Mapping[str, Any], folder: Path, name: str, output: Pa
 
 def read_result(path: Path) -> dict[str, Any]:
     """Read an evaluation's result. UsageError if it is something else, or of a newer format."""
-    content = _read_json(path)
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{path} cannot be read as a result of `groupwise eval`: {error}."
+        ) from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} is no result of `groupwise eval`: it holds no JSON object.")
+    content = cast("dict[str, Any]", content)
     kind = content.get("kind", KIND)
     if kind != KIND:
         raise UsageError(
@@ -143,15 +151,3 @@ KINDS_IN_ROWS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "tokens": ("number or null", _is_number),
 }
 """Required kinds of the values that are computed with."""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{path} cannot be read as a result of `groupwise eval`: {error}."
-        ) from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path} is no result of `groupwise eval`: it holds no JSON object.")
-    return cast("dict[str, Any]", content)

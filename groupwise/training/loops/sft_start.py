@@ -42,7 +42,6 @@ from groupwise.training.loops.sft import SftRun, save, train
 from groupwise.training.loops.sft_completions import Completions
 from groupwise.training.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft, warnings_of
 from groupwise.training.loops.start import (
-    Start,
     StartMode,
     TrainingResult,
     dry_run_warnings,
@@ -53,7 +52,7 @@ from groupwise.training.loops.start import (
     run_with_auto_resume,
     watched,
 )
-from groupwise.training.sft_config import LoadedSftConfig, SftConfig, load_sft_config
+from groupwise.training.sft_config import SftConfig, load_sft_config
 
 logger = logging.getLogger(__name__)
 
@@ -91,23 +90,20 @@ def sft(
 
     def begin(ways: StartMode) -> SftResult:
         with nullcontext() if dry_run else build.expected_ranks(given.config):
-            return _sft(find_start(given, ways, KIND), task, dry_run=dry_run)
+            start = find_start(given, ways, KIND)
+            prepared = prepare_sft(start.loaded, task, start.rows_read)
+            resumption = start.resumption(prepared)
+            if dry_run:
+                place = check_folder(prepared, start.point)
+                return SftResult(plan_sft(prepared, dry_run_warnings(resumption)), place)
+            noted = {
+                "examples": len(prepared.lessons.lessons),
+                "rows_dropped_as_too_long": prepared.lessons.dropped,
+            }
+            with opened(prepared, start, KIND, noted) as (folder, ready):
+                return run_to_end(_run_in(folder, ready, resumption))
 
     return run_with_auto_resume(begin, ways, given)
-
-
-def _sft(start: Start[LoadedSftConfig], task: object, *, dry_run: bool) -> SftResult:
-    prepared = prepare_sft(start.loaded, task, start.rows_read)
-    resumption = start.resumption(prepared)
-    if dry_run:
-        place = check_folder(prepared, start.point)
-        return SftResult(plan_sft(prepared, dry_run_warnings(resumption)), place)
-    noted = {
-        "examples": len(prepared.lessons.lessons),
-        "rows_dropped_as_too_long": prepared.lessons.dropped,
-    }
-    with opened(prepared, start, KIND, noted) as (folder, ready):
-        return run_to_end(_run_in(folder, ready, resumption))
 
 
 async def _run_in(

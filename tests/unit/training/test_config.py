@@ -22,7 +22,7 @@ from groupwise.training.config import (
     view,
     with_task_schema,
 )
-from groupwise.training.foreign_keys import FOREIGN_TO_RL
+from groupwise.training.foreign_keys import foreign_to_rl
 from groupwise.training.sft_config import sft_schema
 
 MINIMAL: dict[str, Any] = {"model": {"name": "tiny"}}
@@ -65,10 +65,10 @@ def test_the_json_schemas_are_up_to_date(name: str, schema: str) -> None:
 
 def test_foreign_names_are_not_keys_here_and_point_to_keys_that_exist() -> None:
     known = {leaf.path[-1] for leaf in leaves(RunConfig)}
-    assert known.isdisjoint(FOREIGN_TO_RL)
+    assert known.isdisjoint(foreign_to_rl())
     sections = {leaf.path[0] for leaf in leaves(RunConfig)}
     keys = {".".join(leaf.path) for leaf in leaves(RunConfig)}
-    for advice in FOREIGN_TO_RL.values():
+    for advice in foreign_to_rl().values():
         named = [word.strip(".,") for word in advice.split() if word.split(".")[0] in sections]
         assert all(name in keys for name in named if "." in name), advice
 

@@ -13,7 +13,7 @@ from groupwise.core.errors import ConfigError
 from groupwise.tasks.rewards.registry import registered_rewards
 from groupwise.training.callbacks.registry import BUILTIN
 from groupwise.training.config import load_config
-from groupwise.training.foreign_keys import FOREIGN_TO_RL, FOREIGN_TO_SFT
+from groupwise.training.foreign_keys import foreign_to_rl, foreign_to_sft
 from groupwise.training.sft_config import load_sft_config
 
 
@@ -62,7 +62,7 @@ def test_a_supervised_run_is_told_what_it_has(name: str, said: str) -> None:
 def test_parameters_of_rewards_and_callbacks_are_there() -> None:
     kinds: dict[str, Mapping[str, Any]] = {"reward": registered_rewards(), "callback": BUILTIN}
     found = 0
-    for advice in {*FOREIGN_TO_RL.values(), *FOREIGN_TO_SFT.values()}:
+    for advice in {*foreign_to_rl().values(), *foreign_to_sft().values()}:
         for parameter, kind, name in re.findall(r"`(\w+)` of the (reward|callback) (\w+)", advice):
             assert parameter in inspect.signature(kinds[kind][name]).parameters, advice
             found += 1

@@ -18,8 +18,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from groupwise.api.schemas.fleet import EngineBody
-from groupwise.api.schemas.problems import field_errors
 from groupwise.core.errors import UsageError
+from groupwise.core.settings.field_errors import field_errors
 from groupwise.jobs.clouds.engines import ENGINES, EngineRequest
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.hosts.driver import Engine
@@ -60,7 +60,8 @@ def elastic_of(document: object) -> Elastic | None:
     try:
         said = EngineBody.model_validate(document)
     except ValidationError as error:
-        return Elastic(EngineBody(name="unreadable"), f"its engine: {'; '.join(_told(error))}")
+        wrong = "; ".join(map(str, field_errors(error, EngineBody)))
+        return Elastic(EngineBody(name="unreadable"), f"its engine: {wrong}")
     found = _unusable(said)
     return Elastic(said, found and f"its engine: {found}")
 
@@ -70,14 +71,9 @@ def problems(document: Mapping[str, Any]) -> list[str]:
     try:
         said = EngineBody.model_validate(dict(document))
     except ValidationError as error:
-        return [f"engine.{each}" for each in _told(error)]
+        return [f"engine.{each}" for each in field_errors(error, EngineBody)]
     found = _unusable(said)
     return [] if found is None else [f"engine: {found}"]
-
-
-def _told(error: ValidationError) -> list[str]:
-    told = field_errors([dict(detail) for detail in error.errors()], EngineBody)
-    return [f"{each.field}: {each.message}" for each in told]
 
 
 def _unusable(said: EngineBody) -> str | None:

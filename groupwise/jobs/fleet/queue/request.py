@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from groupwise.api.schemas.bodies import FailFast
-from groupwise.api.schemas.problems import field_errors
 from groupwise.core.errors import UsageError
+from groupwise.core.settings.field_errors import field_errors
 from groupwise.jobs.fleet.queue.failures import CHARGED_RETRIES, RetryPolicy
 from groupwise.jobs.fleet.queue.resources import MOST_MB, Resources
 from groupwise.jobs.fleet.queue.resources import problems as resource_problems
@@ -213,9 +213,7 @@ def _read(model: type[M], document: Mapping[str, Any]) -> M:
     try:
         return model.model_validate(dict(document))
     except ValidationError as error:
-        details = [dict(detail) for detail in error.errors()]
-        told = field_errors(details, model)
-        raise InvalidRequest(f"{each.field}: {each.message}" for each in told) from error
+        raise InvalidRequest(map(str, field_errors(error, model))) from error
 
 
 def problems(request: Beyond) -> list[str]:

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from groupwise.api.schemas.bodies import FailFast
 from groupwise.api.schemas.fleet import MOST_GPUS
-from groupwise.api.schemas.problems import field_errors
 from groupwise.core.errors import UsageError
+from groupwise.core.settings.field_errors import field_errors
 
 MOST_MACHINES = 1024
 MOST_MB = 2**31 - 1
@@ -115,8 +115,7 @@ def from_json(document: Mapping[str, Any]) -> Resources:
     try:
         resources = Resources.model_validate(dict(document))
     except ValidationError as error:
-        told = field_errors([dict(detail) for detail in error.errors()], Resources)
-        raise UsageError("\n".join(f"{e.field}: {e.message}" for e in told)) from error
+        raise UsageError("\n".join(map(str, field_errors(error, Resources)))) from error
     if found := problems(resources):
         raise UsageError("\n".join(found))
     return resources

@@ -12,8 +12,9 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.idempotency import key_problem
-from groupwise.api.schemas.problems import LONGEST_MESSAGE, FieldError, Refusal
+from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.core.errors import UsageError
+from groupwise.core.settings.field_errors import LONGEST_MESSAGE
 from groupwise.jobs.fleet.queue import admission
 from groupwise.jobs.fleet.queue import pending_reasons as waits
 from groupwise.jobs.fleet.queue.placement import Placement

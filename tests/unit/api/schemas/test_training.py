@@ -3,7 +3,6 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from groupwise.api.schemas.problems import field_errors
 from groupwise.api.schemas.training import (
     REWARDS_REQUEST,
     Body,
@@ -13,6 +12,7 @@ from groupwise.api.schemas.training import (
     StartRequest,
     StepRequest,
 )
+from groupwise.core.settings.field_errors import field_errors
 
 PROMPTS = "must be text, or a list of messages"
 ONE: dict[str, Any] = {"group_id": "g-1", "rewards": [1]}
@@ -86,7 +86,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "body", "field", "told"), CASES)
-def test_what_is_wrong_is_told_with_its_field(model: Any, body: Any, field: str, told: str) -> None:
+def test_wrong_fields_are_named(model: Any, body: Any, field: str, told: str) -> None:
     adapter = REWARDS_REQUEST if model is RewardsRequest else TypeAdapter(model)
     with pytest.raises(ValidationError) as wrong:
         adapter.validate_python(body)

@@ -33,8 +33,6 @@ class Square(Strict):
 
 
 class Root(Strict):
-    foreign: ClassVar[Mapping[str, str]] = {"lr": "here it is rate", "vllm_*": "there is no vllm"}
-
     title: str = setting(..., "What it is called.", min_length=1)
     rate: float = setting(1e-5, "Step size | peak.", gt=0, le=1, on_resume="free")
     big: bool = setting(False, "Whether it is big.")
@@ -42,6 +40,10 @@ class Root(Strict):
     spare: Engine | None = setting(None, "A second engine; null: none.")
     shape: Annotated[Circle | Square, Field(discriminator="type")] = Circle()
     task: dict[str, Any] = setting({}, "Free.")
+
+    @classmethod
+    def foreign_keys(cls) -> Mapping[str, str]:
+        return {"lr": "here it is rate", "vllm_*": "there is no vllm"}
 
 
 def write(folder: Path, text: str, name: str = "c.yaml") -> Path:
