@@ -20,8 +20,8 @@ from groupwise.core.errors import StoreError
 from groupwise.runs import text_index
 from groupwise.runs.schema import (
     APPLICATION_ID,
+    LENGTHS_SINCE,
     MIGRATIONS,
-    SIGNS_SINCE,
     SINCE,
     TABLES_SINCE,
     TASKS_SINCE,
@@ -50,9 +50,9 @@ class Database:
         """True if the full-text index can be used and must be kept up to date."""
         self.tasks_indexed = version(connection) >= TASKS_SINCE
         """True if tables and indexes have tasks; else each group's is read from its columns."""
-        self.lengths_indexed = version(connection) >= SIGNS_SINCE
-        """True if there are indexes of lengths and of cut-off rollouts, and signs in the full-text index."""
-        connection.create_function("lowered", 1, _lowered, deterministic=True)
+        self.lengths_indexed = version(connection) >= LENGTHS_SINCE
+        """True if there are indexes of lengths and of cut-off rollouts."""
+        connection.create_function("lowered", 1, text_index.lowered, deterministic=True)
         self._connection = connection
         self._lock = threading.RLock()
 
@@ -176,13 +176,6 @@ class Database:
         with self._lock, explained(self.path):
             text_index.prepare(self._connection, force=True)
             self.indexed = text_index.is_usable(self._connection)
-
-
-def _lowered(text: Any) -> Any:
-    """`lower` for letters of all scripts."""
-    if isinstance(text, bytes):
-        text = text.decode("utf-8", "replace")
-    return text.lower() if isinstance(text, str) else text
 
 
 def _connect_reader(path: Path) -> sqlite3.Connection:
