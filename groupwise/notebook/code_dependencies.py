@@ -66,12 +66,16 @@ def globals_used(function: FunctionType) -> dict[str, Any]:
 def captured_values(function: FunctionType) -> dict[str, Any]:
     """Values that a function holds: its closure, its defaults by the names of the parameters, and its attributes."""
     code = function.__code__
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    cells: dict[str, Any] = {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        cells[name] = None
+        with suppress(ValueError):  # nothing is in it yet
+            cells[name] = cell.cell_contents
     defaults = function.__defaults__ or ()
     named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     return {
         **(vars(function) if is_users_function(function) else {}),
-        **{name: _cell_content(cell) for name, cell in cells},
+        **cells,
         **dict(zip(named, defaults, strict=True)),
         **(function.__kwdefaults__ or {}),
     }
@@ -107,13 +111,6 @@ def _module_parts(
             yield from _module_parts(inside, names, (*above, module))
         elif name in vars(module):
             yield whole_name(module.__name__, name), inside
-
-
-def _cell_content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing yet
-        return None
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
@@ -217,7 +214,7 @@ def parts_of(value: Any) -> Mapping[str, Any] | None:
         return {
             name: part
             for name, part in parts.items()
-            if isinstance(part, given) or _is_users_code(part)
+            if isinstance(part, given) or is_users_code(part)
         }
     if isinstance(value, type):
         return _of_class(cast("type[object]", value))
@@ -237,7 +234,7 @@ def parts_of(value: Any) -> Mapping[str, Any] | None:
     return state_of(value) if is_users_class(type(cast("object", value))) else None
 
 
-def _is_users_code(value: Any) -> bool:
+def is_users_code(value: Any) -> bool:
     return isinstance(value, FunctionType) and is_users_function(value)
 
 
@@ -283,37 +280,15 @@ def _fields(value: Any) -> dict[str, Any] | None:
 
 def state_of(value: Any) -> dict[str, Any]:
     """An object's slots and attributes."""
-    found: dict[str, Any] = {}
-    for kind in reversed(type(value).__mro__):
-        named = kind.__dict__.get("__slots__", ())
-        for name in (named,) if isinstance(named, str) else named:
-            hidden = name.startswith("__") and not name.endswith("__")
-            place = f"_{kind.__name__.lstrip('_')}{name}" if hidden else name
-            if not place.startswith("__"):
-                found[place] = getattr(value, place, None)
-    held = getattr(value, "__dict__", None)
-    return {**found, **(cast("dict[str, Any]", held) if isinstance(held, dict) else {})}
-
-
-def users_code_in(value: Any) -> dict[str, Any]:
-    """Functions of the user's that an object of a library holds, as one of `numpy.vectorize`."""
-    held = getattr(value, "__dict__", {})
-    return {name: each for name, each in held.items() if _is_users_code(each)}
+    state: Any = object.__getstate__(value)
+    attributes, slots = cast("tuple[Any, Any]", state) if type(state) is tuple else (state, None)
+    named = cast("dict[str, Any]", slots or {}).items()
+    return {name: each for name, each in named if not name.startswith("__")} | (attributes or {})
 
 
 def is_collection(value: Any) -> bool:
     """True if it is a container of other values."""
     return isinstance(value, list | tuple | set | frozenset | dict)
-
-
-def is_array(value: Any) -> bool:
-    """True for an array of numpy or the like."""
-    return _has(value, "tobytes", "tolist", "shape", "dtype")
-
-
-def is_pattern(value: Any) -> bool:
-    """True for a pattern of `re` or `regex`."""
-    return _has(value, "pattern", "flags", "fullmatch")
 
 
 def is_silent(value: Any) -> bool:
@@ -328,6 +303,6 @@ def is_silent(value: Any) -> bool:
     )
 
 
-def _has(value: Any, *names: str) -> bool:
+def has(value: Any, *names: str) -> bool:
     """True if its class has all these names; the class decides, since an object may answer to any name."""
     return all(hasattr(cast("type[object]", type(value)), name) for name in names)

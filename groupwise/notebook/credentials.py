@@ -45,8 +45,13 @@ def provide(config: TrainingConfig) -> dict[str, str]:
     sources: dict[str, Callable[[str], str | None]] = {
         CONFIG: from_config,
         "the environment": _from_outside,
-        **_secrets_of_services(),
     }
+    with suppress(ImportError):
+        userdata: Any = importlib.import_module("google.colab.userdata")
+        sources["Colab's secrets"] = userdata.get
+    with suppress(Exception):  # the client looks for its service when it is made
+        client: Any = importlib.import_module("kaggle_secrets").UserSecretsClient()
+        sources["Kaggle's secrets"] = client.get_secret
     found: dict[str, str] = {}
     for field in SECRETS:
         name = field.upper()
@@ -70,15 +75,3 @@ def _from_outside(name: str) -> str | None:
     """The variable's value, or the one it had before a value was put there."""
     value, put = os.environ.get(name), _put.get(name)
     return put.before if put is not None and put.value == value else value
-
-
-def _secrets_of_services() -> dict[str, Callable[[str], str | None]]:
-    """How to ask Colab and Kaggle for a secret, if the notebook runs there."""
-    found: dict[str, Callable[[str], str | None]] = {}
-    with suppress(ImportError):
-        userdata: Any = importlib.import_module("google.colab.userdata")
-        found["Colab's secrets"] = userdata.get
-    with suppress(Exception):  # the client looks for its service when it is made
-        client: Any = importlib.import_module("kaggle_secrets").UserSecretsClient()
-        found["Kaggle's secrets"] = client.get_secret
-    return found

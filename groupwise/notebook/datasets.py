@@ -82,14 +82,9 @@ def register_dataset(name: str, loader: Loader) -> None:
     _REGISTERED[name] = loader
 
 
-def dataset_names() -> list[str]:
-    """All names that `dataset` may have, besides hub ids and files."""
-    return [*_BUILT_IN, *_REGISTERED]
-
-
 def dataset_of(config: TrainingConfig) -> str:
     """The dataset that the config means. Raises TaskError where it names none, or one that is not there."""
-    known, name = dataset_names(), config.dataset
+    known, name = [*_BUILT_IN, *_REGISTERED], config.dataset
     if name is None and config.use_openrubrics:
         return "openrubrics"
     if name is None:
@@ -111,7 +106,22 @@ def prepare_datasets(config: TrainingConfig) -> tuple[Rows, Rows]:
 
     Shuffled by the seed; train_fraction of the rows are trained on, at least one and all but one.
     """
-    train, test = split_rows(_load_rows(config), dataset_of(config), config)
+    name = dataset_of(config)
+    if name in _BUILT_IN:
+        rows = _BUILT_IN[name](config)
+    elif name in _REGISTERED:
+        rows = _of_loader(name, _REGISTERED[name], config)
+    else:
+        found = read_source(name, limit=config.dataset_max, seed=config.seed)
+        there = list(dict.fromkeys(column for row in found for column in row))
+        # Known columns are renamed to lower case, such as `Question` to `question`, unless a column has that name.
+        first = {column.lower(): column for column in reversed(there)}
+        ours = {first[name]: name for name in KNOWN & first.keys() - {*there}}
+        found = [{ours.get(column, column): cell for column, cell in row.items()} for row in found]
+        columns = {ours.get(column, column) for column in there}
+        by_rubric = columns.intersection(rubric_answers.COLUMNS["rubric"])
+        rows = _of_rubrics(found, name) if by_rubric else _of_answers(found, name)
+    train, test = split_rows(rows, name, config)
     return with_prompts(train, config), with_prompts(test, config)
 
 
@@ -143,24 +153,6 @@ _BUILT_IN: dict[str, Callable[[TrainingConfig], Rows]] = {
     "gsm8k": _gsm8k,
     "arithmetic": _arithmetic,
 }
-
-
-def _load_rows(config: TrainingConfig) -> Rows | tuple[Rows, Rows]:
-    """The usable rows of the config's dataset; two parts, if a registered loader returns two."""
-    name = dataset_of(config)
-    if name in _BUILT_IN:
-        return _BUILT_IN[name](config)
-    if name in _REGISTERED:
-        return _of_loader(name, _REGISTERED[name], config)
-    rows = read_source(name, limit=config.dataset_max, seed=config.seed)
-    there = list(dict.fromkeys(column for row in rows for column in row))
-    # Known columns are renamed to lower case, such as `Question` to `question`, unless a column has that name.
-    first = {column.lower(): column for column in reversed(there)}
-    ours = {first[name]: name for name in KNOWN & first.keys() - {*there}}
-    rows = [{ours.get(column, column): cell for column, cell in row.items()} for row in rows]
-    columns = {ours.get(column, column) for column in there}
-    by_rubric = columns.intersection(rubric_answers.COLUMNS["rubric"])
-    return _of_rubrics(rows, name) if by_rubric else _of_answers(rows, name)
 
 
 def _of_rubrics(rows: Sequence[Row], name: str) -> Rows:

@@ -32,17 +32,16 @@ from groupwise.notebook.code_dependencies import (
     CONSTANTS,
     SAID,
     globals_used,
-    is_array,
+    has,
     is_collection,
     is_global,
-    is_pattern,
     is_silent,
     is_users_class,
+    is_users_code,
     is_users_function,
     parts_of,
     place_of,
     state_of,
-    users_code_in,
 )
 
 DEEPEST = 4
@@ -202,7 +201,10 @@ class Look:
             if not is_silent(value):
                 self.unseen.setdefault(name, place_of(kind))
             called = getattr(value, "__name__", "")
-            content = [called if isinstance(called, str) else "", describe(users_code_in(value))]
+            # Those of an object of `numpy.vectorize` are an example.
+            held = getattr(value, "__dict__", {}).items()
+            code = {name: each for name, each in held if is_users_code(each)}
+            content = [called if isinstance(called, str) else "", describe(code)]
         return [self._class(kind), content]
 
     def _elements(self, name: str, value: Any, within: Within) -> Any:
@@ -239,9 +241,9 @@ class Look:
         if isinstance(value, _BUILT_IN):
             owner = getattr(value, "__self__", None)
             return [value.__qualname__, "" if isinstance(owner, ModuleType) else describe(owner)]
-        if is_pattern(value):
+        if has(value, "pattern", "flags", "fullmatch"):  # of `re` or `regex`
             return [repr(value.pattern), value.flags]
-        if is_array(value):
+        if has(value, "tobytes", "tolist", "shape", "dtype"):  # an array of numpy or the like
             objects = getattr(value.dtype, "hasobject", False)  # their bytes would be addresses
             held = (
                 describe(value.tolist()) if objects else hashlib.sha256(value.tobytes()).hexdigest()

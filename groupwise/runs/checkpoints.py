@@ -241,7 +241,23 @@ def _manifest(
 
 
 def _read_checkpoint(path: Path, verify: bool) -> Checkpoint:
-    content = _read_manifest(path)
+    try:
+        content = json.loads((path / MANIFEST).read_bytes())
+    except FileNotFoundError as error:
+        raise _Damaged(f"{MANIFEST} is missing, it was not finished") from error
+    except (OSError, ValueError) as error:
+        raise _Damaged(f"{MANIFEST} cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise _Damaged(f"{MANIFEST} is not a manifest")
+    content = cast("dict[str, Any]", content)
+    found = content.get("format")
+    if not isinstance(found, int):
+        raise _Damaged(f"{MANIFEST} does not say which format it has")
+    if found > FORMAT:
+        raise ResumeMismatchError(
+            f"the checkpoint {path} has format {found}; this version of Groupwise reads formats up to {FORMAT}. "
+            "It was written by a newer version: upgrade Groupwise to use it."
+        )
     try:
         checkpoint = Checkpoint(
             step=int(content["step"]),
@@ -257,27 +273,6 @@ def _read_checkpoint(path: Path, verify: bool) -> Checkpoint:
         raise _Damaged(f"{MANIFEST} speaks of step {checkpoint.step}")
     _check_files(path, checkpoint.files, contents=verify)
     return checkpoint
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((path / MANIFEST).read_bytes())
-    except FileNotFoundError as error:
-        raise _Damaged(f"{MANIFEST} is missing, it was not finished") from error
-    except (OSError, ValueError) as error:
-        raise _Damaged(f"{MANIFEST} cannot be read ({error})") from error
-    if not isinstance(content, dict):
-        raise _Damaged(f"{MANIFEST} is not a manifest")
-    manifest = cast("dict[str, Any]", content)
-    found = manifest.get("format")
-    if not isinstance(found, int):
-        raise _Damaged(f"{MANIFEST} does not say which format it has")
-    if found > FORMAT:
-        raise ResumeMismatchError(
-            f"the checkpoint {path} has format {found}; this version of Groupwise reads formats up to {FORMAT}. "
-            "It was written by a newer version: upgrade Groupwise to use it."
-        )
-    return manifest
 
 
 def _check_files(path: Path, files: Mapping[str, FileEntry], *, contents: bool) -> None:

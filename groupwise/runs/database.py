@@ -20,8 +20,8 @@ from groupwise.core.errors import StoreError
 from groupwise.runs import text_index
 from groupwise.runs.schema import (
     APPLICATION_ID,
+    LENGTHS_SINCE,
     MIGRATIONS,
-    SIGNS_SINCE,
     SINCE,
     TABLES_SINCE,
     TASKS_SINCE,
@@ -50,9 +50,9 @@ class Database:
         """True if the full-text index can be used and must be kept up to date."""
         self.tasks_indexed = version(connection) >= TASKS_SINCE
         """True if tables and indexes have tasks; else each group's is read from its columns."""
-        self.lengths_indexed = version(connection) >= SIGNS_SINCE
-        """True if there are indexes of lengths and of cut-off rollouts, and signs in the full-text index."""
-        connection.create_function("lowered", 1, _lowered, deterministic=True)
+        self.lengths_indexed = version(connection) >= LENGTHS_SINCE
+        """True if there are indexes of lengths and of cut-off rollouts."""
+        connection.create_function("lowered", 1, text_index.lowered, deterministic=True)
         self._connection = connection
         self._lock = threading.RLock()
 
@@ -69,7 +69,15 @@ class Database:
     @classmethod
     def open_for_reading(cls, path: Path) -> Database:
         """Open an existing file without writing to it. One of an older format looks like one of the newest."""
-        with explained(path), closed_on_failure(_connect_reader(path)) as connection:
+        with explained(path):
+            connection = connect(path, "ro")
+            try:
+                connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+            except sqlite3.OperationalError:
+                # In a folder that may not be written to, the writer's files cannot be shared: what was checkpointed is seen.
+                connection.close()
+                connection = connect(path, "ro&immutable=1")
+        with explained(path), closed_on_failure(connection):
             check_format(path, connection, FORMAT)
             if version(connection) == 0:
                 raise StoreError(f"{path} is empty: nothing was recorded in it.")
@@ -176,24 +184,6 @@ class Database:
         with self._lock, explained(self.path):
             text_index.prepare(self._connection, force=True)
             self.indexed = text_index.is_usable(self._connection)
-
-
-def _lowered(text: Any) -> Any:
-    """`lower` for letters of all scripts."""
-    if isinstance(text, bytes):
-        text = text.decode("utf-8", "replace")
-    return text.lower() if isinstance(text, str) else text
-
-
-def _connect_reader(path: Path) -> sqlite3.Connection:
-    """Readers of a folder that they may not write to cannot share the writer's files; they see what was checkpointed."""
-    connection = connect(path, "ro")
-    try:
-        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-    except sqlite3.OperationalError:
-        connection.close()
-        return connect(path, "ro&immutable=1")
-    return connection
 
 
 def _show_as_newest(connection: sqlite3.Connection) -> None:

@@ -18,7 +18,7 @@ from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import label
 from groupwise.runs.records import RolloutFilter
 from groupwise.runs.tables import task_label
-from groupwise.runs.text_index import RequiredTerms, wanted_of
+from groupwise.runs.text_index import terms_of, trigram_query
 
 USUAL_MEMBERS = 8
 """Usual number of members of a group."""
@@ -39,8 +39,6 @@ class Plan:
     """The condition that few rollouts meet; None: rollouts are gone through in order."""
     indexed: bool = True
     """There is a full-text index."""
-    signs: bool = True
-    """It has signs; one of an earlier format has none."""
     by_column: bool = True
     """Rollouts have a column for their task; of an earlier format, the groups of a task are found first."""
     several: bool = True
@@ -49,12 +47,11 @@ class Plan:
 
 def plan_of(db: Database, wanted: RolloutFilter, few: int) -> Plan:
     """Choose the condition to begin with: the one that fewest rollouts meet, if they are less than `few`."""
-    signs = db.indexed and db.lengths_indexed
     several = wanted.part is not None
     if several and db.lengths_indexed:  # else it is not quickly known
         query = "SELECT EXISTS (SELECT 1 FROM parts WHERE name = ? AND turn IS NOT NULL)"
         several = bool(db.one(query, (label(wanted.part or ""),))[0])
-    plan = Plan(None, db.indexed, signs, db.tasks_indexed, several)
+    plan = Plan(None, db.indexed, db.tasks_indexed, several)
     counts: Counter[Lead] = Counter()
     for lead, query, values, each in _counted(wanted, plan, db.lengths_indexed):
         most = -(-few // each)
@@ -173,7 +170,7 @@ def _source(wanted: RolloutFilter, plan: Plan) -> str:
     parts = "" if wanted.part is None else " CROSS JOIN parts AS part ON part.rollout = rollouts.id"
     if _by_task(wanted, plan):
         return f"groups CROSS JOIN rollouts ON rollouts.draw = groups.draw{parts}"
-    reads = wanted_of(wanted.text or "", indexed=plan.indexed, signs=plan.signs).plain
+    reads = terms_of(wanted.text or "")
     groups = " CROSS JOIN groups ON groups.draw = rollouts.draw" if reads else ""
     if _by_value(wanted, plan):
         rest = replace(wanted, part=None, min_reward=None, max_reward=None, limit=0, offset=0)
@@ -231,27 +228,26 @@ def text_query(wanted: RolloutFilter, plan: Plan, ids: Sequence[int]) -> tuple[s
 
 def _text(wanted: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:
     """The completion, or the prompt, has all of these words; without any, every rollout does."""
-    words = wanted_of(wanted.text or "", indexed=plan.indexed, signs=plan.signs)
-    completion, prompt = (
-        _has(words, having.format(index=index, id=id), text)
-        for index, id, text in (
-            ("completion_index", "rollouts.id", "completion"),
-            ("prompt_index", "rollouts.draw", PROMPT),
-        )
-    )
-    matched = [words.matched] if words.matched else []
-    return f"({completion} OR {prompt})", (*2 * [*matched, *words.plain],)
+    terms = terms_of(wanted.text or "")
+    matched = [query] if (query := _index_query(terms, plan)) else []
+    either: list[str] = []
+    for index, id, text in (
+        ("completion_index", "rollouts.id", "completion"),
+        ("prompt_index", "rollouts.draw", PROMPT),
+    ):
+        # The index comes first, so that a text is read only if it may have the terms.
+        clauses = [having.format(index=index, id=id)] * len(matched)
+        for term in terms:
+            # The text in small letters, as far as the term has any: SQLite knows those of ASCII alone.
+            small = f"lowered({text})" if term.upper() != term else text
+            clauses.append(f"instr({f'lower({text})' if term.isascii() else small}, ?)")
+        either.append(" AND ".join(clauses) or "TRUE")
+    return f"(({either[0]}) OR ({either[1]}))", (*2 * [*matched, *terms],)
 
 
-def _has(words: RequiredTerms, having: str, text: str) -> str:
-    """The condition that a text has all of these words."""
-    matched = [having] if words.matched else []  # first: a text is read only where the index has it
-    plain: list[str] = []
-    for word in words.plain:
-        # The text in small letters, as far as the word has any: SQLite knows those of ASCII alone.
-        small = f"lowered({text})" if word.upper() != word else text
-        plain.append(f"instr({f'lower({text})' if word.isascii() else small}, ?)")
-    return f"({' AND '.join([*matched, *plain]) or 'TRUE'})"
+def _index_query(terms: Sequence[str], plan: Plan) -> str:
+    """What is looked up in the full-text index; empty if that cannot narrow the search."""
+    return trigram_query(terms) if plan.indexed else ""
 
 
 # --- how many meet a condition --------------------------------------------------------------------
@@ -268,10 +264,9 @@ def _counted(
     if wanted.task is not None:
         table, each = ("rollouts", 1) if plan.by_column else ("groups", USUAL_MEMBERS)
         yield "task", f"SELECT 1 FROM {table} WHERE task = ?", (task_label(wanted.task),), each
-    words = wanted_of(wanted.text or "", indexed=plan.indexed, signs=plan.signs)
-    if words.matched:
+    if matched := _index_query(terms_of(wanted.text or ""), plan):
         for index, each in (("completion_index", 1), ("prompt_index", USUAL_MEMBERS)):
-            yield "text", f"SELECT 1 FROM {index} WHERE {index} MATCH ?", (words.matched,), each
+            yield "text", f"SELECT 1 FROM {index} WHERE {index} MATCH ?", (matched,), each
 
 
 def _counted_in(

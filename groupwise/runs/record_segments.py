@@ -126,7 +126,7 @@ def merge_kept_pieces(run: Path) -> None:
     single = [each for each in kept if not each.merged]
     try:
         for part in single:
-            if any(whole.first <= part.last <= whole.last for whole in merged):
+            if any(each.first <= part.last <= each.last for each in merged):
                 atomic_files.remove_file(part.path)  # left over by a crash
         if len(single) < MERGED_AT_ONCE:
             return
@@ -134,24 +134,21 @@ def merge_kept_pieces(run: Path) -> None:
         # Pieces one after the other with no checkpoint between them.
         for _, pieces in groupby(single, lambda each: sum(step < each.last for step in steps)):
             parts = list(pieces)[:MERGED_AT_ONCE]
-            if len(parts) == MERGED_AT_ONCE:
-                _merge(parts)
+            if len(parts) < MERGED_AT_ONCE:
+                continue
+            whole = parts[0].path.with_name(f"steps-{parts[0].first}-to-{parts[-1].last}.db")
+            building = atomic_files.building_path(whole)
+            building.unlink(missing_ok=True)
+            try:
+                with _new_piece(building) as connection:
+                    _put_in(connection, [part.path for part in parts])
+                atomic_files.publish_file(building, whole)
+            finally:
+                building.unlink(missing_ok=True)
+            for part in parts:
+                atomic_files.remove_file(part.path)
     except StoreError as error:
         logger.warning("kept pieces of the record could not be merged: %s", error)
-
-
-def _merge(parts: Sequence[_KeptPiece]) -> None:
-    whole = parts[0].path.with_name(f"steps-{parts[0].first}-to-{parts[-1].last}.db")
-    building = atomic_files.building_path(whole)
-    building.unlink(missing_ok=True)
-    try:
-        with _new_piece(building) as connection:
-            _put_in(connection, [part.path for part in parts])
-        atomic_files.publish_file(building, whole)
-    finally:
-        building.unlink(missing_ok=True)
-    for part in parts:
-        atomic_files.remove_file(part.path)
 
 
 @dataclass(frozen=True, slots=True)

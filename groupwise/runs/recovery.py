@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from groupwise.core import atomic_files
@@ -82,11 +81,19 @@ def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, MadeAnew]:
 
     RunNotFoundError if one of them is nothing but checkpoints that no run can be made from.
     """
-    found = {
-        path.resolve(): recover(path, thorough=False)
-        for path in _folders_named(reference, runs_dir)
-    }
-    return {path: made for path, made in found.items() if made is not None}
+    # Run folders of that name or with a number behind it, or at that path; that of a checkpoint's path.
+    name = reference.partition("@")[0]
+    numbered = re.compile(re.escape(name) + r"(-\d+)?")
+    places = [Path(name), Path(name).resolve().parent.parent]
+    if runs_dir.is_dir():
+        places += [path for path in runs_dir.iterdir() if numbered.fullmatch(path.name)]
+    recovered: dict[Path, MadeAnew] = {}
+    for path in dict.fromkeys(place.resolve() for place in places):
+        unpack(path)
+        if (path / CONFIG).is_file() and (path / CHECKPOINTS).is_dir():
+            made = recover(path, thorough=False)
+            recovered |= {} if made is None else {path: made}
+    return recovered
 
 
 def recover(path: Path, *, thorough: bool = True) -> MadeAnew | None:
@@ -109,16 +116,3 @@ def recover(path: Path, *, thorough: bool = True) -> MadeAnew | None:
         return make_anew(path, record, newest.step, trouble)
     finally:
         lock.release()
-
-
-def _folders_named(reference: str, runs_dir: Path) -> Iterator[Path]:
-    """Run folders of that name or with a number behind it, or at that path; that of a checkpoint's path."""
-    name = reference.partition("@")[0]
-    numbered = re.compile(re.escape(name) + r"(-\d+)?")
-    places = [Path(name), Path(name).resolve().parent.parent]
-    if runs_dir.is_dir():
-        places += [path for path in runs_dir.iterdir() if numbered.fullmatch(path.name)]
-    for path in dict.fromkeys(place.resolve() for place in places):
-        unpack(path)
-        if (path / CONFIG).is_file() and (path / CHECKPOINTS).is_dir():
-            yield path

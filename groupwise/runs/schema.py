@@ -234,7 +234,5 @@ TABLES_SINCE: tuple[tuple[int, str, tuple[str, ...]], ...] = (
 )
 """Since which format there is a table, and its columns; in a record of before it is empty."""
 
-TEXT_INDEX_SINCE = 6
-"""The format from which on the text index holds prompts as they are shown and searched."""
-SIGNS_SINCE = 11
-"""The format from which on it holds signs beside words, and lengths and truncation have indexes."""
+LENGTHS_SINCE = 11
+"""The format from which on lengths and truncation have indexes."""

@@ -11,7 +11,6 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from groupwise.core.types import RewardPart
 from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import plain_number, plain_text
 from groupwise.runs.query import PROMPT, Plan, plan_of, rollout_query, text_query
@@ -66,10 +65,6 @@ def find_rollouts(
     db: Database, wanted: RolloutFilter, most: int | None = None
 ) -> list[RolloutView]:
     """One page of the rollouts that the filter asks for, with at most so many characters of each text; see `_cut`."""
-    return _views(db, _page(db, wanted), most)
-
-
-def _page(db: Database, wanted: RolloutFilter) -> list[int]:
     outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
     ranged = (wanted.min_reward, wanted.max_reward) != (None, None)
     asked = wanted.part is None and (ranged or wanted.order in ("best", "worst"))
@@ -79,19 +74,18 @@ def _page(db: Database, wanted: RolloutFilter) -> list[int]:
     plan = plan_of(db, wanted, FEW if deep else COMMON)
     by_groups = wanted.task is not None and not plan.by_column  # they are looked up first
     known = wanted.text is None and (plan.lead is not None or by_groups)
-    if deep or known or plan.lead == "text":
-        return _ids(db, rollout_query(wanted, plan))
-    if wanted.text is not None:
-        page, many = _near(db, wanted, plan)
-    else:
-        # Go through rollouts in order for a moment. If many meet each condition the page is full then, unless few meet all.
-        rows = db.soon(*rollout_query(wanted, plan), INSTRUCTIONS)
-        page, many = None if rows is None else [id for (id,) in rows], False
-    if page is not None:
-        return page
-    if plan.lead is None and not many:
-        plan = plan_of(db, wanted, FEW)
-    return _ids(db, rollout_query(wanted, plan))
+    page: list[int] | None = None
+    if not (deep or known or plan.lead == "text"):
+        many = False
+        if wanted.text is not None:
+            page, many = _near(db, wanted, plan)
+        else:
+            # Go through rollouts in order for a moment. If many meet each condition the page is full then, unless few meet all.
+            rows = db.soon(*rollout_query(wanted, plan), INSTRUCTIONS)
+            page = None if rows is None else [id for (id,) in rows]
+        if page is None and plan.lead is None and not many:
+            plan = plan_of(db, wanted, FEW)
+    return _views(db, _ids(db, rollout_query(wanted, plan)) if page is None else page, most)
 
 
 def _near(db: Database, wanted: RolloutFilter, plan: Plan) -> tuple[list[int] | None, bool]:
@@ -142,8 +136,30 @@ def _views(db: Database, ids: Sequence[int], most: int | None = None) -> list[Ro
         " CROSS JOIN groups ON groups.draw = rollouts.draw",
         (json.dumps(ids),),
     )
-    found, parts = {row[0]: row for row in rows}, read_parts(db, ids)
-    return [_view(found[id], parts.get(id, ()), most) for id in ids]
+    parts = read_parts(db, ids)
+    views: dict[int, RolloutView] = {}
+    for id, step, draw, member, attempt, example, outcome, reason, reward, advantage, *rest in rows:
+        truncated, completion_tokens, ended_by, task, *texts = rest
+        views[id] = RolloutView(
+            id,
+            step,
+            draw,
+            member,
+            attempt,
+            example,
+            outcome,
+            plain_text(reason),
+            plain_number(reward),
+            plain_number(advantage),
+            parts.get(id, ()),
+            bool(truncated),
+            completion_tokens,
+            _shortened(texts[0], texts[1], texts[2], most),
+            _shortened(texts[3], texts[4], texts[5], most),
+            ended_by,
+            task,
+        )
+    return [views[id] for id in ids]
 
 
 def _cut(text: str, most: int | None) -> str:
@@ -166,30 +182,6 @@ def _shortened(head: str | bytes, tail: str | bytes, length: int, most: int | No
         for part in (head, tail)
     )
     return f"{start}\n… {length - most:,} more characters …\n{end}"
-
-
-def _view(row: Row, parts: tuple[RewardPart, ...], most: int | None) -> RolloutView:
-    id, step, draw, member, attempt, example, outcome, reason, reward, advantage, *rest = row
-    truncated, completion_tokens, ended_by, task, *texts = rest
-    return RolloutView(
-        id,
-        step,
-        draw,
-        member,
-        attempt,
-        example,
-        outcome,
-        plain_text(reason),
-        plain_number(reward),
-        plain_number(advantage),
-        parts,
-        bool(truncated),
-        completion_tokens,
-        _shortened(texts[0], texts[1], texts[2], most),
-        _shortened(texts[3], texts[4], texts[5], most),
-        ended_by,
-        task,
-    )
 
 
 def failure_kinds(db: Database, most: int, newest: int) -> list[FailureKind]:

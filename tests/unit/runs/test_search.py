@@ -26,7 +26,7 @@ from groupwise.core.types import (
 from groupwise.runs import schema, text_index
 from groupwise.runs.records import FailureKind, Order, RolloutFilter, RolloutView, StepRecord
 from groupwise.runs.store import Store
-from groupwise.runs.text_index import signs_of, wanted_of, words_of
+from groupwise.runs.text_index import terms_of, trigram_query
 
 PROMPTS = ("Sort kiwi", "東京都は?", "say \\boxed{1}", "Ⓐ or ⓑ")
 TEXTS = (
@@ -77,7 +77,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             ]  # fmt: skip
             store.commit_step(step(number, tuple(draws)), groups, {})
     found = {"now": path}
-    for version in (schema.TASKS_SINCE - 1, schema.SIGNS_SINCE - 1):
+    for version in (schema.TASKS_SINCE - 1, schema.LENGTHS_SINCE - 1):
         found[f"format {version}"] = as_before(path, folder / f"{version}.db", version)
     found["without an index"] = folder / "plain.db"
     copied(path, found["without an index"]).close()
@@ -120,7 +120,7 @@ def as_before(path: Path, to: Path, version: int) -> Path:
 @pytest.fixture(scope="module")
 def stores(paths: dict[str, Path]) -> Iterator[dict[str, Store]]:
     found = {name: Store.open(path, readonly=True) for name, path in paths.items()}
-    assert [name for name, store in found.items() if not store._db.indexed] == ["without an index"]
+    assert [name for name, store in found.items() if store._db.indexed] == ["now"]
     yield found
     for store in found.values():
         store.close()
@@ -266,8 +266,8 @@ def test_texts_are_found_by_the_index_as_without(
 
 
 def says(view: RolloutView, words: str) -> bool:
-    """Without an index: all in the one text, or all in the other, in small letters. What these words mean to it is the same."""
-    wanted = wanted_of(words, indexed=False, signs=False).plain
+    """All in the one text, or all in the other, in small letters."""
+    wanted = terms_of(words)
     return any(all(word in text.lower() for word in wanted) for text in (view.prompt, view.completion))  # fmt: skip
 
 
@@ -282,44 +282,24 @@ def test_what_a_text_holds_is_among_what_the_index_knows_of_it(
     text: str, data: st.DataObject
 ) -> None:
     first = data.draw(st.integers(0, len(text)))
-    part = text.lower()[first : data.draw(st.integers(first, len(text)))]
-    if '"' in part or not part.split():
-        return
-    asked = wanted_of(f'"{part}"', indexed=True, signs=True)
-    if asked.plain and not wanted_of(f'"{part}"', indexed=True, signs=False).matched:
-        assert is_matched(text, asked.matched)
+    part = text[first : data.draw(st.integers(first, len(text)))].lower()
+    query = trigram_query([part])
+    assert bool(query) == (len(part) >= 3)
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as record:
+        record.executescript("CREATE TABLE meta (key PRIMARY KEY, value); CREATE TABLE prompts (draw, prompt);"
+                             "CREATE TABLE rollouts (id, completion);")  # fmt: skip
+        record.execute("INSERT INTO rollouts VALUES (1, ?)", (text,))
+        text_index.prepare(record)
+        asked = "SELECT count(*) FROM completion_index WHERE completion_index MATCH ?"
+        assert not query or part not in text.lower() or record.execute(asked, (query,)).fetchone() == (1,)  # fmt: skip
 
 
-def test_a_word_beside_letters_of_such_scripts_is_one(tmp_path: Path) -> None:
+def test_words_are_found_within_words_of_every_script(tmp_path: Path) -> None:
     with Store.create(tmp_path / "run.db") as store:
         rollout = Rollout(0, 0, 0, (), (), "私はkiwiが好き 第3905步", "scored", None, 1.0)
         store.keep_unfinished([Group(0, Example(0, "?"), (rollout,))])
-        for words, found in (("kiwi", 1), ("3905", 1), ("kiwi 3905", 1), ("kiw", 0), ("390", 0)):
+        for words, found in (("kiwi", 1), ("390", 1), ("IWI 3905", 1), ("ki wi", 1), ('"ki wi"', 0)):  # fmt: skip
             assert len(store.rollouts(RolloutFilter(text=words))) == found, words
-
-
-def is_matched(text: str, query: str) -> bool:
-    """By an index of this one text."""
-    with closing(sqlite3.connect(":memory:")) as index:
-        index.execute(f"CREATE VIRTUAL TABLE made USING fts5 ({text_index.COLUMNS}, content='')")
-        index.execute(
-            "INSERT INTO made (rowid, words, signs) VALUES (1, ?, ?)",
-            (words_of(text), signs_of(text)),
-        )
-        return not query or bool(
-            index.execute("SELECT 1 FROM made WHERE made MATCH ?", (query,)).fetchall()
-        )
-
-
-def test_what_the_index_has_of_a_text_changes_with_its_number_alone() -> None:
-    """Indexes that are there would not find what they have, nor forget it, where it is coded in another way."""
-    text = "私はkiwi += 1"
-    made = (words_of(text), signs_of(text))
-    assert made == (
-        "  kiwi += 1",
-        "000079c1 0000306f 000079c10000306f 0000002b 0000003d 0000002b0000003d",
-    )
-    assert text_index.CURRENT == "current, signs 1"
 
 
 def test_an_index_of_another_coding_is_made_anew_and_not_asked_before(
@@ -327,7 +307,7 @@ def test_an_index_of_another_coding_is_made_anew_and_not_asked_before(
 ) -> None:
     path = tmp_path / "run.db"
     with copied(paths["now"], path) as record:
-        record.execute("UPDATE meta SET value = '\"current, signs 0\"' WHERE key = 'text_index'")
+        record.execute("UPDATE meta SET value = '\"current, signs 1\"' WHERE key = 'text_index'")
         record.execute("INSERT INTO completion_index (completion_index) VALUES ('delete-all')")
     record.close()
     with Store.open(path, readonly=True) as store:

@@ -631,7 +631,7 @@ def plan(record: sqlite3.Connection, wanted: RolloutFilter, lead: Any = None) ->
 def without_fts5(monkeypatch: pytest.MonkeyPatch, indexed: bool = False) -> None:
     """SQLite is one that has no index of texts, unless it has."""
     if not indexed:
-        monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
+        monkeypatch.setattr(text_index, "_has_trigrams", lambda connection: False)
 
 
 def draws(store: Store, words: str, **wanted: Any) -> list[int]:
