@@ -59,7 +59,7 @@ class Cispo(GroupRelative):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The capped weight times advantage times log-probability."""
         masked = batch.mask_BT == 0
-        ratio = ops.bounded(log_ratio_BT.detach()).exp()
+        ratio = ops.bound_log_ratio(log_ratio_BT.detach()).exp()
         weight = ratio.clamp(max=1 + self.epsilon_high) * batch.advantages_B.unsqueeze(-1)
         surrogate = weight * batch.policy_logprobs_BT.masked_fill(masked, 0)
         capped = (ratio > 1 + self.epsilon_high) & (batch.advantages_B.unsqueeze(-1) != 0)

@@ -67,7 +67,7 @@ class Clipped(GroupRelative):
         self, batch: TokenBatch, log_ratio_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The clipped surrogate of each token."""
-        ratio = ops.bounded(self.own_log_ratio(batch, log_ratio_BT)).exp()
+        ratio = ops.bound_log_ratio(self.own_log_ratio(batch, log_ratio_BT)).exp()
         surrogate = ops.clipped_surrogate(ratio, batch.advantages_B, *self.clip, self.delta)
         seen = ratio.detach()
         stats = ops.clip_stats(batch, seen, *self.clip, self.delta)

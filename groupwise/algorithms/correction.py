@@ -41,6 +41,6 @@ def importance_weights(
         if others is not None:
             gap_B1 = gap_B1 + others.log_weights_B.unsqueeze(-1)
         gap_BT = gap_B1.expand_as(gap_BT).masked_fill(mask_BT == 0, 0.0)
-    weights_BT = ops.bounded(gap_BT).exp()
+    weights_BT = ops.bound_log_ratio(gap_BT).exp()
     above_BT = (weights_BT > cap) & (mask_BT != 0)
     return weights_BT.masked_fill(above_BT, cap if mode.endswith("truncate") else 0.0), above_BT

@@ -27,7 +27,7 @@ from typing import ClassVar
 from groupwise.algorithms.advantages import Credit, group_relative
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.knobs import SCALE_REWARDS, KnobConflict, ScaleRewards, metadata_of
-from groupwise.algorithms.overlong import check_names, punished
+from groupwise.algorithms.overlong import check_names, with_overlong_punishment
 from groupwise.core.types import Group, Rollout
 
 CACHE_SHARE = 0.2
@@ -79,7 +79,9 @@ class Dapo(Clipped):
         cache = self._cache(max_completion_length)
         if cache == 0:
             return group
-        return punished(group, max_completion_length, cache, self.soft_punish_factor)
+        return with_overlong_punishment(
+            group, max_completion_length, cache, self.soft_punish_factor
+        )
 
     def _cache(self, longest: int) -> int:
         """Tokens before the limit over which the reward sinks."""

@@ -287,7 +287,7 @@ class GroupRelative(ABC):
         components |= self._penalties(batch, log_ratio, weights)
         if batch.reference_logprobs_BT is not None:
             stats["kl"] = self._kl(batch).detach()
-        return LossResult(components, ops.summed(stats, surrogate))
+        return LossResult(components, ops.sum_stats(stats, surrogate))
 
     def _importance(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The correction's weight of each token, detached, and its statistics."""

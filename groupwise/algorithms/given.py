@@ -82,7 +82,7 @@ class Given:
         value_BT, stats = self._value(batch, credits_BT)
         total = -value_BT.masked_fill(batch.mask_BT == 0, 0.0).sum()
         return LossResult(
-            {"policy": total}, ops.summed({**ops.token_stats(batch), **stats}, value_BT)
+            {"policy": total}, ops.sum_stats({**ops.token_stats(batch), **stats}, value_BT)
         )
 
     def _value(self, batch: TokenBatch, credits_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -93,7 +93,7 @@ class Given:
             return credits_BT * logprobs_BT, {}
         sampled_BT = batch.sampling_logprobs_BT.detach()
         log_ratio_BT = ops.masked_difference(batch.policy_logprobs_BT, sampled_BT, batch.mask_BT)
-        ratio_BT = ops.bounded(log_ratio_BT).exp()
+        ratio_BT = ops.bound_log_ratio(log_ratio_BT).exp()
         seen_BT = ratio_BT.detach()
         stats = {
             "ratio": seen_BT.masked_fill(masked, 0.0),

@@ -44,7 +44,7 @@ def estimate(
     policy_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor, estimator: KlEstimator
 ) -> Tensor:
     """The estimate (nats) for each token, with its own gradient; 0 outside the mask."""
-    ahead_BT = ops.bounded(ops.masked_difference(policy_BT, reference_BT.detach(), mask_BT))
+    ahead_BT = ops.bound_log_ratio(ops.masked_difference(policy_BT, reference_BT.detach(), mask_BT))
     if estimator == "k1":
         return ahead_BT
     if estimator == "k2":
@@ -71,7 +71,7 @@ def penalty(
         return value_BT
     beyond_BT = log_ratio_BT.abs() > ops.MAX_LOG_RATIO
     slope_BT = estimate(policy_BT, reference_BT, mask_BT, "k2").masked_fill(beyond_BT, 0.0)
-    ratio_BT = ops.bounded(log_ratio_BT).exp().detach()
+    ratio_BT = ops.bound_log_ratio(log_ratio_BT).exp().detach()
     return weights_BT * ratio_BT * (value_BT.detach() + slope_BT - slope_BT.detach())
 
 

@@ -66,12 +66,12 @@ def check_knobs(algorithm: Any) -> None:
     hints = get_type_hints(algorithm.__class__)
     for knob in fields(algorithm):
         value = getattr(algorithm, knob.name)
-        expected = _unmet(value, hints[knob.name], knob.metadata)
+        expected = _expected_kind(value, hints[knob.name], knob.metadata)
         if expected is not None:
             raise ValueError(f"{algorithm.name}.{knob.name} is {value!r}; it must be {expected}.")
 
 
-def _unmet(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | None:
+def _expected_kind(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | None:
     """The expected kind of value; None if `value` is of that kind."""
     options = get_args(hint)
     if get_origin(hint) is Literal:

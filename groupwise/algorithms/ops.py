@@ -18,7 +18,7 @@ def masked_difference(a_BT: Tensor, b_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return (a_BT - b_BT).masked_fill(mask_BT == 0, 0.0)
 
 
-def bounded(log_ratio_BT: Tensor) -> Tensor:
+def bound_log_ratio(log_ratio_BT: Tensor) -> Tensor:
     """Log-ratios that can be exponentiated; see `MAX_LOG_RATIO`."""
     return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -47,7 +47,7 @@ def sequence_log_ratio(
         total_B1 = total_B1 + others.log_ratios_B.unsqueeze(-1)
     factor = 1.0 if mean else counts_B1
     carried_BT = (log_ratio_BT - log_ratio_BT.detach()) * factor
-    return bounded(total_B1 * share_B1 + carried_BT).masked_fill(mask_BT == 0, 0.0)
+    return bound_log_ratio(total_B1 * share_B1 + carried_BT).masked_fill(mask_BT == 0, 0.0)
 
 
 def clipped_surrogate(
@@ -91,6 +91,6 @@ def token_stats(batch: TokenBatch) -> dict[str, Tensor]:
     return stats
 
 
-def summed(stats: dict[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+def sum_stats(stats: dict[str, Tensor], like: Tensor) -> dict[str, Tensor]:
     """The sum of each, in the dtype of `like`."""
     return {name: values_BT.sum().to(like.dtype) for name, values_BT in stats.items()}

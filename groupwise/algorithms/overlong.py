@@ -34,7 +34,7 @@ def check_names(names: Iterable[str]) -> None:
         )
 
 
-def punished(group: Group, limit: int, cache: int, factor: float) -> Group:
+def with_overlong_punishment(group: Group, limit: int, cache: int, factor: float) -> Group:
     """The group with the punishment as a part of each scored rollout's reward, `factor` its weight.
 
     Raises TaskError if a reward has the part's name; those of an environment are not known before.
@@ -42,13 +42,15 @@ def punished(group: Group, limit: int, cache: int, factor: float) -> Group:
     return replace(
         group,
         rollouts=tuple(
-            _punished(rollout, limit, cache, factor) if rollout.outcome == "scored" else rollout
+            _with_punishment(rollout, limit, cache, factor)
+            if rollout.outcome == "scored"
+            else rollout
             for rollout in group.rollouts
         ),
     )
 
 
-def _punished(rollout: Rollout, limit: int, cache: int, factor: float) -> Rollout:
+def _with_punishment(rollout: Rollout, limit: int, cache: int, factor: float) -> Rollout:
     check_names(part.name for part in rollout.parts)
     assert rollout.reward is not None, f"draw {rollout.draw}, member {rollout.member} has no reward"
     value = punishment(trained_tokens(rollout), limit, cache)

@@ -54,4 +54,4 @@ class Sft:
         stats = ops.token_stats(batch)
         if batch.right_BT is not None:
             stats["right"] = batch.right_BT.masked_fill(batch.mask_BT == 0, 0)
-        return LossResult({self.name: component}, ops.summed(stats, logprobs))
+        return LossResult({self.name: component}, ops.sum_stats(stats, logprobs))

@@ -24,7 +24,7 @@ from groupwise.tasks.rewards.gold import gold_answers, gold_of_row
 from groupwise.tasks.rewards.mathematics import MathAnswer, answer_of, in_words
 from groupwise.tasks.rewards.nesting import standing_for
 from groupwise.tasks.rewards.overlap import words
-from groupwise.tasks.rewards.registry import get_reward_funcs, registered
+from groupwise.tasks.rewards.registry import get_reward_funcs, registered_rewards
 from groupwise.tasks.rewards.registry import reward as entered
 from groupwise.tasks.rewards.rubric import Rubric
 
@@ -139,7 +139,7 @@ def _make_reward(where: str, given: Any, tags: Tags) -> Any:
         return _function(one), pair[1]
     if isinstance(given, str | Mapping):
         section: dict[str, Any] = {"name": given} if isinstance(given, str) else {**given}
-        kind = registered().get(str(section.get("name")))
+        kind = registered_rewards().get(str(section.get("name")))
         if inspect.isclass(kind):
             # A reward that looks for marks looks for those of the config, unless it is given others.
             taken = {parameter.name for parameter in taken_by(kind)}

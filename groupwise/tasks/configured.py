@@ -34,14 +34,14 @@ from groupwise.tasks.data.loading import (
     for_training,
     held_out,
     holds_out,
-    labelled,
     place_of,
     scorable,
+    with_label,
 )
-from groupwise.tasks.data.mixture import Part, in_turn, joined, mixed
+from groupwise.tasks.data.mixture import Part, in_turn, mix_parts, with_same_columns
 from groupwise.tasks.data.pipelines import find_pipeline
 from groupwise.tasks.data.sft_functions import format_rows
-from groupwise.tasks.rewards.registry import configured_rubric, registered
+from groupwise.tasks.rewards.registry import configured_rubric, registered_rewards
 from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
 
@@ -130,7 +130,7 @@ class ConfiguredTask(Task):
         """See `Task.missing`: which keys would give it."""
         match hook:
             case "get_reward_funcs":
-                some = ", ".join(sorted(registered())[:8])
+                some = ", ".join(sorted(registered_rewards())[:8])
                 return (
                     f"The config names data, but no rewards, which `{verb}` needs. Set rewards.reward_funcs, or rewards.router, to names "
                     f"such as {some}, or give a task with --task-module."
@@ -176,7 +176,7 @@ class _TaskSet:
     def part(self, rows: Sequence[Row]) -> Part:
         return Part(
             self.where,
-            [labelled(row, self.entry, self.label) for row in rows],
+            [with_label(row, self.entry, self.label) for row in rows],
             self.entry.weight,
         )
 
@@ -275,7 +275,7 @@ class _Hooks:
             examples = one.task.rl_examples(one.config, limit)
             parts.append(one.part(_rows(examples)))
             account += one.account("get_rl_dataset")
-        rows, shares = mixed(joined(parts, "all"), self._data.seed)
+        rows, shares = mix_parts(with_same_columns(parts, "all"), self._data.seed)
         return Rows(rows, account, shares)
 
     def get_eval_dataset(self, config: View, limit: int | None = None) -> Rows:
@@ -286,7 +286,7 @@ class _Hooks:
             examples = one.task.eval_examples(one.config, limit)
             parts.append(one.part(_rows(examples)))
             account += one.account("get_eval_dataset")
-        return Rows(in_turn(joined(parts, "all")), account)
+        return Rows(in_turn(with_same_columns(parts, "all")), account)
 
     def get_sft_dataset(self, config: View, tokenizer: Any, limit: int | None = None) -> Rows:
         """The teacher's rows of all sets, with how often their weights say that they come."""
@@ -294,7 +294,7 @@ class _Hooks:
         for one in self._tasks:
             parts.append(one.part(one.lessons("get_sft_dataset", tokenizer, limit)))
             account += one.account("get_sft_dataset")
-        rows, shares = mixed(joined(parts, "all"), self._data.seed)
+        rows, shares = mix_parts(with_same_columns(parts, "all"), self._data.seed)
         return Rows(rows, account, shares)
 
     def get_sft_eval_dataset(self, config: View, tokenizer: Any, limit: int | None = None) -> Rows:
@@ -303,7 +303,7 @@ class _Hooks:
         for one in self._with("get_sft_eval_dataset"):
             parts.append(one.part(one.lessons("get_sft_eval_dataset", tokenizer, limit)))
             account += one.account("get_sft_eval_dataset")
-        return Rows(in_turn(joined(parts, "all")), account)
+        return Rows(in_turn(with_same_columns(parts, "all")), account)
 
     def get_reward_funcs(self, config: View, tokenizer: Any) -> Rubric:
         """The rewards of the config; in a mixture with tasks, theirs beside those, each under its label.
@@ -345,9 +345,9 @@ class _Hooks:
         if own is None:
             return {}
         if isinstance(own, Router):
-            return {label: _weighted(rubric) for label, rubric in own.rubrics.items()}
+            return {label: _weighted_functions(rubric) for label, rubric in own.rubrics.items()}
         sources = [entry for entry in self._data.mixture if entry.source]
-        return {entry.label or entry.name: _weighted(own) for entry in sources}
+        return {entry.label or entry.name: _weighted_functions(own) for entry in sources}
 
     def get_rl_callbacks(self, config: View, tokenizer: Any, output_dir: str) -> list[object]:
         """The callbacks of all tasks."""
@@ -385,7 +385,7 @@ class _Hooks:
         return {"metrics": metrics, **details}
 
 
-def _weighted(rubric: Rubric) -> list[Any]:
+def _weighted_functions(rubric: Rubric) -> list[Any]:
     return list(zip(rubric.functions, rubric.weights, strict=True))
 
 

@@ -114,7 +114,9 @@ def check_methods(made: object, where: str) -> None:
         if method is None and name != "step":
             continue
         if not callable(method):
-            raise TaskError(f"{where}: `{owner.__name__}.{name}` is {_shown(method)}, no method.")
+            raise TaskError(
+                f"{where}: `{owner.__name__}.{name}` is {_short_repr(method)}, no method."
+            )
         static = isinstance(inspect.getattr_static(made, name, None), staticmethod)
         unbound = inspect.isclass(made) and inspect.isfunction(method) and not static
         expected = ("self", *given) if unbound else given
@@ -140,10 +142,10 @@ def reset_arguments(reset: Callable[..., Any], given: Mapping[str, Any]) -> dict
 def as_step(returned: object) -> Step:
     """The result of `step`, checked; raises ValueError that says what it should have been."""
     if not isinstance(returned, Step):
-        raise ValueError(f"`step` returned {_shown(returned)}; expected a groupwise Step")
+        raise ValueError(f"`step` returned {_short_repr(returned)}; expected a groupwise Step")
     if not isinstance(cast("object", returned.metrics), Mapping):
         raise ValueError(
-            f"the metrics are {_shown(returned.metrics)}; expected a dict of named numbers"
+            f"the metrics are {_short_repr(returned.metrics)}; expected a dict of named numbers"
         )
     return Step(
         observation=_observation(returned.observation),
@@ -159,7 +161,7 @@ def as_prompt(returned: object) -> Prompt | None:
         return _observation(returned)
     except ValueError:
         raise ValueError(
-            f"`reset` returned {_shown(returned)}; expected None, text, or a list of chat messages"
+            f"`reset` returned {_short_repr(returned)}; expected None, text, or a list of chat messages"
         ) from None
 
 
@@ -183,7 +185,7 @@ def _number(name: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"the reward `{name}` is {_shown(value)}; expected a finite number")
+        raise ValueError(f"the reward `{name}` is {_short_repr(value)}; expected a finite number")
     return number
 
 
@@ -195,7 +197,7 @@ def _observation(value: object) -> Observation:
     messages = cast("object", [value] if isinstance(value, Mapping) else value)
     if not isinstance(messages, list | tuple) or not all(map(_is_message, cast("Any", messages))):
         raise ValueError(
-            f"the observation is {_shown(cast('object', value))}; expected text or chat messages with `role` and `content`"
+            f"the observation is {_short_repr(cast('object', value))}; expected text or chat messages with `role` and `content`"
         )
     return [
         {key: printable(text) if isinstance(text, str) else text for key, text in message.items()}
@@ -214,6 +216,6 @@ def _arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     shown = repr(value)
     return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"

@@ -94,12 +94,12 @@ def get_eval_dataset(config: Any) -> Rows:
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
     """The training rows with a completion that says how many letters the answer has, and gives it."""
-    return _taught(get_rl_dataset(config))
+    return _sft_rows(get_rl_dataset(config))
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows, likewise."""
-    return _taught(_split(_own(config), "validation"))
+    return _sft_rows(_split(_own(config), "validation"))
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
@@ -160,7 +160,7 @@ def _split(own: TaskConfig, wanted: str) -> Rows:
     rows, left_out = usable(
         found,
         _row,
-        lambda row: (_folded(row["clue"]), letters(row["answer"])),
+        lambda row: (_normalise_case(row["clue"]), letters(row["answer"])),
         source=_name(own),
         strict=own.strict,
         remedy="Name those of clue and answer with task.columns.clue=NAME and task.columns.answer=NAME.",
@@ -174,14 +174,14 @@ def _split(own: TaskConfig, wanted: str) -> Rows:
     for split, size in sizes.items():
         taken: list[dict[str, Any]] = []
         while (size is None or len(taken) < size) and (group := next(groups, None)):
-            fresh = [row for row in group if _folded(row["clue"]) not in met]
+            fresh = [row for row in group if _normalise_case(row["clue"]) not in met]
             left_out["another split has the clue, with another answer"] += len(group) - len(fresh)
             taken.extend(fresh)
         if len(taken) < (size or 1):
             raise TaskError(_too_few(own, len(rows)))
         if split == wanted:
             return Rows(_with_choices(taken[:size], own), Account(dict(+left_out)))
-        met.update(_folded(row["clue"]) for row in taken[:size])
+        met.update(_normalise_case(row["clue"]) for row in taken[:size])
     raise AssertionError(wanted)
 
 
@@ -214,7 +214,7 @@ def _too_few(own: TaskConfig, there: int) -> str:
     )
 
 
-def _folded(text: str) -> str:
+def _normalise_case(text: str) -> str:
     return " ".join(text.split()).casefold()
 
 
@@ -230,7 +230,7 @@ def _row(given: Mapping[str, Any]) -> dict[str, Any]:
     if not clue:
         raise Unusable("the clue is empty")
     told = _cell_text(given.get("enumeration"))
-    enumeration = told or (behind.group(1).strip() if behind else _counted(answer))
+    enumeration = told or (behind.group(1).strip() if behind else _letter_counts(answer))
     if unscorable := _unscorable({"answer": answer, "enumeration": enumeration}):
         raise Unusable("the enumeration does not fit the answer") from unscorable
     return {
@@ -269,7 +269,7 @@ def _cell_text(value: Any) -> str:
     return "" if value is None else str(value).strip().strip("()[]").strip()
 
 
-def _counted(answer: str) -> str:
+def _letter_counts(answer: str) -> str:
     """`3,4` for two words, `4-4` for a word with a hyphen."""
     words = re.split(r"([\s-]+)", answer)
     parts = [
@@ -279,7 +279,7 @@ def _counted(answer: str) -> str:
     return "".join(parts)
 
 
-def _taught(rows: Rows) -> Rows:
+def _sft_rows(rows: Rows) -> Rows:
     return Rows([{**row, "completion": _completion(row)} for row in rows], rows.account)
 
 

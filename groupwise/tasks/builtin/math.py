@@ -140,12 +140,12 @@ def get_eval_dataset(config: Any) -> Rows:
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
     """The training rows with worked solutions."""
-    return _taught(get_rl_dataset(config))
+    return _sft_rows(get_rl_dataset(config))
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows, likewise."""
-    return _taught(_splits(_own(config)).validation)
+    return _sft_rows(_splits(_own(config)).validation)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
@@ -230,21 +230,21 @@ def _splits(own: TaskConfig) -> Splits:
     if own.source is None:
         held_out = own.eval_size + own.validation_size
         problems = generate(own, held_out + (own.train_size or GENERATED))
-        return _divided(problems, own, Counter())
+        return _split_problems(problems, own, Counter())
     found, left_out = _problems_of_split(own, own.source, own.source_split)
     shuffled = Stream("math", own.seed).sample(found, len(found))
     if own.eval_split is None:
-        return _divided(shuffled, own, left_out)
+        return _split_problems(shuffled, own, left_out)
     tested, left_out_there = _problems_of_split(own, own.source, own.eval_split)
     test = tested[: own.eval_size]
     asked = {problem.key for problem in test}
     rest = [problem for problem in shuffled if problem.key not in asked]
     left_out["the test split has the question"] += len(shuffled) - len(rest)
-    splits = _divided([*test, *rest], own, left_out, len(test))
+    splits = _split_problems([*test, *rest], own, left_out, len(test))
     return replace(splits, test=Rows(splits.test, Account(dict(left_out_there))))
 
 
-def _divided(
+def _split_problems(
     problems: Sequence[Problem], own: TaskConfig, left_out: Counter[str], test: int | None = None
 ) -> Splits:
     """First those of the test, so that they do not depend on how many are trained. Raises TaskError where none are left for that."""
@@ -261,7 +261,7 @@ def _divided(
     return Splits(*(Rows(part, account) for part in parts))
 
 
-def _taught(rows: Rows) -> Rows:
+def _sft_rows(rows: Rows) -> Rows:
     return Rows([{**row, "completion": row["gold_completion"]} for row in rows], rows.account)
 
 
@@ -376,7 +376,7 @@ def _distinct(min_level: int, max_level: int, seed: int, count: int) -> tuple[Pr
     while len(found) < count:
         level = min_level + stream.below(max_level - min_level + 1)
         term = _OF_LEVEL[level](stream)
-        question, worked, key = f"What is {_written(term)}?", "\n".join(_steps(term)), _key(term)
+        question, worked, key = f"What is {_term_text(term)}?", "\n".join(_steps(term)), _key(term)
         vain = vain + 1 if key in found else 0
         found.setdefault(key, Problem(question, str(_value(term)), worked, key, level))
         if vain == MAX_DUPLICATES_IN_A_ROW:
@@ -462,11 +462,11 @@ def _value(term: Term) -> Fraction:
             return left / right
 
 
-def _written(term: Term) -> str:
+def _term_text(term: Term) -> str:
     """The term as text, with brackets if they are needed."""
     if isinstance(term, Fraction):
         return str(term)
-    left, right = _written(term.left), _written(term.right)
+    left, right = _term_text(term.left), _term_text(term.right)
     if isinstance(term.left, Operation) and _BINDS[term.left.sign] < _BINDS[term.sign]:
         left = f"({left})"
     if isinstance(term.right, Operation) and _BINDS[term.right.sign] <= _BINDS[term.sign]:

@@ -101,12 +101,12 @@ def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training rows, each with its answer as a completion, without the way there."""
-    return [_taught(row) for row in get_rl_dataset(config)]
+    return [_sft_row(row) for row in get_rl_dataset(config)]
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation rows, likewise."""
-    return [_taught(row) for row in _rows(_own(config), "validation")]
+    return [_sft_row(row) for row in _rows(_own(config), "validation")]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[Callable[..., list[float]]]:
@@ -152,7 +152,7 @@ def score(
     answers = [answer_in(completion_text(completion)) for completion in completions]
     record_answers(log_extra, answers)
     rows = zip(answers, dataset, entry, strict=True)
-    return [graded(answer, spec, text) for answer, spec, text in rows]
+    return [grade_answer(answer, spec, text) for answer, spec, text in rows]
 
 
 def answer_in(text: str) -> str:
@@ -161,7 +161,7 @@ def answer_in(text: str) -> str:
     return after_reasoning(text).strip() if tagged is None else tagged
 
 
-def graded(answer: str, spec: Mapping[str, Any], entry: str) -> float:
+def grade_answer(answer: str, spec: Mapping[str, Any], entry: str) -> float:
     """The grader's score. Raises ValueError where it could not grade even the entry's own answer."""
     grade, read = _grader(json.dumps(spec, sort_keys=True)), entry_of_text(entry)
     name = str(spec["name"])
@@ -203,7 +203,7 @@ def _own(config: Any) -> TaskConfig:
 
 def _rows(own: TaskConfig, split: str) -> list[dict[str, Any]]:
     """The rows of a split. Those made before it are made with it, because it may repeat none of them."""
-    known = _known(own.model_dump_json())
+    known = _cached_splits(own.model_dump_json())
     if split not in known:
         sizes = {"test": own.eval_size, "validation": own.validation_size, "train": own.train_size}
         needed = SPLITS[: SPLITS.index(split) + 1]
@@ -212,12 +212,12 @@ def _rows(own: TaskConfig, split: str) -> list[dict[str, Any]]:
             "sizes": {name: sizes[name] for name in needed},
             "datasets": own.model_dump()["datasets"],
         }
-        known.update(_made(json.dumps(request, sort_keys=True), own.generation_time_limit))
+        known.update(_make_splits(json.dumps(request, sort_keys=True), own.generation_time_limit))
     return [_row(own, problem) for problem in known[split]]
 
 
 @lru_cache(maxsize=4)
-def _known(own: str) -> dict[str, list[dict[str, Any]]]:
+def _cached_splits(own: str) -> dict[str, list[dict[str, Any]]]:
     """The splits that this process has made for a `task:` section."""
     return {}
 
@@ -233,7 +233,7 @@ def _row(own: TaskConfig, problem: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _taught(row: dict[str, Any]) -> dict[str, Any]:
+def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
     if row["answer"] is None:
         raise TaskError(
             f"The dataset `{row['dataset']['name']}` of reasoning-gym gives no answers, so there is nothing to imitate. Leave it out "
@@ -242,7 +242,7 @@ def _taught(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "completion": f"<answer>{row['answer']}</answer>"}
 
 
-def _made(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
+def _make_splits(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
     """The splits that a request asks for; what took long is kept in the cache."""
     kept = cache_file(request)
     if kept.is_file():

@@ -120,12 +120,12 @@ def get_eval_dataset(config: Any) -> Rows:
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
     """The training rows with the reference as completion."""
-    return _taught(_splits(_own(config)).train)
+    return _sft_rows(_splits(_own(config)).train)
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows, likewise."""
-    return _taught(_splits(_own(config)).validation)
+    return _sft_rows(_splits(_own(config)).validation)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
@@ -158,7 +158,7 @@ def compute_metrics(
 def rubric_text(value: Any) -> str:
     """A rubric as text, a line for each criterion. Raises ValueError for what is none."""
     if isinstance(value, str):
-        parsed = _parsed(value)
+        parsed = _parse_rubric(value)
         return value.strip() if parsed is None else rubric_text(parsed)
     if isinstance(value, Mapping):
         record = cast("Mapping[str, Any]", value)
@@ -171,7 +171,7 @@ def rubric_text(value: Any) -> str:
     raise ValueError(f"{type(value).__name__} is no rubric")
 
 
-def _parsed(text: str) -> list[Any] | None:
+def _parse_rubric(text: str) -> list[Any] | None:
     """A rubric that tables keep as JSON."""
     if not text.lstrip().startswith("["):
         return None
@@ -286,7 +286,7 @@ def _text_of(value: Any, name: str, role: str) -> str:
     raise Unusable(f"the {name} is neither text nor messages of which one has the role {role}")
 
 
-def _taught(rows: Rows) -> Rows:
+def _sft_rows(rows: Rows) -> Rows:
     return Rows([{**row, "completion": row["reference"]} for row in rows], rows.account)
 
 

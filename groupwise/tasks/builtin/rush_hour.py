@@ -35,7 +35,7 @@ from groupwise.tasks.rewards.rush_hour import (
     Move,
     Moves,
     board_of,
-    merged,
+    merge_steps,
     moves_in,
     play,
     read_moves,
@@ -142,12 +142,12 @@ def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training examples with a best solution as completion."""
-    return [_taught(row) for row in get_rl_dataset(config)]
+    return [_sft_row(row) for row in get_rl_dataset(config)]
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation examples, likewise."""
-    return [_taught(row) for row in _split(_own(config), "validation")]
+    return [_sft_row(row) for row in _split(_own(config), "validation")]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
@@ -172,7 +172,7 @@ def compute_metrics(
     pairs = list(zip(written, dataset_rows, strict=True))
     plays = [play(board_of(row["board"], row["size"]), moves or ()) for moves, row in pairs]
     exact = [
-        moves is not None and merged(moves) in map(read_moves, row["answer"])
+        moves is not None and merge_steps(moves) in map(read_moves, row["answer"])
         for moves, row in pairs
     ]
     excess = [
@@ -243,7 +243,7 @@ def possible_moves(board: Board) -> list[Move]:
     return [move for move in every if play(board, (move,)).legal]
 
 
-def _taught(row: dict[str, Any]) -> dict[str, Any]:
+def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "completion": f"<answer>{row['answer'][0]}</answer>"}
 
 

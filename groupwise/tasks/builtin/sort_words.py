@@ -112,7 +112,7 @@ def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training examples, each with its sorted words as completion."""
-    return [_taught(row) for row in get_rl_dataset(config)]
+    return [_sft_row(row) for row in get_rl_dataset(config)]
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     own = _own(config)
     others = {frozenset(row["words"]) for row in _rows(own)}
     stream = Stream("sort_words", own.seed, "validation")
-    return [_taught(row) for row in _drawn(stream, own, own.validation_size, others)]
+    return [_sft_row(row) for row in _draw_rows(stream, own, own.validation_size, others)]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardFunction, float]]:
@@ -138,7 +138,7 @@ def compute_metrics(
     """Share of answers that are exactly right, share of true permutations, mean reward."""
     preset = _own(config).preset
     asked = [row["words"] for row in dataset_rows]
-    written = [_written(completion, preset) for completion in completions]
+    written = [_answer_words(completion, preset) for completion in completions]
     pairs = list(zip(written, asked, strict=True))
     correct = [answer == sorted(words) for answer, words in pairs]
     weighted = [
@@ -159,14 +159,14 @@ def compute_metrics(
 
 def right_words(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
     """Share of right words: what is missing counts against it, and so does what is too much."""
-    pairs = [(_written(c, "quickstart"), w) for c, w in zip(completions, words, strict=True)]
+    pairs = [(_answer_words(c, "quickstart"), w) for c, w in zip(completions, words, strict=True)]
     return [len(set(answer) & set(w)) / max(len(answer), len(w)) for answer, w in pairs]
 
 
 def right_positions(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
     """Share of words in their right place; 0 unless the answer is a permutation of the given words."""
     pairs = [
-        (_written(c, "quickstart"), sorted(w)) for c, w in zip(completions, words, strict=True)
+        (_answer_words(c, "quickstart"), sorted(w)) for c, w in zip(completions, words, strict=True)
     ]
     return [
         _share(a == b for a, b in zip(x, w, strict=True)) if sorted(x) == w else 0.0
@@ -196,7 +196,7 @@ def begins_line(completions: Sequence[CompletionText], words: Any, **_: Any) -> 
 
 def belongs(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
     """Share of the written words that are given ones, each counted once."""
-    pairs = [(_written(c, "classic"), w) for c, w in zip(completions, words, strict=True)]
+    pairs = [(_answer_words(c, "classic"), w) for c, w in zip(completions, words, strict=True)]
     return [len(set(answer) & set(w)) / max(len(answer), 1) for answer, w in pairs]
 
 
@@ -232,10 +232,10 @@ def _own(config: Any) -> TaskConfig:
 def _rows(own: TaskConfig) -> list[dict[str, Any]]:
     """Held-out examples first, then those for training."""
     stream = Stream("sort_words", own.seed)
-    return _drawn(stream, own, own.eval_size + own.train_size, set())
+    return _draw_rows(stream, own, own.eval_size + own.train_size, set())
 
 
-def _drawn(
+def _draw_rows(
     stream: Stream, own: TaskConfig, count: int, seen: set[frozenset[str]]
 ) -> list[dict[str, Any]]:
     """Draws `count` rows with sets of words that are not in `seen`, and adds them to it."""
@@ -248,7 +248,7 @@ def _drawn(
     return rows
 
 
-def _taught(row: dict[str, Any]) -> dict[str, Any]:
+def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "completion": row["answer"]}
 
 
@@ -268,7 +268,7 @@ def _after_thinking(completion: CompletionText) -> str:
     return after_reasoning(completion_text(completion))
 
 
-def _written(completion: CompletionText, preset: Preset) -> list[str]:
+def _answer_words(completion: CompletionText, preset: Preset) -> list[str]:
     """The words of the answer, as the preset reads it."""
     text = _after_thinking(completion)
     if preset == "quickstart":

@@ -36,13 +36,13 @@ from groupwise.tasks.builtin.wordle_rules import (
     Knowledge,
     Split,
     answer,
+    choices_line,
     guess_in,
-    left,
+    guesses_left,
+    marked_guess,
     marks_of,
-    offered,
     reasoning,
     rules,
-    spelt,
     turns_met,
     words_of,
 )
@@ -119,13 +119,13 @@ def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training rows with what a solver answers: a word that all marks allow, and why."""
-    return [_taught(row) for row in get_rl_dataset(config)]
+    return [_sft_row(row) for row in get_rl_dataset(config)]
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation rows, likewise."""
     own = _own(config)
-    return [_taught(row) for row in _rows(own, "validation", own.validation_size)]
+    return [_sft_row(row) for row in _rows(own, "validation", own.validation_size)]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
@@ -148,7 +148,7 @@ def compute_metrics(
     own = _own(config)
     real = words_of(own.secrets, own.dictionary).dictionary
     verdicts = [
-        judged(completion_text(completion), row["guesses"], row["feedback"], real)
+        judge_guess(completion_text(completion), row["guesses"], row["feedback"], real)
         for completion, row in zip(completions, dataset_rows, strict=True)
     ]
     secrets = [row["secret"] for row in dataset_rows]
@@ -183,7 +183,7 @@ class Verdict:
         return self.satisfied == 1
 
 
-def judged(
+def judge_guess(
     text: str,
     guesses: Sequence[str],
     marks: Sequence[str],
@@ -228,7 +228,7 @@ class Part:
         **_: Any,
     ) -> list[float]:
         turns = zip(completions, guesses, feedback, strict=True)
-        verdicts = [judged(completion_text(c), g, f, self.real) for c, g, f in turns]
+        verdicts = [judge_guess(completion_text(c), g, f, self.real) for c, g, f in turns]
         log_extra("extracted_answer", [verdict.guess for verdict in verdicts])
         return [self.of(verdict) for verdict in verdicts]
 
@@ -289,11 +289,17 @@ class Turn:
         """The row for training and evaluation."""
         known = Knowledge.of(self.guesses, self.marks)
         marked = zip(self.guesses, self.marks, strict=True)
-        lines = [*offered(self.choices), *(spelt(guess, marks) for guess, marks in marked)]
+        lines = [
+            *choices_line(self.choices),
+            *(marked_guess(guess, marks) for guess, marks in marked),
+        ]
         return {
             "prompt": [
                 {"role": "system", "content": rules()},
-                {"role": "user", "content": "\n".join([*lines, left(GUESSES - len(self.guesses))])},
+                {
+                    "role": "user",
+                    "content": "\n".join([*lines, guesses_left(GUESSES - len(self.guesses))]),
+                },
             ],
             "guesses": list(self.guesses),
             "feedback": list(self.marks),
@@ -306,12 +312,12 @@ class Turn:
 def _rows(own: TaskConfig, split: Split, size: int) -> list[dict[str, Any]]:
     """The first `size` rows of a split, no two with the same prompt; a larger size begins with the same rows."""
     words = tuple(words_of(own.secrets, own.dictionary).of(split, own.seed))
-    turns = _drawn(words, split, own.seed, own.min_history, own.max_history, own.choices, size)
+    turns = _draw_turns(words, split, own.seed, own.min_history, own.max_history, own.choices, size)
     return [turn.row for turn in turns]
 
 
 @lru_cache(maxsize=3)  # the splits: the same rows are rewarded and taught
-def _drawn(
+def _draw_turns(
     words: tuple[str, ...],
     split: Split,
     seed: int,
@@ -375,5 +381,5 @@ def _from_anywhere(words: Sequence[str], stream: Stream) -> list[str]:
     return [*words[begin:], *words[:begin]]
 
 
-def _taught(row: dict[str, Any]) -> dict[str, Any]:
+def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "completion": row["gold_completion"]}

@@ -28,18 +28,18 @@ from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.core.settings.schema import Strict, setting
 from groupwise.core.settings.view import View
 from groupwise.core.types import Message
-from groupwise.tasks.builtin.wordle import PARTS, Verdict, judged
+from groupwise.tasks.builtin.wordle import PARTS, Verdict, judge_guess
 from groupwise.tasks.builtin.wordle_rules import (
     GUESSES,
     Knowledge,
     Split,
     answer,
-    left,
+    choices_line,
+    guesses_left,
+    marked_guess,
     marks_of,
-    offered,
     reasoning,
     rules,
-    spelt,
     words_of,
 )
 from groupwise.tasks.data.order import Stream
@@ -97,12 +97,12 @@ def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training rows with games that a solver won."""
-    return _taught(_own(config), "train")
+    return _sft_rows(_own(config), "train")
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """Such games of the secrets of the validation."""
-    return _taught(_own(config), "validation")
+    return _sft_rows(_own(config), "validation")
 
 
 def get_environment(config: Any) -> Callable[[], Game]:
@@ -133,14 +133,14 @@ def compute_metrics(
     own = _own(config)
     real = words_of(own.secrets, own.dictionary).dictionary
     games = [
-        played(completion, row["secret"], real, own.guesses)
+        play_messages(completion, row["secret"], real, own.guesses)
         for completion, row in zip(completions, dataset_rows, strict=True)
     ]
     turns = [verdict for game in games for verdict in game.verdicts] or [Verdict()]
     return {
         "metrics": {
             "win_rate": fmean(game.won for game in games),
-            "mean_guesses": fmean(game.needed for game in games),
+            "mean_guesses": fmean(game.turns_needed for game in games),
             "format_accuracy": fmean(turn.guess is not None for turn in turns),
             "dict_accuracy": fmean(turn.real for turn in turns),
             "constraint_accuracy": fmean(turn.all_satisfied for turn in turns),
@@ -178,7 +178,7 @@ class Game:
 
     def step(self, completion: str) -> Step:
         """Mark a guess."""
-        verdict = judged(completion, self.guesses, self.marks, self.real, self.unmarked)
+        verdict = judge_guess(completion, self.guesses, self.marks, self.real, self.unmarked)
         self.verdicts.append(verdict)
         return Step(self._reply(verdict), done=self.over)
 
@@ -194,7 +194,7 @@ class Game:
 
     def _reply(self, verdict: Verdict) -> str:
         """The environment's reply to the turn that was just judged."""
-        remaining = left(self.limit - len(self.verdicts))
+        remaining = guesses_left(self.limit - len(self.verdicts))
         if verdict.guess is None:
             return f"There is no guess of five letters after </think>. Write <guess>word</guess>.\n{remaining}"
         if not verdict.real:
@@ -202,7 +202,7 @@ class Game:
             return f"{verdict.guess} is not in the word list.\n{remaining}"
         self.guesses.append(verdict.guess)
         self.marks.append(marks_of(verdict.guess, self.secret))
-        return f"{spelt(verdict.guess, self.marks[-1])}\n{remaining}"
+        return f"{marked_guess(verdict.guess, self.marks[-1])}\n{remaining}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +214,12 @@ class Played:
     limit: int = GUESSES
 
     @property
-    def needed(self) -> int:
+    def turns_needed(self) -> int:
         """Turns until it was won; one more than there may be where it was not."""
         return len(self.verdicts) if self.won else self.limit + 1
 
 
-def played(
+def play_messages(
     completion: CompletionText, secret: str, real: frozenset[str], limit: int = GUESSES
 ) -> Played:
     """The result of a game whose turns are the assistant's messages; messages after its end do not count."""
@@ -254,7 +254,8 @@ class Part:
         """One value for each game."""
         pairs = zip(completions, secret, strict=True)
         return [
-            self.of(played(completion, own, self.real, self.limit)) for completion, own in pairs
+            self.of(play_messages(completion, own, self.real, self.limit))
+            for completion, own in pairs
         ]
 
 
@@ -278,7 +279,7 @@ def _rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for secret in words[:size]:
         choices = stream.among(secret, words, own.choices) if own.choices else []
-        asked = "\n".join([*offered(choices), left(own.guesses)])
+        asked = "\n".join([*choices_line(choices), guesses_left(own.guesses)])
         rows.append(
             {
                 "prompt": [
@@ -293,7 +294,7 @@ def _rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
     return rows
 
 
-def _taught(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
+def _sft_rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
     """The rows of a split with a game each in which every guess is a word of that split which all marks allow."""
     words = words_of(own.secrets, own.dictionary)
     pool, stream = words.of(split, own.seed), Stream("wordle games", split, own.seed)
@@ -318,12 +319,12 @@ def _won_game(
     while True:
         game = begin()
         game.reset(secret)
-        said = list(_solved(game, stream.sample(pool, len(pool))))
+        said = list(_solve(game, stream.sample(pool, len(pool))))
         if game.won:
             return said[:-1]  # the marks of the last guess come after the end
 
 
-def _solved(game: Game, pool: Sequence[str]) -> Iterator[Message]:
+def _solve(game: Game, pool: Sequence[str]) -> Iterator[Message]:
     """The messages of a game: always the first word of the pool that the marks allow."""
     while not game.over:
         known = Knowledge.of(game.guesses, game.marks)

@@ -71,18 +71,18 @@ def marks_of(guess: str, secret: str) -> str:
     return "".join(marks)
 
 
-def spelt(guess: str, marks: str) -> str:
+def marked_guess(guess: str, marks: str) -> str:
     """A marked guess as the policy sees it: `alley: a Y, l Y, l Y, e G, y X`."""
     letters = ", ".join(f"{letter} {mark}" for letter, mark in zip(guess, marks, strict=True))
     return f"{guess}: {letters}"
 
 
-def offered(choices: Sequence[str]) -> list[str]:
+def choices_line(choices: Sequence[str]) -> list[str]:
     """A line that lists the words that the secret is one of, if the policy is shown some."""
     return [f"The secret is one of: {', '.join(choices)}."] if choices else []
 
 
-def left(guesses: int) -> str:
+def guesses_left(guesses: int) -> str:
     """The number of guesses left, in words."""
     return "1 guess left." if guesses == 1 else f"{guesses} guesses left."
 

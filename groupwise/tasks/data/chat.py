@@ -100,16 +100,18 @@ def with_prompts(
             raise Unusable(reason)
         return {**row, "prompt": prompt}
 
-    return _made(rows, made, ("prompt",), way, where, strict=strict)
+    return _make_rows(rows, made, ("prompt",), way, where, strict=strict)
 
 
-def prepared(rows: Sequence[Row], step: Callable[[Row], Row], where: str, *, strict: bool) -> Rows:
+def prepare_rows(
+    rows: Sequence[Row], step: Callable[[Row], Row], where: str, *, strict: bool
+) -> Rows:
     """The rows as a step makes them, which raises Unusable for those to be left out. Raises TaskError as `with_prompts` does."""
 
     def made(row: Row, changes: list[str]) -> Row:
         return step(row)
 
-    return _made(rows, made, (), PromptWay(), where, strict=strict)
+    return _make_rows(rows, made, (), PromptWay(), where, strict=strict)
 
 
 def with_teacher(rows: Sequence[Row], way: PromptWay, where: str, *, strict: bool) -> Rows:
@@ -137,10 +139,10 @@ def with_teacher(rows: Sequence[Row], way: PromptWay, where: str, *, strict: boo
             f"{where}: data.system_prompt has no effect, because no row has a chat (`messages`, or `prompt` with `completion`). It has: "
             f"{', '.join(rows[0]) if rows else 'no rows'}. Leave the key out."
         )
-    return _made(rows, made, LESSONS, way, where, strict=strict)
+    return _make_rows(rows, made, LESSONS, way, where, strict=strict)
 
 
-def _made(
+def _make_rows(
     rows: Sequence[Row],
     make: Callable[[Row, list[str]], Row],
     identity: Sequence[str],
@@ -218,13 +220,13 @@ def _prompt(value: Any, row: Row, way: PromptWay, changes: list[str]) -> Prompt:
         prompt = [{"role": "user", "content": prompt}]
     elif isinstance(value, str):
         changes.append("messages were read from text")
-    asked = _up_to_the_question(_stripped(prompt, way, changes), way, changes)
+    asked = _up_to_the_question(_strip_blocks(prompt, way, changes), way, changes)
     last = max(place for place, message in enumerate(asked) if message["role"] == "user")
     asked[last] = {**asked[last], "content": _with_lines(asked[last]["content"], row, way.lines)}
     return _with_system(asked, way.system_prompt, changes)
 
 
-def _stripped(messages: Sequence[Message], way: PromptWay, changes: list[str]) -> list[Message]:
+def _strip_blocks(messages: Sequence[Message], way: PromptWay, changes: list[str]) -> list[Message]:
     """Removes blocks of the config's `strip_tags` from messages of its `strip_roles`."""
     made: list[Message] = []
     for message in messages:

@@ -210,7 +210,7 @@ class DatasetConfig(Strict):
             ),
         )
 
-    def renamed(self, answer: str) -> dict[str, str]:
+    def renamed_columns(self, answer: str) -> dict[str, str]:
         """All columns that are renamed, the prompt's and the answer's among them; the latter is called `answer`."""
         named = {"prompt": self.prompt_column, answer: self.answer_column}
         return {**self.columns, **{ours: theirs for ours, theirs in named.items() if theirs}}

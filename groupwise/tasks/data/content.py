@@ -45,12 +45,12 @@ def canonical(value: Any) -> Any:
     try:
         return _Walk().tell(value)
     except _TangledError:
-        return _untold(
+        return _unsupported_part(
             f"objects of {_qualified_name(type(value))} with parts that refer to each other in more than {MOST_ROUNDABOUT} ways"
         )
 
 
-def untold(told: Any) -> Iterator[str]:
+def unsupported_parts(told: Any) -> Iterator[str]:
     """Descriptions of the parts that `canonical` could not tell, from its result."""
     waiting = [told]
     while waiting:
@@ -101,7 +101,7 @@ class _Walk:
             return {"up": len(self.above) - self.above[name]}
         if len(self.above) == DEEPEST:
             self.dependent += 1
-            return _untold(f"something nested more than {DEEPEST} levels deep")
+            return _unsupported_part(f"something nested more than {DEEPEST} levels deep")
         self.roundabout += name in self.met
         if self.roundabout > MOST_ROUNDABOUT:
             raise _TangledError
@@ -113,7 +113,7 @@ class _Walk:
         except _TangledError:
             raise
         except Exception:  # noqa: BLE001 — the code of any class may run here
-            told = _untold(f"objects of {_qualified_name(kind)}")
+            told = _unsupported_part(f"objects of {_qualified_name(kind)}")
         finally:
             del self.above[name]
         if self.dependent == before:
@@ -134,12 +134,12 @@ class _Walk:
         if _is_array(kind):
             return self.tell(value.tolist())
         if issubclass(kind, type | FunctionType | BuiltinFunctionType):
-            return _untold(_qualified_name(value))
+            return _unsupported_part(_qualified_name(value))
         return self._object(kind, _parts(value, kind))
 
     def _object(self, kind: Any, parts: dict[str, Any] | None) -> Any:
         if parts is None:
-            return _untold(f"objects of {_qualified_name(kind)}")
+            return _unsupported_part(f"objects of {_qualified_name(kind)}")
         return {"object": [_qualified_name(kind), self._pairs(parts)]}
 
     def _pairs(self, mapping: Mapping[Any, Any]) -> Any:
@@ -154,7 +154,7 @@ def _first(pair: list[Any]) -> Any:
     return pair[0]
 
 
-def _untold(what: str) -> dict[str, str]:
+def _unsupported_part(what: str) -> dict[str, str]:
     return {UNTOLD: what}
 
 
@@ -173,9 +173,9 @@ def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
         told = {name: each for name, each in held.items() if name in kind.model_fields}
         return told | (value.__pydantic_extra__ or {})
     if is_dataclass(kind):
-        return _present(value, (each.name for each in fields(kind)))
+        return _set_attributes(value, (each.name for each in fields(kind)))
     if (attributes := getattr(kind, "__attrs_attrs__", None)) is not None:
-        return _present(value, (each.name for each in attributes))
+        return _set_attributes(value, (each.name for each in attributes))
     # An image of Pillow can only exist once Pillow is imported.
     pillow = sys.modules.get("PIL.Image")
     if pillow is not None and issubclass(kind, pillow.Image):
@@ -191,7 +191,7 @@ def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
     return tell(value) if tell else None
 
 
-def _present(value: Any, names: Iterable[str]) -> dict[str, Any]:
+def _set_attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
     """The attributes that are set."""
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 from groupwise.core.errors import TaskError
 from groupwise.core.plugins import printable
 from groupwise.core.types import Example, NumberedRow, Prompt, like, number_of
-from groupwise.tasks.data.content import canonical, untold
+from groupwise.tasks.data.content import canonical, unsupported_parts
 from groupwise.tasks.data.messages import Unusable, prompt_of
 from groupwise.tasks.data.sources import row_numbers
 
@@ -53,7 +53,7 @@ def read_rows(
             f"{where} returned a {kind}, which has no length, and nothing says how many of its rows to read. "
             f"Set {limited_by}, or return a list."
         )
-    stream = _iterated(cast("object", rows), where, limit, expected)
+    stream = _iterate_rows(cast("object", rows), where, limit, expected)
     if (numbers := row_numbers(rows)) is not None:
         stream = map(NumberedRow, stream, numbers)
     found = [_columns(index, row, where, expected) for index, row in enumerate(stream)]
@@ -75,7 +75,7 @@ def fingerprint(examples: Iterable[Example]) -> str:
         told = [prompt, {"dict": list(columns.items())}]
         digest.update(json.dumps(told).encode() + b"\n")
         for column, value in [("prompt", prompt), *columns.items()]:
-            for what in untold(value):
+            for what in unsupported_parts(value):
                 _warn_of_untold(column, what)
     return digest.hexdigest()
 
@@ -90,7 +90,7 @@ def _warn_of_untold(column: str, what: str) -> None:
     )
 
 
-def _iterated(rows: object, where: str, limit: int | None, expected: str) -> Iterator[Any]:
+def _iterate_rows(rows: object, where: str, limit: int | None, expected: str) -> Iterator[Any]:
     if isinstance(rows, Mapping):
         names = ", ".join(repr(name) for name in cast("Mapping[Any, Any]", rows))
         raise TaskError(

@@ -17,12 +17,12 @@ from groupwise.tasks.data.chat import (
     Row,
     Rows,
     key_of,
-    prepared,
+    prepare_rows,
     with_prompts,
     with_teacher,
 )
 from groupwise.tasks.data.config import DatasetConfig, MixtureEntry
-from groupwise.tasks.data.mixture import Part, joined, split
+from groupwise.tasks.data.mixture import Part, split, with_same_columns
 from groupwise.tasks.data.pipelines import Pipeline, find_pipeline
 from groupwise.tasks.data.sources import no_column, read_source
 
@@ -43,17 +43,17 @@ def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable =
     parts, account = _parts_of_split(data, partial(_split_for_training, data), teacher, unscorable)
     if parts and data.test_split_size is not None:
         parts, _ = _split(parts, data)
-    return joined(parts, data.mixture_columns), account
+    return with_same_columns(parts, data.mixture_columns), account
 
 
 def held_out(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
     """The rows that are held out: of splits of their own, or taken off those for training, which tell what was left out."""
     if data.test_split_size is None:
         parts, account = _parts_of_split(data, lambda entry: entry.test_split, teacher, unscorable)
-        return joined(parts, data.mixture_columns), account
+        return with_same_columns(parts, data.mixture_columns), account
     parts, _ = _parts_of_split(data, partial(_split_for_training, data), teacher, unscorable)
     parts = _split(parts, data)[1] if parts else []
-    return joined(parts, data.mixture_columns), Account()
+    return with_same_columns(parts, data.mixture_columns), Account()
 
 
 def holds_out(data: DatasetConfig, entry: MixtureEntry) -> bool:
@@ -67,7 +67,7 @@ def place_of(data: DatasetConfig, number: int) -> str:
     return name if data.dataset_mixture is None else f"data.dataset_mixture, set {number} ({name})"
 
 
-def labelled(row: Row, entry: MixtureEntry, label: str | None) -> Row:
+def with_label(row: Row, entry: MixtureEntry, label: str | None) -> Row:
     """The row, saying which set it is from and, where there is a label, whose rewards it has."""
     named = {**row, DATASET_COLUMN: entry.name}
     return like(row, named if label is None else {**named, TASK_COLUMN: label})
@@ -90,7 +90,9 @@ def _pipeline(data: DatasetConfig, *, teacher: bool) -> Pipeline | None:
 def _through(step: Pipeline | None, rows: Sequence[Row], where: str, data: DatasetConfig) -> Rows:
     """The rows after the pipeline; unchanged if there is none."""
     return (
-        Rows(rows, Account()) if step is None else prepared(rows, step, where, strict=data.strict)
+        Rows(rows, Account())
+        if step is None
+        else prepare_rows(rows, step, where, strict=data.strict)
     )
 
 
@@ -126,14 +128,14 @@ def _parts_of_split(
             rows = with_prompts(given, _way(data), where, strict=data.strict, unscorable=why)
         told = given.account + rows.account
         account += told if data.dataset_mixture is None else told.under(where)
-        own = [labelled(row, entry, entry.label) for row in rows]
+        own = [with_label(row, entry, entry.label) for row in rows]
         theirs = _our_names(data, entry, teacher=teacher).values()
         parts.append(Part(where, own, entry.weight, frozenset(n.partition(".")[0] for n in theirs)))
     return parts, account
 
 
 def _why_not(unscorable: Unscorable, entry: MixtureEntry, row: Row) -> str | None:
-    return unscorable(labelled(row, entry, entry.label))
+    return unscorable(with_label(row, entry, entry.label))
 
 
 def _rows(
@@ -170,7 +172,7 @@ def _rows(
 
 
 def _our_names(data: DatasetConfig, entry: MixtureEntry, *, teacher: bool) -> dict[str, str]:
-    return {**data.renamed("completion" if teacher else "answer"), **entry.columns}
+    return {**data.renamed_columns("completion" if teacher else "answer"), **entry.columns}
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:

@@ -59,7 +59,7 @@ def messages_of(value: Any) -> list[Message]:
         return messages_in(value) or [{"role": "user", "content": value}]
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
-        value = _listed(cast("Mapping[str, Any]", value))
+        value = _messages_of_mapping(cast("Mapping[str, Any]", value))
     if isinstance(value, list) and value and all(map(_is_part, cast("list[Any]", value))):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list | tuple) or not value:
@@ -91,12 +91,16 @@ def looks_like_messages(text: str) -> bool:
     return _WRITTEN.match(text) is not None
 
 
-def _listed(value: Mapping[str, Any]) -> Any:
+def _messages_of_mapping(value: Mapping[str, Any]) -> Any:
     """The messages of a mapping: one message, lists of roles and contents of one length, or a conversation and nothing else."""
     given = {name: entry for name, entry in value.items() if entry is not None}
     if len(given) == 1 and next(iter(given)) in WHOLE:
         whole = next(iter(given.values()))
-        return _listed(cast("Mapping[str, Any]", whole)) if isinstance(whole, Mapping) else whole
+        return (
+            _messages_of_mapping(cast("Mapping[str, Any]", whole))
+            if isinstance(whole, Mapping)
+            else whole
+        )
     role, content = value.get("role"), value.get("content")
     if not isinstance(role, list | tuple) or not isinstance(content, list | tuple):
         return [value]
@@ -205,7 +209,7 @@ def named_messages(row: dict[str, Any]) -> dict[str, Any]:
     return like(row, {**row, "messages": found})
 
 
-def joined(prompt: Sequence[Message], said: Sequence[Message]) -> list[Message]:
+def join_conversation(prompt: Sequence[Message], said: Sequence[Message]) -> list[Message]:
     """A conversation, where the first words of the assistant may go on with those that the prompt ends with."""
     begun = begun_words(prompt, said)
     if begun is None:

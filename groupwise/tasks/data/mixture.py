@@ -62,7 +62,7 @@ def _those(part: Part, belongs: Callable[[Row], bool]) -> Part:
     return replace(part, rows=[row for row in part.rows if belongs(row)])
 
 
-def mixed(parts: Sequence[Part], seed: int) -> tuple[list[Row], tuple[Share, ...]]:
+def mix_parts(parts: Sequence[Part], seed: int) -> tuple[list[Row], tuple[Share, ...]]:
     """All rows, and their shares of an epoch; several parts are shuffled together. Raises TaskError if a share has no rows."""
     rows = [row for part in parts for row in part.rows]
     order = range(len(rows))
@@ -93,7 +93,7 @@ def in_turn(parts: Sequence[Part]) -> list[Row]:
     return [row for each in rounds for row in each if row is not None]
 
 
-def joined(parts: Sequence[Part], how: Join) -> list[Part]:
+def with_same_columns(parts: Sequence[Part], how: Join) -> list[Part]:
     """The parts with the same columns in every row. Raises TaskError that names what differs, where they are to be the same."""
     columns = [dict.fromkeys(name for row in part.rows for name in row) for part in parts]
     every = dict.fromkeys(name for names in columns for name in names)

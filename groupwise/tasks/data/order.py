@@ -84,7 +84,7 @@ class Share:
     """Times that they come in an epoch: 0.5 half of them, 2 each twice, 1.5 each once and half of them once more."""
 
     @property
-    def left(self) -> int:
+    def extra_examples(self) -> int:
         """Number of examples that come once more than the others."""
         count = round(self.weight % 1 * len(self.places))
         return count if self.weight >= 1 else max(1, count)
@@ -92,7 +92,10 @@ class Share:
     def dealt(self, epoch: int, seed: int) -> Iterator[int]:
         """Examples that come once more: each epoch takes the next ones in a cyclic order."""
         order = Stream("weight", seed, self.name).sample(self.places, len(self.places))
-        return (order[(epoch * self.left + n) % len(order)] for n in range(self.left))
+        return (
+            order[(epoch * self.extra_examples + n) % len(order)]
+            for n in range(self.extra_examples)
+        )
 
 
 def among(shares: Sequence[Share], kept: Sequence[int]) -> tuple[Share, ...]:
@@ -114,7 +117,7 @@ class Order:
         again = [n for share in shares for n in share.places for _ in range(int(share.weight))]
         self._always = [n for n in range(examples) if n not in shared] + again
         self._epochs: dict[int, list[int]] = {}
-        self.length = len(self._always) + sum(share.left for share in shares)
+        self.length = len(self._always) + sum(share.extra_examples for share in shares)
         """Draws of an epoch."""
 
     def example(self, draw: int) -> int:

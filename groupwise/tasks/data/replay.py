@@ -192,7 +192,7 @@ class ReplayBuffer:
         )
         total = sum(entry.count for entry in by_mean)
         in_order = list(self._entries.values())
-        by_bound = sorted(in_order, key=lambda entry: -self._bound(entry, total))
+        by_bound = sorted(in_order, key=lambda entry: -self._upper_confidence_bound(entry, total))
         chosen: dict[str, Entry] = {}
         orders = {True: iter(by_mean), False: iter(by_bound)}
         while len(chosen) < min(count, len(in_order)):
@@ -217,7 +217,7 @@ class ReplayBuffer:
         self._entries = {entry[0]: Entry(*entry) for entry in state["entries"]}
         self.evicted, self.refused = state["evicted"], state["refused"]
 
-    def _bound(self, entry: Entry, total: int) -> float:
+    def _upper_confidence_bound(self, entry: Entry, total: int) -> float:
         """The upper confidence bound; infinite for what has never been seen."""
         if entry.count == 0:
             return math.inf

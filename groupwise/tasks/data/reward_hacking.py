@@ -79,7 +79,7 @@ class Signals:
         found = symptoms(fresh)
         if entropy is not None:
             found["entropy"] = entropy
-        started = self._started
+        started = self._reward_is_ready
         for name, value in found.items():
             gauge = self._gauges.setdefault(name, Gauge())
             gauge.observe(value, self.config.start_steps, self.config.memory)
@@ -94,7 +94,7 @@ class Signals:
             parts = dict.fromkeys(p.name for g in fresh for r in g.scored for p in r.parts)
             if text := nobody_tells(self.config, parts):
                 logger.info("%s", text)
-        if self._started and not started:
+        if self._reward_is_ready and not started:
             self._warn_of_unknown_part()
         warnings = self._changes(step + 1)
         return Seen(self._metrics(found), warnings)
@@ -121,7 +121,7 @@ class Signals:
         self._unfilled = {each: None for each in self._unfilled if each in known}
 
     @property
-    def _started(self) -> bool:
+    def _reward_is_ready(self) -> bool:
         reward = self._gauges.get("reward")
         return reward is not None and reward.ready
 
@@ -141,7 +141,9 @@ class Signals:
         lowest, highest = self._rewards or (0.0, 0.0)
         sight = Sight(self.config, self._gauges, lowest, highest, self._least)
         found = {name: suspicion(sight) for name, suspicion in SUSPICIONS.items()}
-        found["unfilled"] = Finding(float(bool(self._unfilled)), unfilled(self._unfilled))
+        found["unfilled"] = Finding(
+            float(bool(self._unfilled)), unfilled_arguments_warning(self._unfilled)
+        )
         changes = [
             change(name, finding, steps, was=name in self._active)
             for name, finding in found.items()
@@ -180,7 +182,7 @@ def change(name: str, finding: Finding, steps: int, *, was: bool) -> WarningReco
     return WarningRecord(steps, name, "begins" if begins else "ends", told, finding.values)
 
 
-def unfilled(arguments: Iterable[Argument]) -> str:
+def unfilled_arguments_warning(arguments: Iterable[Argument]) -> str:
     """A warning about arguments of rewards that are None in every row."""
     named = ", ".join(f"`{argument}` of the reward `{reward}`" for reward, argument in arguments)
     return f"{named} has been None in every row: the column is empty or not there"

@@ -153,7 +153,7 @@ class Sight:
         gauge = self.gauges.get(name)
         return gauge if gauge is not None and gauge.ready else None
 
-    def moved(self, gauge: Gauge) -> float:
+    def movement(self, gauge: Gauge) -> float:
         """The gauge's movement in units of the noise: 1 is a rise that counts, −1 a fall."""
         return gauge.errors(self.config.memory) / self.config.noise
 
@@ -192,7 +192,7 @@ def length(sight: Sight) -> Finding | None:
     config, growth = sight.config, lengths.now / lengths.mean
     strength = min(
         (growth - 1) / (config.length_growth - 1),
-        sight.moved(lengths),
+        sight.movement(lengths),
         paid.now / config.length_correlation,
     )
     text = "completions grow, and the longer ones of a prompt earn more: length itself may be what is paid for"
@@ -211,7 +211,7 @@ def truncation(sight: Sight) -> Finding | None:
         "more completions are cut off by the length limit: they are padded out, or the limit is too short for what the policy "
         "has learnt to say"
     )
-    return Finding(min(rise, sight.moved(share)), text, {"start": share.mean, "now": share.now})
+    return Finding(min(rise, sight.movement(share)), text, {"start": share.mean, "now": share.now})
 
 
 REPEATED = {
@@ -227,7 +227,7 @@ def repetition(sight: Sight) -> Finding | None:
         if share := sight.ready(name):
             rise = (share.now - share.mean) / sight.config.repetition_rise
             values = {"start": share.mean, "now": share.now}
-            found.append(Finding(min(rise, sight.moved(share)), text, values))
+            found.append(Finding(min(rise, sight.movement(share)), text, values))
     return max(found, key=lambda finding: finding.strength, default=None)
 
 
@@ -252,7 +252,9 @@ def diversity(sight: Sight) -> Finding | None:
     }
     if reward is None or not falls:
         return None
-    strengths = {name: min(fall, -sight.moved(sight.gauges[name])) for name, fall in falls.items()}
+    strengths = {
+        name: min(fall, -sight.movement(sight.gauges[name])) for name, fall in falls.items()
+    }
     name = max(strengths, key=lambda each: strengths[each])
     gauge = sight.gauges[name]
     values = {
@@ -276,7 +278,7 @@ def sameness(sight: Sight) -> Finding | None:
         return None
     rise = (share.now - share.mean) / sight.config.same_answers_rise
     text = "different prompts get the same completion: one fixed answer may satisfy the reward"
-    return Finding(min(rise, sight.moved(share)), text, {"start": share.mean, "now": share.now})
+    return Finding(min(rise, sight.movement(share)), text, {"start": share.mean, "now": share.now})
 
 
 def dominance(sight: Sight) -> Finding | None:
@@ -294,8 +296,8 @@ def dominance(sight: Sight) -> Finding | None:
             had = max(abs(start), start - least) if least is not None else abs(start)
             strength = min(
                 share.now / sight.config.dominance,
-                sight.moved(gains[name]),
-                -sight.moved(gain),
+                sight.movement(gains[name]),
+                -sight.movement(gain),
                 ((start - gain.now) / had if had else 0.0) / LOST,
             )
             text = f"the part {name} decides nearly alone what is reinforced, and gains at the cost of {other}"
@@ -311,8 +313,8 @@ def accuracy(sight: Sight) -> Finding | None:
         return None
     gain = sight.gauges[f"gain/{name}"]
     strength = min(
-        sight.moved(reward),
-        max(-sight.moved(gain), min(_not_risen(sight, gain), _saturated(sight, name))),
+        sight.movement(reward),
+        max(-sight.movement(gain), min(_not_risen(sight, gain), _saturation(sight, name))),
     )
     text = f"the reward rises, and {name} does not: what is earned may not be what is meant"
     values = {
@@ -331,7 +333,7 @@ def _course(sight: Sight, name: str) -> dict[str, float]:
 
 def _not_risen(sight: Sight, gauge: Gauge) -> float:
     """1 or more where a rise is within the noise."""
-    return 2 - sight.moved(gauge)
+    return 2 - sight.movement(gauge)
 
 
 def _left_to_earn(sight: Sight, reward: Gauge) -> float:
@@ -340,12 +342,12 @@ def _left_to_earn(sight: Sight, reward: Gauge) -> float:
     return (sight.highest - reward.now) / seen / LEFT_TO_EARN if seen > 0 else 0.0
 
 
-def _saturated(sight: Sight, but: str) -> float:
+def _saturation(sight: Sight, but: str) -> float:
     """1 or more where another part than `but` has risen, and hardly differs within groups any more."""
     gains, spreads = sight.parts("gain"), sight.parts("spread")
     return max(
         (
-            min(sight.moved(gains[name]), 2 - spread.now / spread.mean / SATURATED)
+            min(sight.movement(gains[name]), 2 - spread.now / spread.mean / SATURATED)
             for name, spread in spreads.items()
             if name != but and name in gains and spread.mean > 0
         ),

@@ -88,7 +88,7 @@ def _text(rollout: Rollout) -> str:
 def _lengths(groups: Sequence[Group]) -> dict[str, float | None]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     pairs = [
-        [(float(rollout.written), reward) for rollout, reward in _rewarded(group)]
+        [(float(rollout.written), reward) for rollout, reward in _rollouts_with_rewards(group)]
         for group in groups
     ]
     return {
@@ -103,7 +103,7 @@ def _correlation(groups: Iterable[Sequence[tuple[float, float]]]) -> float | Non
     """Pearson's r of pairs within groups; None where one side does not vary."""
     both = first = second = 0.0
     for pairs in groups:
-        xs, ys = _centred([x for x, _ in pairs]), _centred([y for _, y in pairs])
+        xs, ys = _subtract_mean([x for x, _ in pairs]), _subtract_mean([y for _, y in pairs])
         both += _product(xs, ys)
         first += _product(xs, xs)
         second += _product(ys, ys)
@@ -153,11 +153,11 @@ def _same_answers(groups: Sequence[Group], written: Sequence[Sequence[_Written]]
 
 
 def _parts(groups: Sequence[Group]) -> dict[str, float | None]:
-    scored = [_rewarded(group) for group in groups]
+    scored = [_rollouts_with_rewards(group) for group in groups]
     parts = [part for group in scored for rollout, _ in group for part in rollout.parts]
     weighted = {part.name for part in parts if part.weight and part.value is not None}
-    earned = [[_earned(rollout) for rollout, _ in group] for group in scored]
-    totals = [_centred([reward for _, reward in group]) for group in scored]
+    earned = [[_part_contributions(rollout) for rollout, _ in group] for group in scored]
+    totals = [_subtract_mean([reward for _, reward in group]) for group in scored]
     own = [rollout.part_values for group in scored for rollout, _ in group]
     variance = sum(_product(total, total) for total in totals)
     found: dict[str, float | None] = {}
@@ -169,7 +169,7 @@ def _parts(groups: Sequence[Group]) -> dict[str, float | None]:
         found[f"spread/{name}"] = _mean(_deviation(group) for group in applied if len(group) > 1)
         if name in weighted and variance:
             all_of = [[each.get(name, 0.0) for each in group] for group in earned]
-            explained = sum(map(_product, map(_centred, all_of), totals))
+            explained = sum(map(_product, map(_subtract_mean, all_of), totals))
             found[f"share/{name}"] = explained / variance
     return found
 
@@ -177,14 +177,14 @@ def _parts(groups: Sequence[Group]) -> dict[str, float | None]:
 def least(groups: Sequence[Group]) -> dict[str, float]:
     """The lowest weight × value of each part that a scored rollout got; of those that are finite."""
     found: dict[str, float] = {}
-    for rollout in (rollout for group in groups for rollout, _ in _rewarded(group)):
-        for name, value in _earned(rollout).items():
+    for rollout in (rollout for group in groups for rollout, _ in _rollouts_with_rewards(group)):
+        for name, value in _part_contributions(rollout).items():
             if math.isfinite(value):
                 found[name] = min(found.get(name, value), value)
     return found
 
 
-def _earned(rollout: Rollout) -> dict[str, float]:
+def _part_contributions(rollout: Rollout) -> dict[str, float]:
     """The contribution of each applicable part to the reward; a part without weight counts by its value."""
     found: dict[str, float] = {}
     for part in rollout.parts:
@@ -197,7 +197,7 @@ def _earned(rollout: Rollout) -> dict[str, float]:
 # --- sums ----------------------------------------------------------------------------------------
 
 
-def _rewarded(group: Group) -> list[tuple[Rollout, float]]:
+def _rollouts_with_rewards(group: Group) -> list[tuple[Rollout, float]]:
     return [(rollout, rollout.reward) for rollout in group.scored if rollout.reward is not None]
 
 
@@ -207,7 +207,7 @@ def _mean(values: Iterable[float]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _centred(values: Sequence[float]) -> list[float]:
+def _subtract_mean(values: Sequence[float]) -> list[float]:
     """The values minus their mean; zeros if they differ by rounding only."""
     if not values:
         return []
@@ -223,5 +223,5 @@ def _product(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    centred = _centred(values)
+    centred = _subtract_mean(values)
     return math.sqrt(_product(centred, centred) / (len(values) - 1))

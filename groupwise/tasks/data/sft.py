@@ -22,7 +22,7 @@ from groupwise.tasks.data.examples import checked_prompt
 from groupwise.tasks.data.messages import (
     Unusable,
     begun_words,
-    joined,
+    join_conversation,
     messages_in,
     messages_of,
     named_messages,
@@ -150,7 +150,9 @@ def _completion(row: Mapping[str, Any], where: str) -> Content:
         completion = [{"role": "assistant", "content": completion}]
     answer = _messages(completion, where, "completion")
     begun = begun_words(prompt, answer)
-    chat = _conversation(joined(prompt, answer), len(prompt) - (begun is not None), row, where)
+    chat = _conversation(
+        join_conversation(prompt, answer), len(prompt) - (begun is not None), row, where
+    )
     return replace(chat, prefill=begun or "")
 
 
@@ -190,7 +192,7 @@ def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
     ids = _integers(row["input_ids"], where, "input_ids")
     if row.get("labels") is not None:
         labels = _integers(row["labels"], where, "labels")
-        tokens = _checked(Tokens(ids, tuple(int(label != IGNORED) for label in labels)), where)
+        tokens = _check_mask(Tokens(ids, tuple(int(label != IGNORED) for label in labels)), where)
         for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
             if label not in (token, IGNORED):
                 raise TaskError(
@@ -199,7 +201,7 @@ def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
                 )
     else:
         mask = next((row[name] for name in MASKS if row.get(name) is not None), [1] * len(ids))
-        tokens = _checked(Tokens(ids, _integers(mask, where, "completion_mask")), where)
+        tokens = _check_mask(Tokens(ids, _integers(mask, where, "completion_mask")), where)
     seen = row.get("attention_mask")
     if seen is None:
         return tokens
@@ -214,7 +216,7 @@ def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
     )
 
 
-def _checked(tokens: Tokens, where: str) -> Tokens:
+def _check_mask(tokens: Tokens, where: str) -> Tokens:
     if len(tokens.mask) != len(tokens.ids):
         raise TaskError(
             f"{where}: there are {len(tokens.ids)} input_ids, but {len(tokens.mask)} labels or mask entries."

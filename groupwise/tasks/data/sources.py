@@ -71,7 +71,7 @@ def read_source(
         rows = _of_hub(source, config, split, revision, limit, seed)
     if not rows:
         raise TaskError(f"The dataset {source!r} has no rows in its split {split!r}.")
-    return renamed(rows, columns or {}, f"The dataset {source!r}")
+    return rename_columns(rows, columns or {}, f"The dataset {source!r}")
 
 
 def sample(count: int, limit: int | None, seed: int) -> list[int]:
@@ -92,7 +92,7 @@ def is_local(source: str) -> bool:
     )
 
 
-def renamed(rows: Sequence[Row], columns: Mapping[str, str], where: str) -> list[Row]:
+def rename_columns(rows: Sequence[Row], columns: Mapping[str, str], where: str) -> list[Row]:
     """The rows with columns under our names beside their own; a row that lacks one of them stays without it."""
     if not columns:
         return list(rows)
@@ -203,7 +203,7 @@ def _files_of(folder: Path, split: str) -> list[Path]:
     saved = folder / split if (folder / SAVED_SPLITS).is_file() else folder
     if (saved / SAVED_STATE).is_file():
         file = saved / SAVED_STATE
-        state = _row(_parsed(_decoded(file.read_bytes(), str(file)), str(file)), str(file))
+        state = _row(_parse_json(_decode_utf8(file.read_bytes(), str(file)), str(file)), str(file))
         own = state.get("_split") or TRAIN
         if own != split and saved.name != split:
             raise TaskError(
@@ -263,13 +263,15 @@ def _jsonl(file: Path) -> Iterator[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{file}, line {number}"
-            text = _decoded(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, where)
+            text = _decode_utf8(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, where)
             if text.strip():
-                yield _row(_parsed(text, where), where)
+                yield _row(_parse_json(text, where), where)
 
 
 def _json(file: Path) -> Iterator[Row]:
-    found = _parsed(_decoded(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file)), str(file))
+    found = _parse_json(
+        _decode_utf8(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file)), str(file)
+    )
     if isinstance(found, dict) and isinstance(cast("Row", found).get("data"), list):
         found = cast("Row", found)["data"]
     if not isinstance(found, list):
@@ -282,7 +284,7 @@ def _json(file: Path) -> Iterator[Row]:
 
 def _csv(file: Path, between: str = ",") -> Iterator[Row]:
     """Every value is text: nothing in the file says otherwise."""
-    text = _decoded(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file))
+    text = _decode_utf8(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file))
     before = csv.field_size_limit(_LONGEST_CELL)
     try:
         lines = csv.reader(StringIO(text, newline=""), delimiter=between, strict=True)
@@ -313,7 +315,7 @@ def _tsv(file: Path) -> Iterator[Row]:
 
 def _parquet(file: Path) -> Iterator[Row]:
     tables = _pyarrow(file, "pyarrow.parquet")
-    with _explained(file, "Parquet"), tables.ParquetFile(file) as table:
+    with _reading_as(file, "Parquet"), tables.ParquetFile(file) as table:
         for batch in table.iter_batches():
             yield from batch.to_pylist()
 
@@ -322,7 +324,7 @@ def _arrow(file: Path) -> Iterator[Row]:
     """Reads rows in the format in which the library datasets stores them."""
     arrow = _pyarrow(file, "pyarrow")
     with (
-        _explained(file, "Arrow"),
+        _reading_as(file, "Arrow"),
         arrow.memory_map(str(file)) as held,
         arrow.ipc.open_stream(held) as batches,
     ):
@@ -341,7 +343,7 @@ def _pyarrow(file: Path, module: str) -> Any:
 
 
 @contextmanager
-def _explained(file: Path, kind: str) -> Generator[None]:
+def _reading_as(file: Path, kind: str) -> Generator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:  # what pyarrow raises is one of these
@@ -350,7 +352,7 @@ def _explained(file: Path, kind: str) -> Generator[None]:
 
 def _text(file: Path) -> Iterator[Row]:
     """A row for each line, in the column `text`."""
-    text = _decoded(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file))
+    text = _decode_utf8(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file))
     lines = (line.rstrip("\r\n") for line in StringIO(text, newline=None))
     return ({"text": line} for line in lines if line.strip())
 
@@ -369,7 +371,7 @@ ENDINGS = tuple(_READERS)
 """Suffixes of data files."""
 
 
-def _decoded(data: bytes, where: str) -> str:
+def _decode_utf8(data: bytes, where: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -378,7 +380,7 @@ def _decoded(data: bytes, where: str) -> str:
         ) from error
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:

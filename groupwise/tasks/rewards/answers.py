@@ -173,7 +173,7 @@ def answer_matches(gold: str, answer: str) -> bool:
             return verdict
     known = words_of(expected)
     try:
-        one, other = parsed(expected, known), parsed(given, known)
+        one, other = parse_answer(expected, known), parse_answer(given, known)
         return one is not None and other is not None and trees_match(one, other)
     except RecursionError:  # a product of hundreds of factors
         return False
@@ -254,7 +254,7 @@ def normalized_text(text: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def parsed(text: str, known: frozenset[str]) -> Node | None:
+def parse_answer(text: str, known: frozenset[str]) -> Node | None:
     """An unwrapped answer parsed as mathematics, with the words in `known` as units; None if it cannot be parsed whole."""
     try:
         return parse(text, known)
@@ -283,7 +283,7 @@ def literal_number(text: str, gold: str | None = None) -> Fraction | None:
     change a number.
     """
     known = words_of(text if gold is None else gold)
-    tree = parsed(strip_wrapping(text), known) if len(text) <= LONGEST else None
+    tree = parse_answer(strip_wrapping(text), known) if len(text) <= LONGEST else None
     return None if tree is None else numeric_value(tree)
 
 

@@ -99,7 +99,7 @@ class _Solution:
                 [[number, now] for number, now in after.items() if now != before[number]],
             )
             by_number = question["do"] == "call" and _has_methods(result)
-            told = self._ledger.by_number(result) if by_number else self._ledger.written(result)
+            told = self._ledger.by_number(result) if by_number else self._ledger.to_json(result)
             self._line.send({"result": told, "changes": changes})
         except Lost:
             raise
@@ -130,20 +130,20 @@ class _Solution:
         """The kind and value of a name; an exception's class becomes its own name and that of its nearest built-in base class."""
         value: Any = vars(self._module).get(name, self)
         if value is self:
-            value = getattr(self._wrapped, name)
+            value = getattr(self._wrapper, name)
         if isinstance(value, type) and issubclass(value, Exception):
             return "error", (value.__name__, builtin_of(value))
         return "value", cast("Any", value)
 
     @cached_property
-    def _wrapped(self) -> Any:
+    def _wrapper(self) -> Any:
         """The object whose methods are meant where the module has no function of a name."""
         return vars(self._module)[WRAPPER]()
 
     def _function_of_the_tests(self, number: int) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            told = [self._ledger.written(each) for each in arguments]
-            told_named = [[key, self._ledger.written(each)] for key, each in named.items()]
+            told = [self._ledger.to_json(each) for each in arguments]
+            told_named = [[key, self._ledger.to_json(each)] for key, each in named.items()]
             self._line.send({"call": number, "arguments": told, "named": told_named})
             while "answer" not in (message := self._line.receive()):
                 self._answer(message)

@@ -119,10 +119,10 @@ class Plan:
         for what cannot be run, and where nothing is checked, or by something that is not theirs, so that any code could pass.
         """
         texts = [tests] if isinstance(tests, str) else list(tests)
-        trees = [_parsed(text) for text in texts]
+        trees = [_parse_tests(text) for text in texts]
         checking = _checking_functions(trees)
         found = [_pieces(tree, entry_point, checking) for tree in trees]
-        steps = found[0] if isinstance(tests, str) else [_joined(pieces) for pieces in found]
+        steps = found[0] if isinstance(tests, str) else [_join_steps(pieces) for pieces in found]
         if not any(step.is_test for step in steps):
             raise BrokenTests(
                 "nothing is checked, so any code would pass: there is no assert, test_… or check that is reached. Write "
@@ -161,7 +161,7 @@ class Plan:
         )
 
 
-def _parsed(text: str) -> ast.Module:
+def _parse_tests(text: str) -> ast.Module:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -201,7 +201,7 @@ def _pieces(tree: ast.Module, entry_point: str | None, checking: frozenset[str])
     # A statement counts as a check if it holds an assert that can fail, a raise, or a call that does either.
     return [
         *(
-            Step([each], any(_is_check(node, checking) for node in _reached(each)))
+            Step([each], any(_is_check(node, checking) for node in _reachable_statements(each)))
             for each in tree.body
         ),
         *calls,
@@ -214,11 +214,13 @@ def _checking_functions(trees: Sequence[ast.Module]) -> frozenset[str]:
     new: set[str] = set()
     for function in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            for node in (node for statement in function.body for node in _reached(statement)):
+            for node in (
+                node for statement in function.body for node in _reachable_statements(statement)
+            ):
                 if _is_check(node, frozenset()):
                     new.add(function.name)
                 elif isinstance(node, ast.Call):
-                    callers[_called(node)].add(function.name)
+                    callers[_name_of_call(node)].add(function.name)
     found = set[str]()
     while new:
         found |= new
@@ -235,13 +237,13 @@ def _is_check(node: ast.AST, checking: frozenset[str]) -> bool:
                 or (isinstance(test, ast.Constant) and test.value)
             )
         case ast.Call():
-            name = _called(node)
+            name = _name_of_call(node)
             return name in checking or name.startswith("assert")
         case _:
             return isinstance(node, ast.Raise)
 
 
-def _called(call: ast.Call) -> str:
+def _name_of_call(call: ast.Call) -> str:
     """The last part of what is called by name, else nothing."""
     match call.func:
         case ast.Name(name) | ast.Attribute(attr=name):
@@ -250,7 +252,7 @@ def _called(call: ast.Call) -> str:
             return ""
 
 
-def _reached(statement: ast.AST) -> Iterator[ast.AST]:
+def _reachable_statements(statement: ast.AST) -> Iterator[ast.AST]:
     """The asserts, raises and calls that running it may come to, as far as can be seen, in no order."""
     left: list[ast.AST] = [statement]
     while left:
@@ -278,7 +280,7 @@ def _call(function: ast.FunctionDef, arguments: list[str]) -> Step:
     return Step(ast.parse(f"{function.name}({', '.join(arguments)})").body, is_test=True)
 
 
-def _joined(steps: list[Step]) -> Step:
+def _join_steps(steps: list[Step]) -> Step:
     body = [statement for step in steps for statement in step.body]
     return Step(body, any(step.is_test for step in steps))
 
@@ -498,7 +500,7 @@ class Far:
         if name not in self.names:
             raise NameError(f"the solution has no {name}", name=name)
         kind, value = self.ask("name", name)
-        return self._errors.named(*map(str, value)) if kind == "error" else value
+        return self._errors.class_named(*map(str, value)) if kind == "error" else value
 
     def as_module(self, own: Set[str]) -> types.ModuleType:
         """A module for tests that import the solution. Importing all of it replaces neither Python's names nor the tests' own."""
@@ -517,13 +519,13 @@ class Far:
         self._ledger.showing.clear()
         question = {
             "do": do,
-            "arguments": [self._ledger.written(each, shown=True) for each in arguments],
-            "named": [[key, self._ledger.written(each, shown=True)] for key, each in named.items()],
+            "arguments": [self._ledger.to_json(each, shown=True) for each in arguments],
+            "named": [[key, self._ledger.to_json(each, shown=True)] for key, each in named.items()],
         }
         shown = sorted(self._ledger.showing)
         self._line.send({**question, "shown": shown})
         while "call" in (answer := self._line.receive()):
-            self._line.send({"answer": self._called(answer)})
+            self._line.send({"answer": self._call_function(answer)})
         try:
             return self._result(answer, shown)
         except (StopIteration, StopAsyncIteration) as error:
@@ -544,13 +546,13 @@ class Far:
             raise Lost(f"no answer: {error}") from error
         raise raised
 
-    def _called(self, question: dict[str, Json]) -> dict[str, Json]:
+    def _call_function(self, question: dict[str, Json]) -> dict[str, Json]:
         """Calls a function of the tests that the solution was given, and returns its result or error as JSON."""
         try:
             function = self._ledger.own(question["call"])
             arguments = [self._ledger.read(each) for each in question["arguments"]]
             named = {name: self._ledger.read(each) for name, each in question["named"]}
-            return {"result": self._ledger.written(function(*arguments, **named))}
+            return {"result": self._ledger.to_json(function(*arguments, **named))}
         except Exception as error:  # noqa: BLE001 — the solution's to catch, as it would be without a box
             return {"raised": written_error(self._ledger, error)}
 

@@ -180,7 +180,7 @@ class Ledger:
 
     # Values that go
 
-    def written(self, value: Any, *, shown: bool = False) -> Json:
+    def to_json(self, value: Any, *, shown: bool = False) -> Json:
         """A value as JSON. Of `shown` lists and their kin the other side can tell how it changed them."""
         if value is None or isinstance(value, bool):
             return value
@@ -194,7 +194,7 @@ class Ledger:
         if isinstance(value, str):
             return str.__str__(value)
         if isinstance(value, MUTABLE):
-            return self._shown(value) if shown else self.content(value)
+            return self._show(value) if shown else self.content(value)
         return self._of_other_kind(value, shown)
 
     def content(self, value: Any, *, shown: bool = False) -> dict[str, Json]:
@@ -213,7 +213,7 @@ class Ledger:
             case _:
                 return {"bytearray": bytes(value).hex()}
 
-    def _shown(self, value: Any) -> Json:
+    def _show(self, value: Any) -> Json:
         number = self.number_of(value)
         if number in self.showing:
             return {"again": number}
@@ -221,7 +221,7 @@ class Ledger:
         return {**self.content(value, shown=True), "at": number}
 
     def _each(self, values: Iterable[Any], shown: bool) -> list[Json]:
-        return [self.written(each, shown=shown) for each in values]
+        return [self.to_json(each, shown=shown) for each in values]
 
     def _of_other_kind(self, value: Any, shown: bool) -> Json:
         match value:
@@ -280,12 +280,12 @@ class Ledger:
 
     def _read_one(self, told: dict[str, Json]) -> Any:
         (kind, content), *_ = told.items()
-        value = self._made(kind, content)
+        value = self._build(kind, content)
         if "at" in told:
             self._represent(told["at"], value)
         return value
 
-    def _made(self, kind: str, content: Json) -> Any:
+    def _build(self, kind: str, content: Json) -> Any:
         match kind:
             case "yours":
                 return self._own[content]
@@ -352,7 +352,7 @@ def _from_module(module: str, name: str) -> Any:
 def written_error(ledger: Ledger, error: BaseException) -> dict[str, Json]:
     """An exception as JSON: its name, the nearest that Python itself has, what it was made of, its text."""
     try:
-        made_of = [ledger.written(each) for each in error.args]
+        made_of = [ledger.to_json(each) for each in error.args]
     except (NotPlain, RecursionError):
         made_of = None
     text = str(error)[:2000]
@@ -383,7 +383,7 @@ class Errors:
             self._kinds[name] = cast("type[Exception]", types.new_class(name, (base,)))
         return self._kinds[name]
 
-    def named(self, name: str, known: str) -> type[Exception]:
+    def class_named(self, name: str, known: str) -> type[Exception]:
         """The same of a class that the other side has under a name: it catches no assert of this side."""
         kind = self.kind(name[:200], known)
         return types.new_class(name, (Exception,)) if issubclass(AssertionError, kind) else kind

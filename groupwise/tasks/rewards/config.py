@@ -60,7 +60,7 @@ def _problem(entry: str | dict[str, Any]) -> str | None:
     return None
 
 
-def _weighed(entries: Iterable[str | dict[str, Any]] | None) -> list[str]:
+def _names_with_weight(entries: Iterable[str | dict[str, Any]] | None) -> list[str]:
     """The names of entries that have a weight themselves."""
     sections = [entry for entry in entries or () if isinstance(entry, dict)]
     return [str(section["name"]) for section in sections if "weight" in section]
@@ -156,7 +156,7 @@ class RewardsConfig(Strict):
                     "reward_weights has one list of weights, but router several of rewards. Write `weight:` in its entries instead.",
                     ("reward_weights", "router"),
                 )
-            elif own := _weighed(self.reward_funcs):
+            elif own := _names_with_weight(self.reward_funcs):
                 yield Conflict(
                     f"reward_weights and the entry {own[0]} of reward_funcs both give a weight. Leave one out.",
                     ("reward_weights", "reward_funcs"),

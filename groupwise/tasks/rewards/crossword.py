@@ -170,7 +170,7 @@ def one_spelling(answer: str) -> str:
 
 def occurs(gold: str, text: str, mode: Mode) -> bool:
     """True if a gold answer stands in a text. Raises ValueError if its letters do not identify it."""
-    sought = _graded(gold)
+    sought = _gold_letters(gold)
     if mode == "any":
         return sought in letters(text)
     there = " ".join(_words(text))
@@ -220,10 +220,10 @@ def _golds(
 
 def _check_letters(forms: Sequence[str]) -> None:
     for form in forms:
-        _graded(form)
+        _gold_letters(form)
 
 
-def _graded(gold: str) -> str:
+def _gold_letters(gold: str) -> str:
     """The letters of a gold answer, which must be made of letters."""
     found = letters(gold)
     if not found or _other_signs(gold):
@@ -236,7 +236,7 @@ def _graded(gold: str) -> str:
 
 def _fitting(forms: Sequence[str], length: int | None) -> frozenset[str]:
     """The letters of the accepted forms that have the expected length."""
-    graded = {_graded(form) for form in forms}
+    graded = {_gold_letters(form) for form in forms}
     fitting = frozenset(each for each in graded if length is None or len(each) == length)
     if not fitting:
         lengths = " or ".join(str(len(each)) for each in sorted(graded))

@@ -91,14 +91,14 @@ def _value(node: Node, point: Point) -> Value:
 def _sum(node: Node, point: Point) -> Value:
     total: Value = Fraction(0)
     for part in node.parts:
-        total = _bounded(_both(operator.add, total, _value(part, point), point))
+        total = _require_bounded(_both(operator.add, total, _value(part, point), point))
     return total
 
 
 def _product(node: Node, point: Point) -> Value:
     product: Value = Fraction(1)
     for part in node.parts:
-        product = _bounded(_both(operator.mul, product, _value(part, point), point))
+        product = _require_bounded(_both(operator.mul, product, _value(part, point), point))
     return product
 
 
@@ -106,7 +106,7 @@ def _quotient(node: Node, point: Point) -> Value:
     over, under = (_value(part, point) for part in node.parts)
     if under == 0:
         raise Undecided("a division by zero")
-    return _bounded(divided(over, under, point))
+    return _require_bounded(divide(over, under, point))
 
 
 def _constant(node: Node, point: Point) -> Value:
@@ -129,7 +129,7 @@ def _both(how: Callable[[Any, Any], Any], one: Value, other: Value, point: Point
     return how(_real(one, point), _real(other, point))
 
 
-def _bounded(value: Value) -> Value:
+def _require_bounded(value: Value) -> Value:
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
             raise Undecided("too large a number")
@@ -257,7 +257,7 @@ def _logarithm(of: Value, context: Any) -> Value:
     return context.log(of)
 
 
-def _applied(node: Node, point: Point) -> Value:
+def _named_function_value(node: Node, point: Point) -> Value:
     """A function that is only named: a polynomial drawn from its name."""
     total: Value = point.of(f"{node.name}(0)")
     for place, part in enumerate(node.parts):
@@ -265,7 +265,7 @@ def _applied(node: Node, point: Point) -> Value:
         for power in (1, 2, 3):
             factor = point.of(f"{node.name}({place},{power})")
             term = _both(operator.mul, factor, _power(of, Fraction(power), point), point)
-            total = _bounded(_both(operator.add, total, term, point))
+            total = _require_bounded(_both(operator.add, total, term, point))
     return total
 
 
@@ -294,11 +294,11 @@ _HOW: dict[str, Callable[[Node, Point], Value]] = {
     "+": _sum,
     "*": _product,
     "/": _quotient,
-    "^": lambda node, point: _bounded(
+    "^": lambda node, point: _require_bounded(
         _power(_value(node.parts[0], point), _value(node.parts[1], point), point)
     ),
-    "call": lambda node, point: _bounded(_call(node, point)),
-    "applied": _applied,
+    "call": lambda node, point: _require_bounded(_call(node, point)),
+    "applied": _named_function_value,
 }
 SCALARS = frozenset({*_HOW, "±", "group"})
 """Kinds of parts that are one number."""
@@ -391,7 +391,7 @@ def _difference(left: Value, right: Value, point: Point) -> tuple[Value, Value]:
     return abs(left - right), max(abs(left), abs(right))
 
 
-def divided(over: Value, under: Value, point: Point) -> Value:
+def divide(over: Value, under: Value, point: Point) -> Value:
     """A quotient, exact if both are."""
     return _both(lambda left, right: left / right, over, under, point)
 

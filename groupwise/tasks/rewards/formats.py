@@ -142,9 +142,9 @@ class ThinkFormat:
 
 def both_pairs(tags: Tags, text: str) -> bool:
     """True if a pair of reasoning tags with content is followed, anywhere, by one of answer tags with content."""
-    reasoned = _filled(tags, tags.reasoning).search(text)
+    reasoned = _non_empty_block(tags, tags.reasoning).search(text)
     return reasoned is not None and bool(
-        _filled(tags, tags.answer).search(text, pos=reasoned.end())
+        _non_empty_block(tags, tags.answer).search(text, pos=reasoned.end())
     )
 
 
@@ -174,7 +174,7 @@ def _is_blank(text: str) -> bool:
     return re.fullmatch(f"{BLANK}*", text) is not None
 
 
-def _filled(tags: Tags, tag: Tag) -> re.Pattern[str]:
+def _non_empty_block(tags: Tags, tag: Tag) -> re.Pattern[str]:
     opened, closed = map(re.escape, marks(tag))
     pair = rf"{opened}(?!{BLANK}*{closed}){_inside(tags)}{closed}"
     return re.compile(pair, re.DOTALL | re.IGNORECASE)
@@ -188,8 +188,8 @@ def _inside(tags: Tags) -> str:
 
 def starts_with_both_pairs(tags: Tags, text: str) -> bool:
     """True if only white space stands before the pair of reasoning tags and between it and that of answer tags."""
-    reasoned = _filled(tags, tags.reasoning).match(text.lstrip())
+    reasoned = _non_empty_block(tags, tags.reasoning).match(text.lstrip())
     if reasoned is None:
         return False
     rest = text.lstrip()[reasoned.end() :]
-    return _filled(tags, tags.answer).match(rest.lstrip()) is not None
+    return _non_empty_block(tags, tags.answer).match(rest.lstrip()) is not None

@@ -84,7 +84,7 @@ def _bits(part: ast.expr, functions: Collection[str]) -> Bits:
                 else Bits(base.numerator * times, base.denominator * times)
             )
         case ast.BinOp(left=left, op=op, right=right):
-            bits = _joined(_bits(left, functions), op, _bits(right, functions))
+            bits = _combine_bits(_bits(left, functions), op, _bits(right, functions))
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in functions:
             inner = _bits(argument, functions)
             growth = _largest(inner) * math.log2(math.e) if name in GROWING else inner.more
@@ -96,7 +96,7 @@ def _bits(part: ast.expr, functions: Collection[str]) -> Bits:
     return bits
 
 
-def _joined(left: Bits, op: ast.operator, right: Bits) -> Bits:
+def _combine_bits(left: Bits, op: ast.operator, right: Bits) -> Bits:
     match op:
         case ast.Add() | ast.Sub():
             crosswise = left.numerator + right.denominator, right.numerator + left.denominator

@@ -41,7 +41,7 @@ def gold_answers(
     """
     entries = {
         name: _entries(name, columns[name], count)
-        for name in _sought(answer_column)
+        for name in _gold_columns(answer_column)
         if name in columns
     }
     found: list[tuple[str, ...]] = []
@@ -86,7 +86,7 @@ def at_mark(text: str) -> tuple[str, str] | None:
     return before, answer
 
 
-def _sought(answer_column: str | None) -> tuple[str, ...]:
+def _gold_columns(answer_column: str | None) -> tuple[str, ...]:
     return GOLD_COLUMNS if answer_column is None else (answer_column,)
 
 
@@ -97,7 +97,7 @@ def _first_forms(
     tag: Tag,
     boxes: bool,
 ) -> tuple[str, ...]:
-    for name in _sought(answer_column):
+    for name in _gold_columns(answer_column):
         # The accepted forms in the order of the column, each once.
         value: Any = row.get(name)
         plain = value.tolist() if hasattr(value, "tolist") else value

@@ -643,7 +643,7 @@ class _Parser:
 
     def _exponent(self) -> Node:
         if self._is("{"):
-            return self._braced()
+            return self._brace_group()
         if self._take("-"):
             return Node("*", (number_node(-1), self._exponent()))
         if self._take("+"):
@@ -669,9 +669,9 @@ class _Parser:
         letter = self._next().text
         if letter in _CONSTANTS and not self._is("_"):
             return Node("constant", name=_CONSTANTS[letter])
-        named = self._subscripted(Node("name", name=letter))
+        named = self._subscript(Node("name", name=letter))
         if letter in _APPLIED and self._is("("):
-            inside = self._bracketed()
+            inside = self._bracket_group()
             arguments = inside.parts if inside.kind == "tuple" else (inside,)
             return Node("applied", arguments, name=named.name)
         return named
@@ -684,9 +684,9 @@ class _Parser:
             return self._word()
         if token.kind == "bold":
             self._place += 1
-            return self._subscripted(Node("name", name=token.text))
+            return self._subscript(Node("name", name=token.text))
         if token.kind == "styled":
-            return self._styled()
+            return self._styled_text()
         if token.kind == "command":
             return self._command()
         if token.text == "|":
@@ -697,9 +697,9 @@ class _Parser:
             self._expect("|")
             return Node("call", (inner,), name="abs")
         if token.text in ("(", "[", "]"):
-            return self._bracketed()
+            return self._bracket_group()
         if token.text == "{":
-            return self._braced()
+            return self._brace_group()
         raise ParseError(
             f"{token.text or 'the end'!r} where a number, a name or a bracket was expected"
         )
@@ -740,9 +740,9 @@ class _Parser:
             if base.value == 10:
                 return found
             return Node("based", (base,), name=mantissa)
-        return self._mixed(found)
+        return self._mixed_number(found)
 
-    def _mixed(self, whole: Node) -> Node:
+    def _mixed_number(self, whole: Node) -> Node:
         """`1 1/2` is one and a half; `1 234` is a thousand and more."""
         tokens = [self._peek(ahead) for ahead in range(3)]
         if tokens[0].kind != "number" or not tokens[0].spaced or whole.value.denominator != 1:
@@ -781,12 +781,12 @@ class _Parser:
             return self._call(word)
         if word in _GREEK_NAMES:
             self._place += 1
-            return self._subscripted(Node("name", name=word))
+            return self._subscript(Node("name", name=word))
         if not self._is_letters(token, False):
             raise ParseError(f"the word {word!r}")
         return self._split_letter()
 
-    def _styled(self) -> Node:
+    def _styled_text(self) -> Node:
         token = self._next()
         text = token.text.strip()
         if text in FUNCTIONS:
@@ -794,10 +794,10 @@ class _Parser:
         if text in _CONSTANTS:
             return Node("constant", name=_CONSTANTS[text])
         if len(text) == 1 and text.isalpha():
-            return self._subscripted(Node("name", name=text))
+            return self._subscript(Node("name", name=text))
         raise ParseError(f"the words {text!r}")
 
-    def _subscripted(self, named: Node) -> Node:
+    def _subscript(self, named: Node) -> Node:
         name = named.name
         if self._take("_"):
             if not self._take("{"):
@@ -824,15 +824,15 @@ class _Parser:
         if name in _CONSTANTS and len(name) > 1:
             return Node("constant", name=_CONSTANTS[name])
         if name in _GREEK_NAMES:
-            return self._subscripted(Node("name", name=name))
+            return self._subscript(Node("name", name=name))
         commands: dict[str, Callable[[], Node]] = {
             "frac": lambda: Node("/", (self._argument(), self._argument())),
             "binom": lambda: Node("call", (self._argument(), self._argument()), name="binom"),
             "sqrt": self._root,
             "{": self._set,
-            "lfloor": lambda: self._rounded("floor"),
-            "lceil": lambda: self._rounded("ceil"),
-            "langle": self._angled,
+            "lfloor": lambda: self._rounding("floor"),
+            "lceil": lambda: self._rounding("ceil"),
+            "langle": self._angle_brackets,
             "ldots": lambda: Node("dots"),
             "begin": self._matrix,
             "angle": lambda: Node("name", name=f"∠{self._next().text}"),
@@ -841,12 +841,12 @@ class _Parser:
             raise ParseError(f"\\{name}")
         return commands[name]()
 
-    def _rounded(self, how: str) -> Node:
+    def _rounding(self, how: str) -> Node:
         inner = self._sum()
         self._expect(rf"\r{how}")
         return Node("call", (inner,), name=how)
 
-    def _angled(self) -> Node:
+    def _angle_brackets(self) -> Node:
         inner = self._elements()
         self._expect(r"\rangle")
         return Node("tuple", inner.parts if inner.kind == "list" else (inner,))
@@ -854,7 +854,7 @@ class _Parser:
     def _argument(self) -> Node:
         r"""The argument of a command: in braces, or the next sign; of a number its next digit, as in `\frac12`."""
         if self._is("{"):
-            return self._braced()
+            return self._brace_group()
         token = self._peek()
         if token.kind == "number":
             digits = re.match(r"\d", token.text)
@@ -880,7 +880,7 @@ class _Parser:
         if token.kind == "number":  # `√12` and `\sqrt12` of those who mean twelve
             inner = self._plain_number()
         elif self._is("("):
-            inner = self._bracketed()
+            inner = self._bracket_group()
         else:
             inner = self._argument()
         return Node("call", (inner, degree), name="root")
@@ -901,7 +901,7 @@ class _Parser:
             raise ParseError(f"{name} with an index")
         self._in_function += 1
         if self._is("("):
-            inside = self._bracketed()
+            inside = self._bracket_group()
             arguments = inside.parts if inside.kind == "tuple" else (inside,)
             while self._take("°"):
                 arguments = (Node("call", arguments, name="degrees"),)
@@ -946,13 +946,13 @@ class _Parser:
 
     # Brackets
 
-    def _braced(self) -> Node:
+    def _brace_group(self) -> Node:
         self._expect("{")
         inner = self._sum()
         self._expect("}")
         return inner
 
-    def _bracketed(self) -> Node:
+    def _bracket_group(self) -> Node:
         self._deeper()
         opened = self._next().text
         bars, self._bars = self._bars, 0

@@ -20,7 +20,7 @@ from groupwise.tasks.rewards.equality import (
     Point,
     Undecided,
     Value,
-    divided,
+    divide,
     expressions_equal,
     names_in,
     nearly_equal,
@@ -155,7 +155,7 @@ def _intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[I
     return _union(found)
 
 
-def _solved(node: Node) -> tuple[str, list[Interval]] | None:
+def _solve_inequality(node: Node) -> tuple[str, list[Interval]] | None:
     """The letter that an inequality (or a chain of them) bounds, and its intervals; None if it bounds none or several."""
     if node.kind != "relation" or not set(node.name) <= set("<>≤≥≠"):
         return None
@@ -179,7 +179,7 @@ def _solved(node: Node) -> tuple[str, list[Interval]] | None:
             left, right, sign = (
                 right,
                 left,
-                _flipped(sign),
+                _flip_relation(sign),
             )
         regions.append(
             {
@@ -201,7 +201,7 @@ def _without_bars(node: Node) -> tuple[str, list[Interval]] | None:
     left, right = node.parts
     sign = node.name
     if right.kind == "call":
-        left, right, sign = right, left, _flipped(sign)
+        left, right, sign = right, left, _flip_relation(sign)
     if left.name != "abs" or left.parts[0].kind != "name" or names_in(right) or sign == "≠":
         return None
     lower, ends = Node("*", (number_node(-1), right)), sign in "≤>"
@@ -291,15 +291,15 @@ def _branches(node: Node) -> list[Node]:
         return [node]
     if count > 3:
         raise Undecided("many signs")
-    return [_signed(node, sign) for sign in (1, -1)]
+    return [_resolve_plus_minus(node, sign) for sign in (1, -1)]
 
 
 def _count(node: Node, kind: str) -> int:
     return (node.kind == kind) + sum(_count(part, kind) for part in node.parts)
 
 
-def _signed(node: Node, sign: int) -> Node:
-    parts = tuple(_signed(part, sign) for part in node.parts)
+def _resolve_plus_minus(node: Node, sign: int) -> Node:
+    parts = tuple(_resolve_plus_minus(part, sign) for part in node.parts)
     if node.kind == "±":
         factor = sign if node.name == "pm" else -sign
         return parts[0] if factor > 0 else Node("*", (number_node(-1), *parts))
@@ -575,7 +575,7 @@ def _same_relations(gold: Node, answer: Node) -> bool:
         return False
     if len(gold.name) > 1:
         turned = Node(
-            "relation", answer.parts[::-1], name="".join(map(_flipped, answer.name[::-1]))
+            "relation", answer.parts[::-1], name="".join(map(_flip_relation, answer.name[::-1]))
         )
         return any(
             gold.name == each.name and _each(gold.parts, each.parts) for each in (answer, turned)
@@ -585,7 +585,7 @@ def _same_relations(gold: Node, answer: Node) -> bool:
     factor = _multiple(gold, answer)
     if factor is None or not isinstance(factor, Fraction):
         return False
-    return answer.name == (gold.name if factor > 0 else _flipped(gold.name))
+    return answer.name == (gold.name if factor > 0 else _flip_relation(gold.name))
 
 
 def _region_of_relations(node: Node) -> tuple[str, list[Interval]] | None:
@@ -594,7 +594,7 @@ def _region_of_relations(node: Node) -> tuple[str, list[Interval]] | None:
         if node.name == "∈" and node.parts[0].kind == "name":
             region = intervals_of(node.parts[1])
             return None if region is None else (node.parts[0].name, region)
-        return _solved(node)
+        return _solve_inequality(node)
     if node.kind == "list" and node.parts and node.name in ("or", "and"):
         if len(node.parts) > _MANY:
             raise Undecided("many conditions")
@@ -682,9 +682,9 @@ def _multiple(gold: Node, answer: Node) -> Value | None:
         )
         if one == 0 or other == 0:
             return None
-        ratios.append(divided(other, one, Point(number, DIGITS, "e")))
+        ratios.append(divide(other, one, Point(number, DIGITS, "e")))
     return ratios[0] if all(nearly_equal(ratios[0], ratio) for ratio in ratios[1:]) else None
 
 
-def _flipped(sign: str) -> str:
+def _flip_relation(sign: str) -> str:
     return {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}.get(sign, sign)

@@ -26,7 +26,7 @@ class Meant:
     """Parameters by which the first of ours does the same."""
 
     @property
-    def told(self) -> str:
+    def hint(self) -> str:
         """The hint for the message that refuses the name."""
         remark = f"{self.remark[0].upper()}{self.remark[1:]}."
         ours = " or ".join(f"`{reward}`" for reward in self.rewards)

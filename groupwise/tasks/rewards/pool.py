@@ -116,7 +116,7 @@ class WorkerPool:
 
     async def start(self) -> None:
         """Start the workers and wait until they are ready; optional. Raises the kind's error if one cannot be."""
-        self._launched()
+        self._threads_of_pool()
         for slot in self._slots:
             await asyncio.wrap_future(slot.ready)
 
@@ -127,7 +127,7 @@ class WorkerPool:
         Raises the kind's error where no worker can be started, or one reports that it cannot work.
         """
         ended = await asyncio.wrap_future(
-            self._launched().submit(_Call(payload, limit, repeat_limit))
+            self._threads_of_pool().submit(_Call(payload, limit, repeat_limit))
         )
         if isinstance(ended, Answered) and "error" in ended.message:
             raise self._kind.error(f"{_a(self._kind)} reports: {ended.message['error']}")
@@ -144,7 +144,7 @@ class WorkerPool:
             slot.stop()
         await asyncio.to_thread(threads.join, _REAP_LIMIT)
 
-    def _launched(self) -> DaemonThreads[_Call]:
+    def _threads_of_pool(self) -> DaemonThreads[_Call]:
         if self._closed:
             raise self._kind.error(f"The {self._kind.name}s are closed.")
         if self._threads is None:
@@ -195,7 +195,7 @@ class _Slot:
 
     def do(self, job: _Call) -> Ended:
         """Have one request answered; a process that did not survive it is replaced for the next."""
-        if self._process is not None and self._process.ended:
+        if self._process is not None and self._process.has_ended:
             self._discard()
         process = self._process or self._start()
         self._calls += 1
@@ -226,7 +226,7 @@ class _Slot:
         try:
             how = ""
             for _ in range(START_ATTEMPTS):
-                process = self._spawned()
+                process = self._spawn()
                 ended = process.begin(self._setup, self._start_limit)
                 match ended:
                     case Answered({"start_failed": message}):
@@ -250,7 +250,7 @@ class _Slot:
             self._discard()
             raise
 
-    def _spawned(self) -> _Process:
+    def _spawn(self) -> _Process:
         with self._lock:
             if self._stopped:
                 raise self._kind.error(f"The {self._kind.name}s are closed.")
@@ -298,7 +298,7 @@ class _Process:
         self._output = Output(self._process, f"{kind.name} {index}")
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """True if the process is gone."""
         return has_ended(self._process)
 
@@ -359,9 +359,9 @@ class _Process:
             return TimedOut(f"the call took longer than {allowed:g} s{self._while()}")
         except (OSError, EOFError):
             deadline = time.monotonic() + _LAST_BREATH
-            while not self.ended and time.monotonic() < deadline:
+            while not self.has_ended and time.monotonic() < deadline:
                 time.sleep(0.005)
-            by_itself = self.ended
+            by_itself = self.has_ended
             self.end()
             how = (
                 how_it_ended(self._process.returncode) if by_itself else "it closed its connection"
@@ -379,7 +379,7 @@ class _Process:
             patience = min(remaining, _LOOK_EVERY)
             # Before the look into the socket: what it sent before it ended is still there to read. The end of
             # the stream alone would not do, because what the worker forked holds the socket open.
-            ended = self.ended
+            ended = self.has_ended
             self._socket.settimeout(patience)
             try:
                 piece = self._socket.recv(1 << 16)

@@ -139,13 +139,13 @@ def _block(opening: re.Match[str], lines: Iterator[str]) -> _Block:
         in_a_string = any((n + content.count(each)) % 2 for each, n in quotes.items())
         if bare.endswith(fence) and (not content.strip() or not in_a_string):
             code += [content, ""] if content.strip() else [""]
-            return _Block(label, _dedented(code, len(opening["before"])), whole=True)
+            return _Block(label, _dedent(code, len(opening["before"])), whole=True)
         code.append(line)
         quotes = {each: n + line.count(each) for each, n in quotes.items()}
-    return _Block(label, _dedented(code, len(opening["before"])), whole=False)
+    return _Block(label, _dedent(code, len(opening["before"])), whole=False)
 
 
-def _dedented(lines: Sequence[str], indent: int) -> str:
+def _dedent(lines: Sequence[str], indent: int) -> str:
     """Removes the fence's indent, as far as all lines have it."""
     widths = [len(line) - len(line.lstrip(" \t")) for line in lines if line.strip()]
     cut = min([indent, *widths])
@@ -198,7 +198,11 @@ class RowTests:
     def of(cls, row: Mapping[str, Any]) -> RowTests:
         """Read the columns that `FORMS_OF_TESTS` and `FORMS_OF_CASES` name. Raises ValueError where they do not say what to run."""
         name, value = _source(row)
-        entry = row.get("entry_point") or _function_named(_parsed(row.get("metadata"))) or None
+        entry = (
+            row.get("entry_point")
+            or _function_named(_parse_nested_json(row.get("metadata")))
+            or None
+        )
         entry = _without_class(entry)
         # Some data sets wrap the tests in {language, test_cases}.
         match value:
@@ -206,7 +210,7 @@ class RowTests:
                 language = more.get("language", "python")
                 if language != "python":
                     raise ValueError(f"has tests for {language!r:.40}; only Python is run")
-                tests = _parsed(inner)
+                tests = _parse_nested_json(inner)
             case _:
                 tests = value
         if not isinstance(tests, str | list | Mapping):
@@ -292,10 +296,10 @@ def _call_test(name: str, given: Any, right: Sequence[Any]) -> str:
 def _source(row: Mapping[str, Any]) -> tuple[str, Any]:
     """The column that says what to run, and what it has."""
     names = (*FORMS_OF_TESTS, *FORMS_OF_CASES)
-    given = {name: value for name in names if (value := _parsed(row.get(name)))}
+    given = {name: value for name in names if (value := _parse_nested_json(row.get(name)))}
     for name, value in given.items():
         if name in FORMS_OF_CASES and isinstance(value, str) and _PACKED.fullmatch(value):
-            given[name] = _unpacked(value)
+            given[name] = _unpack_private_cases(value)
     truths = [(name, given.pop(name)) for name in ("ground_truth", "reward_model") if name in given]
     ours = {name: given[name] for name in ("tests", "test_cases") if name in given}
     given = ours or _together(given)
@@ -326,7 +330,7 @@ def _together(given: Mapping[str, Any]) -> dict[str, Any]:
         ("public_tests", "private_tests"),
     ):
         parts = [found.pop(each) for each in (public, private) if each in found]
-        if both := [case for part in parts for case in _listed(part)]:
+        if both := [case for part in parts for case in _case_list(part)]:
             found[public] = both
     return found
 
@@ -334,11 +338,11 @@ def _together(given: Mapping[str, Any]) -> dict[str, Any]:
 def _in_truth(name: str, value: Any) -> list[tuple[str, Any]]:
     """A column with a ground truth, where that is tests; else nothing."""
     if isinstance(value, Mapping) and "ground_truth" in value:
-        value = _parsed(cast("Mapping[str, Any]", value)["ground_truth"])
+        value = _parse_nested_json(cast("Mapping[str, Any]", value)["ground_truth"])
     return [(name, value)] if _are_asserts(value) or (value and _are_cases(value)) else []
 
 
-def _listed(cases: Any) -> list[Any]:
+def _case_list(cases: Any) -> list[Any]:
     if isinstance(cases, Mapping):
         table = cast("Mapping[str, Any]", cases)
         pairs = _pairs(table) if any(table.values()) else []
@@ -376,7 +380,7 @@ def _is_one_case(value: Any) -> bool:
 def _preparation(row: Mapping[str, Any]) -> list[str]:
     """The code that tests of MBPP begin with."""
     found: list[Any] = [
-        _parsed(row.get(name)) or [] for name in ("test_imports", "test_setup_code")
+        _parse_nested_json(row.get(name)) or [] for name in ("test_imports", "test_setup_code")
     ]
     lines: list[Any] = [
         line for each in found for line in ([each] if isinstance(each, str) else each)
@@ -405,18 +409,20 @@ def _begun_in(row: Mapping[str, Any]) -> str | None:
 _DEFINED = re.compile(r"(?m)^[ \t]*def[ \t]+(?!__)(\w+)[ \t]*\(")
 
 
-def _parsed(value: Any) -> Any:
+def _parse_nested_json(value: Any) -> Any:
     """Lists may be written as JSON, also twice, because tables of some formats hold text only; arrays are lists."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [
-            _parsed(each) if hasattr(each, "tolist") else each for each in cast("list[Any]", value)
+            _parse_nested_json(each) if hasattr(each, "tolist") else each
+            for each in cast("list[Any]", value)
         ]
     if isinstance(value, Mapping):
         table = cast("Mapping[Any, Any]", value)
         return {
-            key: _parsed(each) if hasattr(each, "tolist") else each for key, each in table.items()
+            key: _parse_nested_json(each) if hasattr(each, "tolist") else each
+            for key, each in table.items()
         }
     if not isinstance(value, str):
         return value
@@ -424,8 +430,8 @@ def _parsed(value: Any) -> Any:
         with suppress(ValueError):
             inner = json.loads(value)
             if not isinstance(inner, str):
-                return _parsed(inner)
-            return _parsed(inner) if inner.lstrip()[:1] in ("[", "{") else value
+                return _parse_nested_json(inner)
+            return _parse_nested_json(inner) if inner.lstrip()[:1] in ("[", "{") else value
     return value
 
 
@@ -448,7 +454,7 @@ _AROUND_TEXT = frozenset("PROTO FRAME STOP PUT BINPUT LONG_BINPUT MEMOIZE".split
 """Instructions that pickle writes around one text."""
 
 
-def _unpacked(text: str) -> Any:
+def _unpack_private_cases(text: str) -> Any:
     """The private cases of LiveCodeBench: JSON, pickled, compressed, in base64."""
     try:
         unpacking = zlib.decompressobj()
@@ -499,7 +505,7 @@ def _listed_calls(cases: Sequence[Any], entry_point: Any) -> tuple[Any, list[_Ca
 
 
 def _name_in(case: Mapping[str, Any]) -> Any:
-    return case.get("fn_name") or _function_named(_parsed(case.get("metadata")))
+    return case.get("fn_name") or _function_named(_parse_nested_json(case.get("metadata")))
 
 
 def _call(given: Any, wanted: Any, *, listed: bool = False) -> _Call:
@@ -571,7 +577,9 @@ def _case(value: Any, *, numbers: bool) -> Case:
             not more.keys() - _BESIDE and not more.get("fn_name") and _kind(more) in _PROGRAMS
         ):
             with suppress(TypeError):
-                return Case(_joined(given, numbers=numbers), _joined(wanted, numbers=numbers))
+                return Case(
+                    _join_lines(given, numbers=numbers), _join_lines(wanted, numbers=numbers)
+                )
         case _:
             pass
     raise ValueError(
@@ -580,7 +588,7 @@ def _case(value: Any, *, numbers: bool) -> Case:
     )
 
 
-def _joined(text: Any, *, numbers: bool) -> str:
+def _join_lines(text: Any, *, numbers: bool) -> str:
     """Text; APPS and TACO have it as a list of its lines, too."""
     if numbers and isinstance(text, int | float) and not isinstance(text, bool):
         return str(text)
@@ -632,7 +640,7 @@ async def verdict(
             if case.passes(result):
                 passed += 1
             elif why is None:
-                why = f"case {number}: {_shown(result)}"
+                why = f"case {number}: {_describe_result(result)}"
         return Verdict(passed, len(cases), why)
     return await _of_functions(code, tests, limits, require)
 
@@ -642,7 +650,7 @@ def _common_imports(code: str, tests: RowTests) -> bool:
     return tests.common_imports or _defines(code, (WRAPPER,))
 
 
-def _shown(result: Result) -> str:
+def _describe_result(result: Result) -> str:
     errors = result.errors.decode(errors="replace").strip().splitlines()[-1:]
     printed = result.output.decode(errors="replace")[:200]
     return f"{result.ending}; printed {printed!r}{''.join(f'; {line[:200]}' for line in errors)}"
@@ -668,7 +676,7 @@ async def _of_functions(
 ) -> Verdict:
     """The tests' verdict on the code. If they break off, they are at fault if they also do so for code that does nothing."""
     try:
-        return await _tested(code, tests, limits, require)
+        return await _run_tests(code, tests, limits, require)
     except _BrokeOff as broke_off:
         if not broke_off.so_far.of:  # they had not begun
             raise ValueError(str(broke_off)) from broke_off
@@ -676,13 +684,13 @@ async def _of_functions(
     names = Plan.of(tests.of_functions, tests.entry_point).names
     harmless = _ANYTHING + "\n".join(f"{name} = _Anything()" for name in sorted(names))
     try:
-        await _tested(harmless, tests, limits, require)
+        await _run_tests(harmless, tests, limits, require)
     except _BrokeOff as broke_off:
         raise ValueError(str(broke_off)) from broke_off
     return found
 
 
-async def _tested(code: str, tests: RowTests, limits: Limits, require: Sequence[str]) -> Verdict:
+async def _run_tests(code: str, tests: RowTests, limits: Limits, require: Sequence[str]) -> Verdict:
     """One box for the code and one for the tests, joined by a line; verdicts come on another."""
     theirs, line = socket.socketpair()
     ours, verdicts = socket.socketpair()
@@ -698,12 +706,12 @@ async def _tested(code: str, tests: RowTests, limits: Limits, require: Sequence[
         async with solution, judge:
             for end in (theirs, line, verdicts):
                 end.close()
-            await solution.begun()
-            await judge.begun()
+            await solution.wait_until_running()
+            await judge.wait_until_running()
             docket = _Docket(ours)
             if not await docket.fill(limits.seconds):
                 ended = await judge.result()
-                why = f"The box of the tests ended before them: {_shown(ended)}"
+                why = f"The box of the tests ended before them: {_describe_result(ended)}"
                 raise _BrokeOff(why, docket.verdict())
             return docket.verdict()
 
@@ -735,11 +743,11 @@ class _Docket:
             raise SandboxError(f"Tests had not begun after {START_LIMIT:g} s.") from None
         if opening is None:
             return False
-        self._count = self._unbroken(opening)["tests"]
+        self._count = self._require_unbroken(opening)["tests"]
         try:
             async with asyncio.timeout(seconds):
                 while (message := await self._next()) is not None and "done" not in message:
-                    self._enter(self._unbroken(message))
+                    self._enter(self._require_unbroken(message))
         except TimeoutError:
             self._why = self._why or f"time ran out in test {len(self._outcomes)}"
             return True
@@ -749,7 +757,7 @@ class _Docket:
         """The verdict so far; tests without an outcome have not passed."""
         return Verdict(sum(self._outcomes), self._count, self._why)
 
-    def _unbroken(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _require_unbroken(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         if "broken" in message:
             raise _BrokeOff(message["broken"], self.verdict())
         return message
@@ -848,7 +856,9 @@ class PythonTests:
         rows = [read[key] for key in keys]
         texts = completion_texts(completions, columns)
         prompts = columns.get("prompts", [None] * count)
-        rows = [_helped(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+        rows = [
+            _with_prompt_definitions(row, prompt) for row, prompt in zip(rows, prompts, strict=True)
+        ]
         wanted = {row: () if isinstance(row, str) else row.names for row in set(rows)}
         codes = [
             _gone_on_with(prompt, code_in(text, self.answer_tag, wanted[row]), row)
@@ -857,7 +867,7 @@ class PythonTests:
         slots = asyncio.Semaphore(self.concurrency)
         async with asyncio.TaskGroup() as group:
             asked = {  # the same code is run once, however many members of a group wrote it
-                pair: group.create_task(self._judged(*pair, slots))
+                pair: group.create_task(self._verdict_for(*pair, slots))
                 for pair in dict.fromkeys(zip(codes, rows, strict=True))
             }
         verdicts = [asked[pair].result() for pair in zip(codes, rows, strict=True)]
@@ -865,7 +875,7 @@ class PythonTests:
             log_extra("python_tests", [_note(each) for each in verdicts])
         return [each if isinstance(each, Failed) else self._value(each) for each in verdicts]
 
-    async def _judged(
+    async def _verdict_for(
         self, code: str, row: RowTests | str, slots: asyncio.Semaphore
     ) -> Verdict | Failed:
         """The verdict, or why there is none."""
@@ -882,7 +892,7 @@ class PythonTests:
         return found.passed / found.of if self.partial else float(found.passed == found.of)
 
 
-def _helped(row: RowTests | str, prompt: Any) -> RowTests | str:
+def _with_prompt_definitions(row: RowTests | str, prompt: Any) -> RowTests | str:
     """The tests with what a prompt that is Python defines beside the function that they test, as HumanEval's may."""
     if isinstance(row, str) or row.entry_point is None or not isinstance(prompt, str):
         return row

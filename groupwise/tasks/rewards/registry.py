@@ -66,7 +66,7 @@ def reward(name: str) -> Callable[[Kind], Kind]:
     """
 
     def enter(kind: Kind) -> Kind:
-        known = _REWARDS if kind.__module__.startswith(_OWN_PACKAGE) else registered()
+        known = _REWARDS if kind.__module__.startswith(_OWN_PACKAGE) else registered_rewards()
         there = known.get(name)
         if there is not None and there.__module__ != kind.__module__:
             raise ValueError(f"there is a reward {name!r} already, in {there.__module__}")
@@ -83,7 +83,7 @@ def reward(name: str) -> Callable[[Kind], Kind]:
     return enter
 
 
-def registered() -> dict[str, Callable[..., Any]]:
+def registered_rewards() -> dict[str, Callable[..., Any]]:
     """All rewards by name, those of the package included."""
     for module in FAMILIES:
         importlib.import_module(module)
@@ -102,7 +102,7 @@ def get_reward_funcs(
     `where`.
     """
     section: Mapping[str, Any] = (config or {}).get("rewards") or {}
-    return _made(names, section.get("answer_column"), where)
+    return _build_rewards(names, section.get("answer_column"), where)
 
 
 def configured_rubric(
@@ -115,11 +115,12 @@ def configured_rubric(
     answer_column, router = section.get("answer_column"), section.get("router")
     if section.get("reward_funcs") is not None:
         where = "rewards.reward_funcs"
-        rubric = Rubric(_made(section["reward_funcs"], answer_column, where), where=where)
+        rubric = Rubric(_build_rewards(section["reward_funcs"], answer_column, where), where=where)
     elif router is not None:
         where = "rewards.router"
         lists: dict[str, object] = {
-            label: _made(each, answer_column, f"{where}.{label}") for label, each in router.items()
+            label: _build_rewards(each, answer_column, f"{where}.{label}")
+            for label, each in router.items()
         }
         default = section.get("default_task")
         if own is not None and default is None and own[0] not in lists:
@@ -140,7 +141,7 @@ def _takes_answer_column(function: RewardCallable) -> bool:
     return hasattr(inspect.unwrap(function), "answer_column")
 
 
-def _made(names: object, answer_column: str | None, where: str) -> list[Weighted]:
+def _build_rewards(names: object, answer_column: str | None, where: str) -> list[Weighted]:
     """Raises TaskError with a line for each entry that cannot be had."""
     if isinstance(names, str | Mapping) or not isinstance(names, Sequence):
         raise TaskError(f"{where}: expected a list of names or sections, got {names!r:.60}.")
@@ -148,7 +149,7 @@ def _made(names: object, answer_column: str | None, where: str) -> list[Weighted
     problems: list[str] = []
     for entry in cast("Sequence[Any]", names):
         try:
-            found.append(_configured(entry, answer_column, where))
+            found.append(_configure_reward(entry, answer_column, where))
         except TaskError as error:
             problems.append(f"{where}: {error}")
     if problems:
@@ -156,7 +157,7 @@ def _made(names: object, answer_column: str | None, where: str) -> list[Weighted
     return found
 
 
-def _configured(entry: Any, answer_column: str | None, where: str) -> Weighted:
+def _configure_reward(entry: Any, answer_column: str | None, where: str) -> Weighted:
     section = cast("Mapping[str, Any]", entry) if isinstance(entry, Mapping) else {"name": entry}
     name = section.get("name")
     if not isinstance(name, str) or not name:
@@ -164,7 +165,7 @@ def _configured(entry: Any, answer_column: str | None, where: str) -> Weighted:
             f"the entry {entry!r:.60} does not say which reward it is; write a name, or a section with `name:` and parameters."
         )
     parameters = {key: value for key, value in section.items() if key not in OWN_KEYS}
-    found = registered().get(name) or _loaded(name)
+    found = registered_rewards().get(name) or _load_object(name)
     if inspect.isclass(found):
         shared = {"answer_column": answer_column} if answer_column is not None else {}
         taken = {parameter.name for parameter in taken_by(found)}
@@ -192,18 +193,18 @@ def _need_gold(reward: Any, row: Mapping[str, Any]) -> None:
     gold_of_row(row, reward.answer_column, getattr(reward, "answer_tag", "answer"))
 
 
-def _loaded(name: str) -> object:
+def _load_object(name: str) -> object:
     """The function, class or object that a name stands for."""
-    known = {each: kind.__module__ for each, kind in registered().items()}
+    known = {each: kind.__module__ for each, kind in registered_rewards().items()}
     if _is_nothing(name, known):
-        raise TaskError(_unknown(name, known))
+        raise TaskError(_unknown_name_message(name, known))
     try:
         plugin = load(
             name, kind="reward", builtins=known, entry_points=ENTRY_POINTS, instantiate=False
         )
     except TaskError as error:
         meant = meant_by(name, known)
-        raise TaskError(f"{error}\n{meant.told}" if meant else str(error)) from error
+        raise TaskError(f"{error}\n{meant.hint}" if meant else str(error)) from error
     if isinstance(plugin.object, ModuleType):
         there = [
             each
@@ -221,12 +222,16 @@ def unknown_reward(name: str) -> str | None:
 
     What a module or a file has shows only when it runs. A name without a function is registered, or announced by an installed package.
     """
-    known = {each: kind.__module__ for each, kind in registered().items()}
-    return None if ":" in name or name in known or name in _announced() else _unknown(name, known)
+    known = {each: kind.__module__ for each, kind in registered_rewards().items()}
+    return (
+        None
+        if ":" in name or name in known or name in _entry_point_names()
+        else _unknown_name_message(name, known)
+    )
 
 
 @functools.cache
-def _announced() -> frozenset[str]:
+def _entry_point_names() -> frozenset[str]:
     """Cached: going through all installed packages takes a tenth of a second."""
     return frozenset(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))
 
@@ -241,7 +246,7 @@ def _is_nothing(name: str, known: Mapping[str, str]) -> bool:
     return name in sys.stdlib_module_names or (absent and meant_by(name, known) is not None)
 
 
-def _unknown(name: str, known: Mapping[str, str]) -> str:
+def _unknown_name_message(name: str, known: Mapping[str, str]) -> str:
     meant = meant_by(name, known)
     shown = f"`{name:.80}`" if name.isprintable() else f"{name!r:.80}"
     if meant is None:
@@ -250,5 +255,5 @@ def _unknown(name: str, known: Mapping[str, str]) -> str:
         of_python = ", which is a module of Python itself" * (name in sys.stdlib_module_names)
         said = f"There is no reward {shown}{of_python}.{hint}"
     else:
-        said = f"There is no reward {shown}. {meant.told}"
+        said = f"There is no reward {shown}. {meant.hint}"
     return f"{said}\nBuilt-in: {', '.join(sorted(known))}.\nYour own are named path/to/file.py:function or module:function."

@@ -97,7 +97,7 @@ class Router(Rubric):
 
     def label_of(self, row: Row) -> str | None:
         """The label whose rewards a row has; None where the router knows none for it."""
-        said, source = (_filled(row, column) for column in LABEL_COLUMNS)
+        said, source = (_column_text(row, column) for column in LABEL_COLUMNS)
         if said in self.rubrics:
             return said
         if said is not None and said not in self._outer:
@@ -114,7 +114,10 @@ class Router(Rubric):
             counts = Counter(strangers.values())
             raise TaskError(
                 f"{self.where}: {len(strangers)} of {len(rows)} rows have no rewards, row {first} first.\n  "
-                + "\n  ".join(f"{n} × {self._unknown(said)}" for said, n in counts.most_common(3))
+                + "\n  ".join(
+                    f"{n} × {self._unknown_label_message(said)}"
+                    for said, n in counts.most_common(3)
+                )
             )
         for label, rubric in self.rubrics.items():
             rubric.check_rows({index: row for index, row in rows.items() if labels[index] == label})
@@ -162,7 +165,9 @@ class Router(Rubric):
 
     def _checked_default(self, default: str | None) -> str | None:
         if default is not None and default not in self.rubrics:
-            raise TaskError(f"{self.where}: the default is unknown: {self._unknown(default)}")
+            raise TaskError(
+                f"{self.where}: the default is unknown: {self._unknown_label_message(default)}"
+            )
         return default
 
     def _parts(self, own: Sequence[RewardPart]) -> tuple[RewardPart, ...]:
@@ -172,9 +177,11 @@ class Router(Rubric):
         return tuple(there.get(name) or RewardPart(name, None, weight) for name, weight in named)
 
     def _stranger(self, row: Row) -> MemberScore:
-        return MemberScore("failed", self._unknown(_label_in(row)), None, self._parts(()))
+        return MemberScore(
+            "failed", self._unknown_label_message(_label_in(row)), None, self._parts(())
+        )
 
-    def _unknown(self, said: str | None) -> str:
+    def _unknown_label_message(self, said: str | None) -> str:
         known = f"The router has rewards for {', '.join(self.rubrics)}."
         if said is None:
             return (
@@ -188,11 +195,11 @@ class Router(Rubric):
 
 def _label_in(row: Row) -> str | None:
     """The row's task label, known or not; None if it has none."""
-    given = (_filled(row, column) for column in LABEL_COLUMNS)
+    given = (_column_text(row, column) for column in LABEL_COLUMNS)
     return next((label for label in given if label is not None), None)
 
 
-def _filled(row: Row, column: str) -> str | None:
+def _column_text(row: Row, column: str) -> str | None:
     """A column's text; None where it is empty: blank, or the None or NaN of tables."""
     value = row.get(column)
     return None if value is None or value != value else str(value).strip() or None

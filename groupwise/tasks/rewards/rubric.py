@@ -203,7 +203,9 @@ class Rubric:
         named = zip(self.names, self.functions, strict=True)
         calls = [call(name, function, request, started) for name, function in named]
         results = await asyncio.gather(*calls, return_exceptions=True)
-        answers = [_answered(n, r, request) for n, r in zip(self.names, results, strict=True)]
+        answers = [
+            _as_function_result(n, r, request) for n, r in zip(self.names, results, strict=True)
+        ]
         members = [self._member(answers, index) for index in range(len(request.completions))]
         recorded: dict[str, list[float]] = {}
         for answer in answers:
@@ -243,7 +245,7 @@ class Rubric:
         return MemberScore("scored", None, total, parts, notes)
 
 
-def _answered(
+def _as_function_result(
     name: str, result: FunctionResult | BaseException, request: ScoreRequest
 ) -> FunctionResult:
     """An async function that cancels itself gives an exception past `call`."""

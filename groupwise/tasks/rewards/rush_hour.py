@@ -101,7 +101,7 @@ class Play:
 
     def length(self, moves: Moves) -> int:
         """Length of these moves, whose play this is: begun steps of one car in one direction count as one, each move after them as one."""
-        return len(merged(moves[: self.begun])) + len(moves[self.begun :])
+        return len(merge_steps(moves[: self.begun])) + len(moves[self.begun :])
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def moves_in(completion: CompletionText) -> Moves | None:
 
 def _one_spelling(completion: CompletionText) -> str:
     """The moves as text, merged; empty where there are none."""
-    return ",".join(map(str, merged(moves_in(completion) or ())))
+    return ",".join(map(str, merge_steps(moves_in(completion) or ())))
 
 
 def looks_like_a_move(completion: CompletionText) -> bool:
@@ -139,7 +139,7 @@ def read_moves(text: str) -> Moves | None:
     )
 
 
-def merged(moves: Moves) -> Moves:
+def merge_steps(moves: Moves) -> Moves:
     """Joins consecutive steps of one car in one direction into one move: the form in which solutions are compared."""
     return tuple(
         Move(car, direction, sum(step.cells for step in steps))
@@ -158,7 +158,7 @@ def board_of(value: Any, size: Any = None) -> Board:
     if side < 2 or side**2 != len(cells) or sought not in (None, side):
         wanted = "a square" if sought is None else f"{sought}×{sought}"
         raise ValueError(f"the board {cells!r:.60} has {len(cells)} cells; expected {wanted}")
-    return _checked(side, cells)
+    return _checked_board(side, cells)
 
 
 def _whole(value: Any, name: str) -> int | None:
@@ -172,7 +172,7 @@ def _whole(value: Any, name: str) -> int | None:
 
 
 @lru_cache(maxsize=256)
-def _checked(size: int, cells: str) -> Board:
+def _checked_board(size: int, cells: str) -> Board:
     unknown = sorted(set(re.sub("[A-Zox]", "", cells)))
     if unknown:
         raise ValueError(
@@ -305,7 +305,9 @@ class RushSolutionShaped:
             solvable(board_of(cells, size), solutions)
             for cells, size, solutions in zip(board, sizes, golds, strict=True)
         ]
-        return each_alone(self._shaped, completions, boards, golds, columns.get("moves") or nothing)
+        return each_alone(
+            self._shaped_reward, completions, boards, golds, columns.get("moves") or nothing
+        )
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row whose board cannot be played, or whose gold solutions do not all solve it."""
@@ -313,7 +315,7 @@ class RushSolutionShaped:
         solvable(board_of(row["board"], row.get("size")), golds)
         _whole(row.get("moves"), "moves")
 
-    def _shaped(
+    def _shaped_reward(
         self, completion: CompletionText, board: Board, golds: tuple[Moves, ...], target: Any
     ) -> float:
         exact = self.exact * _exact(completion, golds)
@@ -326,7 +328,10 @@ class RushSolutionShaped:
         return (
             exact
             + self.solve * played.solved / (1 + max(0, played.length(moves) - enough))
-            + self.prefix * max(played.legal / len(moves), *(_begun(moves, gold) for gold in golds))
+            + self.prefix
+            * max(
+                played.legal / len(moves), *(_matching_prefix_share(moves, gold) for gold in golds)
+            )
             + self.potential * max(0, board.to_go - played.board.to_go) / board.to_go
         )
 
@@ -346,7 +351,7 @@ def _read_golds(forms: tuple[str, ...]) -> tuple[Moves, ...]:
             raise ValueError(
                 f"the gold solution {form!r:.60} is no list of moves such as `B^1,A>2`"
             )
-    return tuple(merged(moves) for moves in read.values() if moves is not None)
+    return tuple(merge_steps(moves) for moves in read.values() if moves is not None)
 
 
 @lru_cache(maxsize=256)
@@ -371,11 +376,11 @@ def _exact(completion: CompletionText, golds: Sequence[Moves]) -> float:
     moves = moves_in(completion)
     if moves is None:
         return LOOKS_LIKE_A_MOVE if looks_like_a_move(completion) else 0.0
-    return float(merged(moves) in golds)
+    return float(merge_steps(moves) in golds)
 
 
-def _begun(moves: Moves, gold: Moves) -> float:
+def _matching_prefix_share(moves: Moves, gold: Moves) -> float:
     """The share of a gold solution that the moves begin with."""
-    pairs = zip(merged(moves), gold, strict=False)
+    pairs = zip(merge_steps(moves), gold, strict=False)
     same = takewhile(lambda pair: pair[0] == pair[1], pairs)
     return len(list(same)) / len(gold)

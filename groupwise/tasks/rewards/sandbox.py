@@ -165,7 +165,7 @@ class Box:
         self._control.setblocking(False)
         try:
             with theirs:
-                self._process = self._started(theirs)
+                self._process = self._start_warden(theirs)
         except OSError as error:
             self._control.close()
             _delete(self._folder)
@@ -194,7 +194,7 @@ class Box:
             # Beside the loop: it may hold so many files that the time of other boxes would be over meanwhile.
             await asyncio.to_thread(_delete, self._folder)
 
-    async def begun(self) -> Mapping[str, tuple[str, ...]]:
+    async def wait_until_running(self) -> Mapping[str, tuple[str, ...]]:
         """Wait until the program runs; the protections that hold. Raises SandboxError where the box could not be built."""
         if self._held is not None:
             return self._held
@@ -218,7 +218,7 @@ class Box:
 
     async def result(self) -> Result:
         """Wait until the program has ended or its time is over. Raises SandboxError where the box could not be built."""
-        held = await self.begun()
+        held = await self.wait_until_running()
         code: int | None = None
         ending: Ending = "timed_out"
         with suppress(TimeoutError):
@@ -255,9 +255,9 @@ class Box:
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_LIMIT):
                 for stream in self._streams:
-                    await stream.ended()
+                    await stream.wait_for_end()
 
-    def _started(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+    def _start_warden(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         """The warden. Its interpreter finds the standard library and this package, no site packages, and no secrets."""
         numbers = [theirs.fileno(), *(channel.fileno() for channel in self._channels)]
         given = self._folder / "stdin"
@@ -324,7 +324,7 @@ class _Stream:
             self.kept += piece[:room]
             self.cut = self.cut or len(piece) > room
 
-    async def ended(self) -> None:
+    async def wait_for_end(self) -> None:
         """Wait for its end."""
         await asyncio.shield(self._task)
 

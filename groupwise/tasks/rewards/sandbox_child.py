@@ -224,7 +224,7 @@ def _program(orders: dict[str, Any], held: Held, told: int) -> Callable[[], None
     os.closerange(_HIGH, _HIGH + len(high) + 1)
     told = first + len(channels)
     try:
-        program = _prepared(orders["program"])
+        program = _prepare_program(orders["program"])
         os.setsid()
         os.chdir(f"{orders['folder']}/home")
         _confine(orders, held)
@@ -248,7 +248,7 @@ def _close(descriptors: list[int]) -> None:
         os.close(each)
 
 
-def _prepared(program: dict[str, Any]) -> Callable[[], None]:
+def _prepare_program(program: dict[str, Any]) -> Callable[[], None]:
     """A text that is run as a script, or a function `package.module:name` with its arguments."""
     if "source" in program:
         return lambda: _run_script(

@@ -268,7 +268,11 @@ def call_filter(architecture: str, *, signals: bool, processes: bool) -> list[by
             if number is not None:
                 program += [_instruction(_EQUAL, number, 0, 1), answer]
     for numbers, conditions in _PARTLY.items():
-        checks = [each for condition in conditions for each in _checked(*condition, refused)]
+        checks = [
+            each
+            for condition in conditions
+            for each in _refuse_unless_value_in(*condition, refused)
+        ]
         program += [
             _instruction(_EQUAL, numbers[which], 0, len(checks) + 1),
             *checks,
@@ -290,7 +294,9 @@ def call_filter(architecture: str, *, signals: bool, processes: bool) -> list[by
     ]
 
 
-def _checked(argument: int, mask: int, values: tuple[int, ...], refused: bytes) -> list[bytes]:
+def _refuse_unless_value_in(
+    argument: int, mask: int, values: tuple[int, ...], refused: bytes
+) -> list[bytes]:
     """Refuse unless an argument, of which these bits count, has one of the values."""
     looked_at = [
         _instruction(_LOAD, _FIRST_ARGUMENT_AT + 8 * argument),

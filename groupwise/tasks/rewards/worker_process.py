@@ -94,9 +94,9 @@ def _answer(
     if isinstance(request, ScoreRequest):
         return {"score": _score(server, request, started, runner)}
     if hasattr(server, "answer"):
-        return {"answer": plain(_finished(server.answer(request, started), runner))}
+        return {"answer": plain(_await_result(server.answer(request, started), runner))}
     prompts, completions, rows = request
-    metrics = _finished(server.compute_metrics(prompts, completions, rows), runner)
+    metrics = _await_result(server.compute_metrics(prompts, completions, rows), runner)
     return {"metrics": plain(metrics)}
 
 
@@ -108,7 +108,7 @@ def _score(
 ) -> dict[str, Any]:
     """The group's score as JSON values, written here: what user code put into it may refuse to be."""
     try:
-        return _as_json(_finished(scorer.score(request, started), runner))
+        return _as_json(_await_result(scorer.score(request, started), runner))
     except BaseException as error:  # noqa: BLE001 — whatever user code did, only its group fails
         reason = f"scoring raised {_error_text(error)}"
         return _as_json(unscored(len(request.completions), "failed", reason))
@@ -118,7 +118,7 @@ def _as_json(score: GroupScore) -> dict[str, Any]:
     return json.loads(to_json(score))
 
 
-def _finished(result: Any, runner: asyncio.Runner) -> Any:
+def _await_result(result: Any, runner: asyncio.Runner) -> Any:
     if not inspect.isawaitable(result):
         return result
 

@@ -92,10 +92,10 @@ class RewardWorkers:
         await self._pool.close()
 
     async def _ask(self, request: Any, limit: float) -> Ended:
-        return await self._pool.ask(_pickled(request), limit)
+        return await self._pool.ask(_pickle_request(request), limit)
 
 
-def _pickled(request: Any) -> bytes:
+def _pickle_request(request: Any) -> bytes:
     try:
         return pickle.dumps(request)
     except Exception as error:  # values of user classes may raise anything here

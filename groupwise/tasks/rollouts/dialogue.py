@@ -21,7 +21,7 @@ from groupwise.core.types import Completion, Message, Prompt, SamplingParams, Se
 from groupwise.engine.models.chat_template import Chat, prompt_text
 from groupwise.engine.models.control_tokens import spelled
 from groupwise.engine.models.tokens import completion_text, prompt_ids, text_ids
-from groupwise.tasks.data.messages import joined
+from groupwise.tasks.data.messages import join_conversation
 from groupwise.tasks.environment import Observation
 from groupwise.tasks.rollouts.single import policy_segment
 from groupwise.tasks.tools import Schema, instructions
@@ -226,8 +226,8 @@ class ChatDialogue:
         if not observation:
             raise Unrenderable("the environment is not done, but gave no observation")
         said = list(map(self._as_template_knows, self._messages))
-        rendered = self._render(joined(self._prompt, said))
-        added = self._added(rendered)
+        rendered = self._render(join_conversation(self._prompt, said))
+        added = self._template_suffix(rendered)
         ids = text_ids(self._tokenizer, rendered if added is None else added)
         context = ids if added is None else self._context + ids
         if len(context) > longest:
@@ -255,7 +255,7 @@ class ChatDialogue:
         """See `Dialogue.messages`."""
         return tuple(self._messages)
 
-    def _added(self, rendered: str) -> str | None:
+    def _template_suffix(self, rendered: str) -> str | None:
         """The text that the template put after the policy's words; None if it rewrote the text before them."""
         if not rendered.startswith(self._rendered):
             return None

@@ -84,7 +84,7 @@ class _Attempt:
     reason: str | None = None
 
     @property
-    def ended(self) -> bool:
+    def is_over(self) -> bool:
         """True if no more is to be sampled."""
         return self.ended_by is not None or self.outcome != "pending"
 
@@ -120,8 +120,10 @@ class EnvironmentRollouts:
 
     async def sample(self, sampler: Sampler, ask: Ask) -> Group:
         """See `RolloutKind.sample`."""
-        attempts = await gather_all(self._begun(ask, member) for member in range(ask.members))
-        alive = [attempt for attempt in attempts if not attempt.ended]
+        attempts = await gather_all(
+            self._begin_attempt(ask, member) for member in range(ask.members)
+        )
+        alive = [attempt for attempt in attempts if not attempt.is_over]
         for attempt in alive:
             if attempt.first != alive[0].first:
                 attempt.fail(
@@ -132,7 +134,7 @@ class EnvironmentRollouts:
         example = replace(ask.example, prompt=alive[0].prompt) if alive else ask.example
         drawn = await self._first_completions(sampler, ask, attempts)
         await gather_all(
-            self._played(sampler, ask, attempt, completion)
+            self._play_turns(sampler, ask, attempt, completion)
             for attempt, completion in zip(attempts, drawn, strict=True)
         )
         rollouts = tuple(_rollout(ask, attempt) for attempt in attempts)
@@ -140,7 +142,7 @@ class EnvironmentRollouts:
 
     async def opening(self, ask: Ask) -> tuple[int, ...]:
         """Tokens of the prompt that an example's environment begins with. Raises TaskError where it gives none."""
-        attempt = await self._begun(ask, 0)
+        attempt = await self._begin_attempt(ask, 0)
         if attempt.outcome != "pending":
             raise TaskError(f"the first prompt of row {ask.example.row_number}: {attempt.reason}")
         ending = replace(self._call_of(ask, attempt), ending=True)
@@ -149,7 +151,7 @@ class EnvironmentRollouts:
 
     # --- one rollout --------------------------------------------------------------------------------
 
-    async def _begun(self, ask: Ask, member: int) -> _Attempt:
+    async def _begin_attempt(self, ask: Ask, member: int) -> _Attempt:
         """The attempt with its first prompt; failed where there is none."""
         session = next(self._sessions)
         call = self._call(ask, member, session)
@@ -174,7 +176,7 @@ class EnvironmentRollouts:
         if problem is not None:
             attempt.fail("failed", problem)
         self._take(attempt, reply)
-        if not attempt.ended and len(attempt.first) >= attempt.longest:
+        if not attempt.is_over and len(attempt.first) >= attempt.longest:
             attempt.fail(
                 "failed",
                 f"the environment's first prompt has {len(attempt.first)} tokens, and the run was laid out for "
@@ -187,7 +189,7 @@ class EnvironmentRollouts:
     ) -> Dialogue:
         return begin(self._tokenizer, prompt, tools, ask.example.columns, ids)
 
-    async def _played(
+    async def _play_turns(
         self, sampler: Sampler, ask: Ask, attempt: _Attempt, completion: Completion | None
     ) -> None:
         """Plays all turns, from the first completion on."""
@@ -207,7 +209,7 @@ class EnvironmentRollouts:
                         attempt.ended_by = "tokens"
                 except Unrenderable as problem:
                     attempt.fail("failed", str(problem))
-            if attempt.ended:
+            if attempt.is_over:
                 break
             request = ask.request(
                 attempt.dialogue.context,
@@ -262,7 +264,7 @@ class EnvironmentRollouts:
         self, sampler: Sampler, ask: Ask, attempts: Sequence[_Attempt]
     ) -> list[Completion | None]:
         """First completions of all members, in one request, because they share their prompt; None for members that ended before."""
-        alive = [attempt for attempt in attempts if not attempt.ended]
+        alive = [attempt for attempt in attempts if not attempt.is_over]
         if not alive:
             return [None] * len(attempts)
         request = ask.request(

@@ -50,7 +50,7 @@ def with_others(rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = 
             continue
         sums = {index: _sums(rows[index], policy[index] if policy else None) for index in own}
         for index in own:
-            others = _added([sums[other] for other in own if other != index])
+            others = _sum_stats([sums[other] for other in own if other != index])
             told[index] = replace(rows[index], others=others)
     return told
 
@@ -121,7 +121,7 @@ def _row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: Rollo
     withheld: list[MaskedTokens] = []
     for segment in segments:
         length = len(segment.token_ids)
-        withheld += _withheld(segment, len(ids))
+        withheld += _tokens_withheld(segment, len(ids))
         ids.extend(segment.token_ids)
         mask.extend([1 if segment.source == "policy" else 0] * length)
         logprobs.extend(segment.sampling_logprobs or [0.0] * length)
@@ -140,7 +140,7 @@ def _row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: Rollo
     )
 
 
-def _withheld(segment: Segment, start: int) -> tuple[MaskedTokens, ...]:
+def _tokens_withheld(segment: Segment, start: int) -> tuple[MaskedTokens, ...]:
     """Tokens that could not be drawn in a segment that begins at `start` of its row; each segment counts from its own beginning."""
     params = segment.params
     if segment.source != "policy" or params is None:
@@ -167,7 +167,7 @@ def _difference(row: Row, of: Sequence[float], to: Sequence[float]) -> float:
     return math.fsum(a - b for a, b, counts in zip(of, to, row.mask, strict=True) if counts)
 
 
-def _added(sums: Sequence[SiblingRowStats]) -> SiblingRowStats:
+def _sum_stats(sums: Sequence[SiblingRowStats]) -> SiblingRowStats:
     return SiblingRowStats(
         tokens=sum(each.tokens for each in sums),
         log_weight=math.fsum(each.log_weight for each in sums),

@@ -29,7 +29,7 @@ async def score_group(
         return group
     score = await scorer.score(score_request(group, global_step, max_steps, steps_per_epoch))
     scored = {
-        rollout.member: _scored(rollout, member)
+        rollout.member: _with_score(rollout, member)
         for rollout, member in zip(pending, score.members, strict=True)
     }
     rollouts = [scored.get(rollout.member, rollout) for rollout in group.rollouts]
@@ -64,7 +64,7 @@ def transcript(prompt: Prompt, rollout: Rollout) -> CompletionText:
     return as_completion(prompt, rollout.completion)
 
 
-def _scored(rollout: Rollout, score: MemberScore) -> Rollout:
+def _with_score(rollout: Rollout, score: MemberScore) -> Rollout:
     """The rollout with its score. A part of its environment that has the name of a reward function is renamed `environment/…`."""
     taken = {part.name for part in score.parts}
     earned = tuple(

@@ -110,7 +110,7 @@ class Sessions:
             if session is None:
                 session = await self._rebuilt(call, started)
             if call.ending:
-                reply = await self._ended(session, call, started)
+                reply = await self._end_session(session, call, started)
                 await self._drop(call.session)
                 return reply
             reply = await self._turn(session, call, len(call.heard), started)
@@ -173,20 +173,20 @@ class Sessions:
         started(name)
         own = {"prompt": call.prompt, "seed": call.seed, "member": call.member}
         given = reset_arguments(reset, {**call.columns, **own})
-        returned = await _finished(reset(**given))
-        with _checked(name):
+        returned = await _await_if_needed(reset(**given))
+        with _checking_answer_of(name):
             return Reply(prompt=as_prompt(returned))
 
     async def _step(self, session: _Session, completion: str, turn: int, started: Started) -> Reply:
         name = f"{_name(session.environment)}.step, turn {turn}"
         started(name)
-        returned = await _finished(session.environment.step(completion))
-        with _checked(name):
+        returned = await _await_if_needed(session.environment.step(completion))
+        with _checking_answer_of(name):
             step = as_step(returned)
             parts = (*as_parts(step.reward, turn - 1), *as_parts(step.metrics, turn - 1, 0.0))
         return Reply(observation=step.observation, done=step.done, parts=parts)
 
-    async def _ended(self, session: _Session, call: SessionCall, started: Started) -> Reply:
+    async def _end_session(self, session: _Session, call: SessionCall, started: Started) -> Reply:
         """The reward parts of the whole rollout."""
         begun = time.perf_counter()
         parts: list[RewardPart] = []
@@ -195,8 +195,8 @@ class Sessions:
             if function is not None:
                 name = f"{_name(session.environment)}.{method}"
                 started(name)
-                returned = await _finished(function())
-                with _checked(name):
+                returned = await _await_if_needed(function())
+                with _checking_answer_of(name):
                     parts += as_parts(returned, None, weight)
         started(f"{_name(session.environment)}.close")
         return Reply(parts=tuple(parts), seconds=time.perf_counter() - begun)
@@ -207,11 +207,11 @@ class Sessions:
         close = getattr(dropped and dropped.environment, "close", None)
         if close is not None:
             with suppress(BaseException):
-                await _finished(close())
+                await _await_if_needed(close())
 
 
 @contextmanager
-def _checked(name: str) -> Generator[None]:
+def _checking_answer_of(name: str) -> Generator[None]:
     """Turns a ValueError into `_Unusable` with the name of the method whose answer is wrong."""
     try:
         yield
@@ -219,7 +219,7 @@ def _checked(name: str) -> Generator[None]:
         raise _Unusable(f"the environment's {name}: {problem}") from problem
 
 
-async def _finished(result: Any) -> Any:
+async def _await_if_needed(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 

@@ -122,7 +122,9 @@ def read_lessons(
                 raise
             refused.setdefault(str(problem.__cause__), []).append(problem)
             continue
-        fitting = [each for each in (_fitted(one, way) for one in whole.rows) if each is not None]
+        fitting = [
+            each for each in (_fit_to_length(one, way) for one in whole.rows) if each is not None
+        ]
         cut += sum(each not in whole.rows for each in fitting)
         dropped += len(whole.rows) - len(fitting)
         if fitting:
@@ -176,11 +178,13 @@ def _lesson(
                 ids = _whole(tokenizer, found.content).ids
             tokens = collate(way.collator, row, ids, here)
             example = found.example if found else Example(index, "", dict(row))
-            return Lesson(example, (_checked(_of_tokens(tokens), way, here),))
+            return Lesson(example, (_check_tokens(_of_tokens(tokens), way, here),))
         found = teacher_example(index, row, text_field=way.text_field, where=where)
         return Lesson(
             found.example,
-            tuple(_checked(m, way, here) for m in _masked(tokenizer, found.content, way)),
+            tuple(
+                _check_tokens(m, way, here) for m in _mask_content(tokenizer, found.content, way)
+            ),
         )
     except TaskError as error:
         if error.message.startswith(where):
@@ -188,7 +192,7 @@ def _lesson(
         raise type(error)(f"{here}: {error.message}") from error
 
 
-def _masked(tokenizer: Any, content: Content, way: TeacherWay) -> list[Masked]:
+def _mask_content(tokenizer: Any, content: Content, way: TeacherWay) -> list[Masked]:
     if isinstance(content, PlainText) and way.completion_only:
         raise TaskError(
             "data.completion_only_loss is true, but the row is one text, of which no part is a completion. Give rows of "
@@ -233,7 +237,7 @@ def _of_tokens(tokens: Tokens) -> Masked:
     return Masked(tokens.ids, tokens.mask, ends=1)
 
 
-def _checked(masked: Masked, way: TeacherWay, where: str) -> Masked:
+def _check_tokens(masked: Masked, way: TeacherWay, where: str) -> Masked:
     """The first token has nothing before it that could predict it, so it is never trained."""
     unknown = (n for n, token in enumerate(masked.ids) if not 0 <= token < way.vocabulary)
     if (place := next(unknown, None)) is not None:
@@ -249,7 +253,7 @@ def _checked(masked: Masked, way: TeacherWay, where: str) -> Masked:
     return replace(masked, mask=(0, *masked.mask[1:]))
 
 
-def _fitted(masked: Masked, way: TeacherWay) -> Masked | None:
+def _fit_to_length(masked: Masked, way: TeacherWay) -> Masked | None:
     """The row within the limit; None where it is left out, or nothing of it would teach."""
     if len(masked.ids) <= way.max_length:
         return masked

@@ -48,7 +48,7 @@ class TwoStage:
         )
         reasoned = await sampler.generate(request)
         rollouts = await gather_all(
-            self._answered(sampler, ask, member, policy_segment(completion, request.params))
+            self._sample_answer(sampler, ask, member, policy_segment(completion, request.params))
             for member, completion in enumerate(reasoned)
         )
         return Group(ask.draw, ask.example, tuple(rollouts))
@@ -56,7 +56,7 @@ class TwoStage:
     async def close(self) -> None:
         """There is nothing to end."""
 
-    async def _answered(
+    async def _sample_answer(
         self, sampler: Sampler, ask: Ask, member: int, reasoning: Segment
     ) -> Rollout:
         written = self._tokenizer.decode(list(reasoning.token_ids), skip_special_tokens=False)

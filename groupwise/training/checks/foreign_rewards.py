@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupwise.tasks.rewards.other_names import Meant, meant_by
-from groupwise.tasks.rewards.registry import registered
+from groupwise.tasks.rewards.registry import registered_rewards
 from groupwise.training.checks.foreign_names import TRL_LENGTH
 from groupwise.training.checks.foreign_python import Unread
 
@@ -80,7 +80,7 @@ def entry_of(
 def _named(
     name: str, module: str, given: Mapping[str, Any], open_r1: bool
 ) -> tuple[Any, str, bool]:
-    known = registered()
+    known = registered_rewards()
     meant = meant_by(name, known)
     if name == "length" and open_r1:
         return (
@@ -116,7 +116,7 @@ def _called(
     """A reward that a call makes, `get_cosine_scaled_reward(max_len=500)`: by the function's name."""
     called = re.match(r"(?:partial\(|functools\.partial\()?([\w.]+)", made.written)
     name = called[1].rpartition(".")[2] if called else ""
-    meant = meant_by(name, registered()) if made.of_library else None
+    meant = meant_by(name, registered_rewards()) if made.of_library else None
     if meant is None or not meant.rewards:
         text = f"`{made.written:.60}` of line {made.line} is not taken over. Write a function that has a name in its place"
         return None, text, True

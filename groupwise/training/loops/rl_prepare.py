@@ -27,7 +27,7 @@ from groupwise.tasks.data.loading import as_prompts, scorable
 from groupwise.tasks.data.order import Order
 from groupwise.tasks.data.overlap import same_prompt, same_row, trained_on, warning_of_overlap
 from groupwise.tasks.data.replay import key_of
-from groupwise.tasks.data.reward_hacking import unfilled
+from groupwise.tasks.data.reward_hacking import unfilled_arguments_warning
 from groupwise.tasks.data.reward_hacking_detectors import nobody_tells
 from groupwise.tasks.data.sources import read_source
 from groupwise.tasks.data.success import check_part
@@ -206,7 +206,7 @@ def warnings_of(prepared: RlPrepared) -> list[str]:
             len(asked.examples),
             instead="data.dataset_test_split, data.test_split_size, or the task's get_eval_dataset",
         )
-    said = [unfilled(empty)] if empty else []
+    said = [unfilled_arguments_warning(empty)] if empty else []
     of_machine = rubric.check_machine(refuse=False) if rubric else []
     return [
         *prompt_warnings(prepared, examples),
@@ -231,7 +231,7 @@ def easy_examples(config: RunConfig, task: Task, rubric: Rubric | None) -> list[
             "data.easy_pool does not say where the easy examples are. Set data.easy_pool.dataset_name to a file or a hub id, or "
             f"{EASY_SOURCE} in the environment."
         )
-    columns = pool.columns or (data.renamed("answer") if data.names_data else {})
+    columns = pool.columns or (data.renamed_columns("answer") if data.names_data else {})
     rows = read_source(source, pool.dataset_config, pool.dataset_split, columns)
     where = f"{EASY_POOL} ({source})"
     routed = isinstance(rubric, Router) and EASY in rubric.rubrics

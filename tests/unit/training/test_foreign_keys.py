@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import ConfigError
-from groupwise.tasks.rewards.registry import registered
+from groupwise.tasks.rewards.registry import registered_rewards
 from groupwise.training.callbacks.registry import BUILTIN
 from groupwise.training.config import load_config
 from groupwise.training.foreign_keys import foreign_to_rl, foreign_to_sft
@@ -60,7 +60,7 @@ def test_a_supervised_run_is_told_what_it_has(name: str, said: str) -> None:
 
 
 def test_parameters_of_rewards_and_callbacks_are_there() -> None:
-    kinds: dict[str, Mapping[str, Any]] = {"reward": registered(), "callback": BUILTIN}
+    kinds: dict[str, Mapping[str, Any]] = {"reward": registered_rewards(), "callback": BUILTIN}
     found = 0
     for advice in {*foreign_to_rl().values(), *foreign_to_sft().values()}:
         for parameter, kind, name in re.findall(r"`(\w+)` of the (reward|callback) (\w+)", advice):

@@ -47,7 +47,7 @@ def test_included_clues_are_sound():
     assert len({row["clue"] for row in rows}) == len(rows)
     for row in rows:
         assert row["answer"] == row["answer"].upper()
-        assert row["enumeration"] == crossword._counted(row["answer"])
+        assert row["enumeration"] == crossword._letter_counts(row["answer"])
         assert letters(row["answer"]) not in letters(row["clue"])
     answers = Counter(row["answer"] for row in rows)
     assert [answer for answer, count in answers.items() if count > 1][:2] == ["ELEPHANT", "BAT"]

@@ -18,7 +18,7 @@ import pytest
 from groupwise.core.errors import TaskError
 from groupwise.core.settings.view import View
 from groupwise.tasks.builtin import reasoning_gym, reasoning_gym_problems
-from groupwise.tasks.builtin.reasoning_gym import graded, score
+from groupwise.tasks.builtin.reasoning_gym import grade_answer, score
 from groupwise.tasks.builtin.reasoning_gym_problems import (
     RIGHT,
     dataset_of,
@@ -64,7 +64,7 @@ in_own_process = reasoning_gym._make
 def _here_and_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(reasoning_gym, "_make", at_once)
-    reasoning_gym._known.cache_clear()
+    reasoning_gym._cached_splits.cache_clear()
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_too_few_different_problems_are_told() -> None:
 def test_what_took_long_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasoning_gym, "KEPT_ABOVE", 0.0)
     first = reasoning_gym.get_eval_dataset(config())
-    reasoning_gym._known.cache_clear()
+    reasoning_gym._cached_splits.cache_clear()
     monkeypatch.setattr(reasoning_gym, "_make", lambda *_: pytest.fail("made again"))
     assert reasoning_gym.get_eval_dataset(config()) == first
 
@@ -204,7 +204,7 @@ def test_an_answer_that_the_grader_stumbles_over_earns_nothing() -> None:
     entry = entry_as_text(dataset_of(named("prime_factorization"))[0])
     with pytest.raises(ValueError, match="invalid literal"):
         dataset_of(named("prime_factorization")).score_answer("2 × x", entry_of_text(entry))
-    assert graded("2 × x", named("prime_factorization"), entry) == 0.0
+    assert grade_answer("2 × x", named("prime_factorization"), entry) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -217,15 +217,15 @@ def test_an_answer_that_the_grader_stumbles_over_earns_nothing() -> None:
 )
 def test_a_broken_entry_is_an_error(entry: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        graded("x y", named("prime_factorization"), entry)
+        grade_answer("x y", named("prime_factorization"), entry)
     with pytest.raises(ValueError, match="`sums`"):
-        graded("1", named("sums"), "{'question': '', 'answer': '', 'metadata': {}}")
+        grade_answer("1", named("sums"), "{'question': '', 'answer': '', 'metadata': {}}")
 
 
 def test_graders_have_the_configuration_of_their_row() -> None:
     entry = entry_as_text(dataset_of(named("puzzle24"))[0])
-    assert graded("8 * 3 * 1 * 1", named("puzzle24"), entry) == 1.0
-    assert graded("8 * 3 * 1 * 1", named("puzzle24", max_value=6), entry) < RIGHT
+    assert grade_answer("8 * 3 * 1 * 1", named("puzzle24"), entry) == 1.0
+    assert grade_answer("8 * 3 * 1 * 1", named("puzzle24", max_value=6), entry) < RIGHT
 
 
 # Hooks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from groupwise.tasks.builtin import reasoning_gym_answers
-from groupwise.tasks.builtin.reasoning_gym import graded
+from groupwise.tasks.builtin.reasoning_gym import grade_answer
 from groupwise.tasks.builtin.reasoning_gym_answers import agrees_at_a_point, is_harmless
 from groupwise.tasks.builtin.reasoning_gym_problems import RIGHT, dataset_of, entry_as_text
 
@@ -44,7 +44,7 @@ def problem(name: str, level: int | None = None) -> dict[str, Any]:
 
 
 def earned(name: str, answer: str, level: int | None = None) -> float:
-    return graded(answer, named(name, level), entry_as_text(problem(name, level)))
+    return grade_answer(answer, named(name, level), entry_as_text(problem(name, level)))
 
 
 @pytest.mark.timeout(20)  # one of them would take for ever

@@ -102,7 +102,7 @@ def test_no_guess_earns_more_than_one_that_the_marks_allow(secret, earlier, gues
     turns = {"guesses": [earlier], "feedback": [marks_of(earlier, secret)], "secret": secret}
     real = words_of(None, None).dictionary
     found, best = (
-        wordle.judged(guessing(word), turns["guesses"], turns["feedback"], real)
+        wordle.judge_guess(guessing(word), turns["guesses"], turns["feedback"], real)
         for word in (guess, secret)
     )
     assert found.all_satisfied == (marks_of(earlier, guess) == turns["feedback"][0])

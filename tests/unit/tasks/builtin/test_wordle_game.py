@@ -4,7 +4,7 @@ import pytest
 
 from groupwise.core.settings.view import View
 from groupwise.tasks.builtin import wordle_game
-from groupwise.tasks.builtin.wordle_game import Game, Played, played
+from groupwise.tasks.builtin.wordle_game import Game, Played, play_messages
 from groupwise.tasks.builtin.wordle_rules import words_of
 from groupwise.tasks.contract import load_task
 from tests.task_kit import scored, splits
@@ -96,10 +96,10 @@ def test_parts_of_a_game(turns, expected):
 def test_what_comes_after_the_end_does_not_count():
     won = [guessing("label"), "and on"]
     lost = [guessing("alley")] * 6 + [guessing("label")]
-    assert played(transcript(*won), "label", REAL).verdicts == (
-        played(transcript(*won[:1]), "label", REAL).verdicts
+    assert play_messages(transcript(*won), "label", REAL).verdicts == (
+        play_messages(transcript(*won[:1]), "label", REAL).verdicts
     )
-    assert not played(transcript(*lost), "label", REAL).won
+    assert not play_messages(transcript(*lost), "label", REAL).won
 
 
 def test_environment_and_rewards_see_the_same_game():
@@ -107,7 +107,7 @@ def test_environment_and_rewards_see_the_same_game():
     playing = game()
     for text in turns:
         playing.step(text)
-    assert played(transcript(*turns), "label", REAL) == Played(True, tuple(playing.verdicts))
+    assert play_messages(transcript(*turns), "label", REAL) == Played(True, tuple(playing.verdicts))
 
 
 # Metrics
@@ -148,7 +148,7 @@ def test_the_teacher_wins_by_the_rules_with_words_of_its_split():
         for row in rows:
             completion = row["completion"]
             assert completion[-1]["role"] == "assistant"
-            outcome = played(completion, row["secret"], REAL)
+            outcome = play_messages(completion, row["secret"], REAL)
             assert outcome.won
             assert all(verdict.all_satisfied for verdict in outcome.verdicts)
             assert {verdict.guess for verdict in outcome.verdicts} <= pool
@@ -165,10 +165,13 @@ def test_small_games_have_fewer_guesses_among_words_that_are_shown():
         told, asked = (message["content"] for message in row["prompt"])
         assert "in two guesses" in told
         assert asked == f"The secret is one of: {', '.join(row['choices'])}.\n2 guesses left."
-        outcome = played(row["completion"], row["secret"], REAL, 2)
+        outcome = play_messages(row["completion"], row["secret"], REAL, 2)
         assert outcome.won
         assert all(verdict.all_satisfied for verdict in outcome.verdicts)
     playing = wordle_game.get_environment(given)()
     playing.reset("label")
     assert [playing.step(guessing(word)).done for word in ("metal", "later")] == [False, True]
-    assert played(transcript(*map(guessing, ("metal", "later"))), "label", REAL, 2).needed == 3
+    assert (
+        play_messages(transcript(*map(guessing, ("metal", "later"))), "label", REAL, 2).turns_needed
+        == 3
+    )

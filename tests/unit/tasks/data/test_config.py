@@ -39,8 +39,12 @@ def test_names_of_columns_come_together() -> None:
     given = section(
         dataset_name="x", columns={"id": "key"}, prompt_column="question", answer_column="solution"
     )
-    assert given.renamed("answer") == {"id": "key", "prompt": "question", "answer": "solution"}
-    assert given.renamed("completion")["completion"] == "solution"
+    assert given.renamed_columns("answer") == {
+        "id": "key",
+        "prompt": "question",
+        "answer": "solution",
+    }
+    assert given.renamed_columns("completion")["completion"] == "solution"
 
 
 def test_mixture_comes_back_from_the_resolved_config() -> None:

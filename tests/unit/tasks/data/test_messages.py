@@ -7,7 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from groupwise.tasks.data.messages import Unusable, joined, message_of, messages_of, prompt_of
+from groupwise.tasks.data.messages import (
+    Unusable,
+    join_conversation,
+    message_of,
+    messages_of,
+    prompt_of,
+)
 
 ASKED = [{"role": "user", "content": "hi"}]
 BOTH = [*ASKED, {"role": "assistant", "content": "ho"}]
@@ -84,10 +90,10 @@ def test_what_is_no_message_says_why(value, told):
 
 
 def test_words_that_are_begun_and_their_end_are_one_message():
-    assert joined(ASKED, BOTH[1:]) == BOTH
+    assert join_conversation(ASKED, BOTH[1:]) == BOTH
     end = [{"role": "assistant", "content": "!"}, *ASKED]
-    assert joined(BOTH, end) == [*ASKED, {"role": "assistant", "content": "ho!"}, *ASKED]
+    assert join_conversation(BOTH, end) == [*ASKED, {"role": "assistant", "content": "ho!"}, *ASKED]
     calls = {"role": "assistant", "tool_calls": [{"name": "f"}]}
-    assert joined(BOTH, [calls]) == [*ASKED, {**calls, "content": "ho"}]
+    assert join_conversation(BOTH, [calls]) == [*ASKED, {**calls, "content": "ho"}]
     for prompt, said in ((BOTH, BOTH), ([*ASKED, calls], BOTH[1:])):
-        assert joined(prompt, said) == [*prompt, *said], "nothing is gone on with"
+        assert join_conversation(prompt, said) == [*prompt, *said], "nothing is gone on with"

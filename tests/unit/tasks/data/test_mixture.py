@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.core.errors import TaskError
-from groupwise.tasks.data.mixture import Part, in_turn, joined, mixed, split
+from groupwise.tasks.data.mixture import Part, in_turn, mix_parts, split, with_same_columns
 from groupwise.tasks.data.order import Order, among
 
 
@@ -31,7 +31,7 @@ def prompts(rows: Any) -> list[str]:
 
 def epochs(parts: list[Part], seed: int, count: int) -> list[list[str]]:
     """The prompts that each epoch draws."""
-    rows, shares = mixed(parts, seed)
+    rows, shares = mix_parts(parts, seed)
     order = Order(len(rows), seed, shares=shares)
     turns = range(count * order.length)
     drawn = [rows[order.example(turn)]["prompt"] for turn in turns]
@@ -48,15 +48,15 @@ def test_weight_says_how_often_rows_come(weight: float, counts: dict[int, int]) 
 
 def test_what_leaves_nothing_is_refused() -> None:
     with pytest.raises(TaskError, match=r"0\.01 of its 10 rows"):
-        mixed([part("a", 10, 0.01)], 0)
+        mix_parts([part("a", 10, 0.01)], 0)
     for rows, share in ((3, 0.1), (2, 0.9)):
         with pytest.raises(TaskError, match=r"data\.test_split_size"):
             split([part("a", rows)], share, 0, key)
 
 
 def test_part_that_is_alone_keeps_its_order_and_several_are_shuffled_together() -> None:
-    assert prompts(mixed([part("a", 50)], 0)[0]) == prompts(part("a", 50).rows)
-    both = prompts(mixed([part("a", 50), part("b", 50)], 0)[0])
+    assert prompts(mix_parts([part("a", 50)], 0)[0]) == prompts(part("a", 50).rows)
+    both = prompts(mix_parts([part("a", 50), part("b", 50)], 0)[0])
     assert sorted(both) == sorted(prompts([*part("a", 50).rows, *part("b", 50).rows]))
     assert {name[0] for name in both[:20]} == {"a", "b"}
 
@@ -98,7 +98,7 @@ def test_a_part_is_drawn_alike_whatever_stands_beside_it() -> None:
 
 
 def test_without_shuffling_an_epoch_keeps_the_order() -> None:
-    rows, shares = mixed([part("a", 10, 1.5)], 0)
+    rows, shares = mix_parts([part("a", 10, 1.5)], 0)
     order = Order(len(rows), 0, shuffle=False, shares=shares)
     places = [order.example(turn) for turn in range(order.length)]
     assert len(places) == 15
@@ -106,7 +106,7 @@ def test_without_shuffling_an_epoch_keeps_the_order() -> None:
 
 
 def test_shares_of_what_is_left() -> None:
-    _, shares = mixed([part("a", 4, 0.5), part("b", 2, 2.0)], 0)
+    _, shares = mix_parts([part("a", 4, 0.5), part("b", 2, 2.0)], 0)
     (a, b) = shares
     kept = sorted([*a.places[1:], *b.places])
     left = among(shares, kept)
@@ -114,7 +114,7 @@ def test_shares_of_what_is_left() -> None:
         list(a.places[1:]),
         list(b.places),
     ]
-    assert [share.left for share in left] == [2, 0]
+    assert [share.extra_examples for share in left] == [2, 0]
     assert among(shares, b.places)[0].name == "b"
 
 
@@ -167,7 +167,7 @@ def test_first_rows_in_turn_stand_for_all_parts() -> None:
 
 def test_columns_can_be_left_out_or_filled() -> None:
     parts = [part("a", 1, id=3), part("b", 1, level=1)]
-    common, every = joined(parts, "common"), joined(parts, "all")
+    common, every = with_same_columns(parts, "common"), with_same_columns(parts, "all")
     assert [one.rows for one in common] == [[{"prompt": "a0"}], [{"prompt": "b0"}]]
     assert [one.rows for one in every] == [
         [{"prompt": "a0", "id": 3, "level": None}],

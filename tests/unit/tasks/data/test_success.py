@@ -14,7 +14,7 @@ from groupwise.tasks.data.success import (
     success_value,
     successes,
 )
-from groupwise.tasks.rewards.registry import registered
+from groupwise.tasks.rewards.registry import registered_rewards
 
 
 def rollout(reward: float | None, outcome: Outcome = "scored", **parts: float | None) -> Rollout:
@@ -50,7 +50,7 @@ def test_the_part_that_is_known_to_say_what_is_solved(names, found):
 def test_rewards_of_the_package_that_say_what_is_solved_are_known_by_the_names_that_they_have():
     of_tasks = {"correct", "right", "right_positions", "won", "all_satisfied"}
     assert of_tasks < set(SOLVED)
-    assert set(SOLVED) - of_tasks <= set(registered())
+    assert set(SOLVED) - of_tasks <= set(registered_rewards())
 
 
 def test_a_part_that_the_reward_does_not_have_is_refused():

@@ -58,7 +58,7 @@ class Strange:
 
 
 def over(value, sender: Ledger | None = None, receiver: Ledger | None = None, *, shown=False):
-    told = json.loads(json.dumps((sender or ledger()).written(value, shown=shown)))
+    told = json.loads(json.dumps((sender or ledger()).to_json(value, shown=shown)))
     return (receiver or ledger()).read(told)
 
 
@@ -105,7 +105,7 @@ def test_the_rest_stays_and_is_known_again():
     assert over(strange, here, there) is stand_in
     assert over([stand_in], there, here)[0] is strange
     with pytest.raises(NotPlain, match="Strange"):
-        Ledger(stays=lambda value: False, stand_in=lambda number: None).written([Strange()])
+        Ledger(stays=lambda value: False, stand_in=lambda number: None).to_json([Strange()])
 
 
 def test_a_shown_list_keeps_its_identity_and_takes_changes():

@@ -9,9 +9,9 @@ import pytest
 
 from groupwise.core.errors import TaskError
 from groupwise.tasks.rewards.other_names import meant_by, other_names
-from groupwise.tasks.rewards.registry import get_reward_funcs, registered
+from groupwise.tasks.rewards.registry import get_reward_funcs, registered_rewards
 
-OURS = registered()
+OURS = registered_rewards()
 
 
 def refused(name: str) -> str:

@@ -16,7 +16,12 @@ import pytest
 from groupwise.core.errors import TaskError
 from groupwise.core.settings.view import View
 from groupwise.tasks.rewards import registry
-from groupwise.tasks.rewards.registry import configured_rubric, get_reward_funcs, registered, reward
+from groupwise.tasks.rewards.registry import (
+    configured_rubric,
+    get_reward_funcs,
+    registered_rewards,
+    reward,
+)
 from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
 
@@ -43,7 +48,7 @@ def plain(completions, **columns):
 
 @pytest.fixture(autouse=True)
 def own_names(monkeypatch):
-    monkeypatch.setattr(registry, "_REWARDS", dict(registered()))
+    monkeypatch.setattr(registry, "_REWARDS", dict(registered_rewards()))
     reward("test_scaled")(Scaled)
     reward("test_plain")(plain)
     yield
@@ -203,8 +208,8 @@ def test_section_with_a_list_and_with_a_router():
 def test_the_registry_imports_nothing_heavy():
     code = """
 import sys
-from groupwise.tasks.rewards.registry import registered
-registered()
+from groupwise.tasks.rewards.registry import registered_rewards
+registered_rewards()
 heavy = ["torch", "transformers", "datasets", "numpy", "pandas", "sympy", "math_verify", "httpx2"]
 print([name for name in heavy if name in sys.modules])
 """

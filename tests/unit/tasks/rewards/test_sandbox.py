@@ -160,7 +160,7 @@ async def test_the_clock_ends_it():
 async def test_endless_output_is_cut():
     limits = Limits(seconds=0.4, output=1000)
     async with Box({"source": "while True: print('x' * 99)"}, limits=limits) as box:
-        assert set(await box.begun()) == set(PROTECTIONS)
+        assert set(await box.wait_until_running()) == set(PROTECTIONS)
         result = await box.result()
     assert (result.ending, len(result.output), result.cut) == ("timed_out", 1000, True)
 
@@ -263,7 +263,7 @@ async def test_it_ends_when_it_is_given_up():
         with suppress(TimeoutError):
             async with asyncio.timeout(30), Box({"source": ORPHAN}, channels=[theirs]) as box:
                 theirs.close()
-                await box.begun()
+                await box.wait_until_running()
                 raise TimeoutError
         assert everyone_gone(ours)
 
@@ -275,7 +275,7 @@ async def main():
     theirs = socket.socket(fileno=int(sys.argv[1]))
     async with Box({{"source": {source!r}}}, channels=[theirs], without={without!r}) as box:
         theirs.close()
-        await box.begun()
+        await box.wait_until_running()
         os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
