@@ -116,7 +116,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def cut(path: Path, size: int) -> None:
-    """Leave the first so many bytes of a file."""
+    """Truncate a file to `size` bytes."""
     with explained(path):
         crash_point(f"cut:{path.name}:before")
         with path.open("r+b") as file:

@@ -41,7 +41,7 @@ class Interruption:
     """Listens for the two signals while it is open, where the loop runs in the main thread; elsewhere one may `ask`."""
 
     open_ones: ClassVar[list[Interruption]] = []
-    """Those of this process, the newest last."""
+    """The interruptions of this process, the newest last."""
 
     def __init__(self, told: Callable[[], None] | None = None) -> None:
         """`told`: called by the loop once it was asked to end, to say so."""

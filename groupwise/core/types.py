@@ -98,7 +98,7 @@ class SamplingParams:
     """Number of tokens at the beginning in which stop tokens cannot be drawn, and no stop text ends the completion before the last of
     them. Log-probabilities are those without the stop tokens there; a `Row` says it in `withheld`."""
     top_k: int | None = None
-    """Draw from so many of the most probable tokens alone; None, as for the next two: from all of them."""
+    """Draw from this many of the most probable tokens; None, as for the next two: from all of them."""
     top_p: float | None = None
     """Draw from the most probable tokens that together have at least this probability."""
     min_p: float | None = None

@@ -86,7 +86,7 @@ def line(value: Any) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for people: so many digits that count."""
+    """A number for people, with `digits` significant digits."""
     if value is None:
         return "–"
     if isinstance(value, int) or not math.isfinite(value):

@@ -449,7 +449,7 @@ class RunConfig(Strict):
 
     def _comparison_conflicts(self) -> Iterator[Conflict]:
         knobs = self.algorithm.knobs
-        # Those alone that decide about it: others may clash, which is told apart from this.
+        # Only the keys that decide about it: a clash of others is reported separately.
         deciding = {knob: knobs[knob] for knob in _COMPARING if knob in knobs}
         algorithm = ALGORITHMS[self.algorithm.type](**deciding)
         if self.training.num_generations == 1 and algorithm.compares_members:

@@ -27,7 +27,7 @@ KEY_BLOCK = 64
 MAX_SLOTS = 64
 MIN_SLOTS = 8
 SLOT_BLOCK = 8
-"""Slots of a GPU are multiples of so many: it computes all of them at once, and in such numbers."""
+"""The slots of a GPU are a multiple of this: it computes all of them at once."""
 MAX_GPU_SLOTS = 256
 SHARE_OF_CACHE = 0.3
 """Largest fraction of a GPU's memory for the keys and values of all slots; the rest is for weights and learning."""

@@ -152,7 +152,7 @@ class SchemaLocation:
     section: type[BaseModel]
     """The model that holds the last key, or would hold it."""
     key: FieldInfo | None
-    """None where the section has no such key."""
+    """None if the section has no such key."""
     variants: Mapping[str, type[BaseModel]]
     """All models that could stand where `section` stands, as `sections_in` names them."""
 

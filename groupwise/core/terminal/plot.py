@@ -78,7 +78,7 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ..
 
 
 def sparkline(values: Sequence[float], width: int | None = None) -> str:
-    """Values as a row of small bars; more than `width` of them are averaged into so many."""
+    """Draw values as a row of small bars; more than `width` of them are averaged into `width` bars."""
     finite = [value for value in values if math.isfinite(value)]
     if width is not None and len(finite) > width:
         edges = [round(i * len(finite) / width) for i in range(width + 1)]
@@ -172,7 +172,7 @@ class _Frame:
 
 
 def _finite(points: Iterable[Point]) -> tuple[Point, ...]:
-    """Those that a curve can have: the difference of two is a number, too."""
+    """Keep the points that a curve can show: the difference of any two must be a finite number, too."""
     return tuple((x, y) for x, y in points if abs(x) < LARGEST and abs(y) < LARGEST)
 
 

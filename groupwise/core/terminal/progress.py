@@ -27,7 +27,7 @@ from groupwise.core.types import Group
 
 
 class Progress:
-    """Shows the progress of `total_steps` steps, of which `start_step` were done before. Use it as a context manager."""
+    """Shows the progress of `total_steps` steps; `start_step` of them were done before. Use it as a context manager."""
 
     def __init__(
         self,

@@ -121,7 +121,7 @@ def ran(job: Document, now: float) -> float | None:
 
 
 def log(visit: Visit) -> Response:
-    """What a log has from some place on, at most a piece of it; and where the next one begins. Without `epoch` of the newest attempt."""
+    """A piece of a log from an offset on, and the offset of the next piece. Without `epoch`, the log of the newest attempt."""
     asked, name = visit.query(Log), visit.named("job")
     epochs = fleet_of(visit).ask(lambda fleet: fleet.progress(name))["epochs"]
     expect_one(name, asked.epoch, epochs)

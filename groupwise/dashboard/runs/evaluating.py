@@ -89,7 +89,7 @@ class Listing(Query):
 
 
 def every_evaluation(visit: Visit) -> Page:
-    """Those of all runs, those that began last first, and on the first page those beside the runs: to compare any two."""
+    """Evaluations of all runs, newest run first, and on the first page also those outside runs: to compare any two."""
     asked, known = visit.query(Listing), visit.place.runs.known()
     runs = [
         each.info.path for each in known.runs if not each.info.broken and has_words(each, asked.q)
@@ -221,7 +221,7 @@ class Answers(Query):
 
 
 def answers(visit: Visit) -> Page:
-    """Those with the lowest rewards come first."""
+    """The prompts with the lowest rewards come first."""
     asked = visit.query(Answers)
     if not asked.of:
         raise UsageError("Say of which evaluation: ?of=RUN@STEP.")

@@ -77,7 +77,7 @@ class BackgroundValue(Generic[T]):
             self._forgotten += 1
 
     def end(self, seconds: float = LAST) -> None:
-        """Find nothing any more: what is asked may be closed then. Waits for the look under way, for so many seconds at most."""
+        """Stop looking, so that the source may be closed. Waits at most `seconds` for a look in progress."""
         with self._lock:
             self._ended, finding = True, self._finding
         if finding is not None:

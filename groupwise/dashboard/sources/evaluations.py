@@ -37,7 +37,7 @@ class Evaluated:
     """The results of one evaluation."""
 
     step: int | None
-    """After so many steps of the run; None if that is not known."""
+    """The number of steps that the run had taken; None if that is not known."""
     name: str
     policy: str
     metrics: Mapping[str, float]
@@ -60,7 +60,7 @@ def by_k(names: Iterable[str], before: str = "") -> dict[int, str]:
 
 
 def evaluations_of(run: Path, store: Store, *, intervals: int = 0) -> list[Evaluated]:
-    """Evaluations by steps, those of files after those of the record; so many of the record's newest get `intervals`, which take time."""
+    """Evaluations by steps, those of files after those of the record. The newest `intervals` of these get intervals, which take time."""
     recorded, whole = store.evaluations(rows=False), store.evaluations_with_rows()
     begin = len(recorded) - intervals
     found: list[Evaluated] = []

@@ -73,7 +73,7 @@ class RunsIndex:
         self._reader: threading.Thread | None = None
 
     def known(self, patience: float = FIRST_READ_TIMEOUT) -> Known:
-        """All runs; those that were not read within so many seconds are only counted."""
+        """All runs; those that could not be read within `patience` seconds are only counted."""
         stamps = {path: stamp_of(path) for path in run_folders(self.folder)}
         with self._lock:
             stale = [path for path in stamps if self._is_stale(path, stamps[path])]

@@ -369,7 +369,7 @@ def generate(own: TaskConfig, count: int) -> list[Problem]:
 
 @lru_cache(maxsize=1)  # each hook takes its part of the same ones
 def _distinct(min_level: int, max_level: int, seed: int, count: int) -> tuple[Problem, ...]:
-    """The first so many different ones. Raises TaskError where there seem to be fewer."""
+    """The first `count` different problems. Raises TaskError if there seem to be fewer."""
     stream = Stream("math", seed)
     found: dict[str, Problem] = {}
     vain = 0

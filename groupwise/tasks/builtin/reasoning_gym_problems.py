@@ -34,7 +34,7 @@ SPLITS = ("test", "validation", "train")
 BLOCK = 100
 """Problems of one dataset object. An index counts as a seed, so a split takes its seeds in a row, a block at a time."""
 SEEDS_PER_SPLIT = 10**9
-"""Seeds may reach 2**32, and each split has so many to itself."""
+"""Seeds may reach 2**32; each split has this many for itself."""
 RIGHT = 1.0 - 1e-6
 """Lowest score at which an answer counts as right."""
 WRITTEN_ANSWERS = {

@@ -55,7 +55,7 @@ MAX_DUPLICATES_IN_A_ROW = 1000
 
 
 class Weights(Strict):
-    """What each part counts."""
+    """The weight of each part of the reward."""
 
     format: float = setting(0.2, "There is a guess.")
     dictionary: float = setting(0.2, "It is a real word.")

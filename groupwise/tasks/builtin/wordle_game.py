@@ -47,7 +47,7 @@ from groupwise.tasks.environment import Step
 
 
 class Weights(Strict):
-    """What each part counts."""
+    """The weight of each part of the reward."""
 
     won: float = setting(1.0, "The secret was found.")
     format: float = setting(0.2, "Share of the turns with a guess.")

@@ -26,7 +26,7 @@ Row = dict[str, Any]
 PromptFormat = Literal["text", "chat"]
 Prefill = Literal["continue", "drop"]
 LESSONS = ("messages", "conversations", "prompt", "completion", "text", "input_ids")
-"""Columns of which a teacher's rows are made."""
+"""The columns from which a teacher's rows are made."""
 MOST_PLACES = 3
 """Rows that a message names for each reason."""
 

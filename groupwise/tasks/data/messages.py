@@ -173,7 +173,7 @@ def _of_json(text: str) -> Any:
 
 
 def _text(content: Any) -> str:
-    """Text, or parts of which each is text."""
+    """True for text, or a list of parts that are all text."""
     if isinstance(content, Mapping):
         content = [content]
     if isinstance(content, list | tuple):

@@ -62,7 +62,7 @@ class Stream:
 
 
 def example_of_draw(draw: int, examples: int, seed: int, *, shuffle: bool = True) -> int:
-    """The index of the example that draw number `draw` of a run gets, out of so many examples."""
+    """The index of the example that draw number `draw` of a run gets."""
     epoch, position = divmod(draw, examples)
     return _permutation(examples, seed, epoch)[position] if shuffle else position
 

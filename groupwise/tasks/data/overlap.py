@@ -27,7 +27,7 @@ def same_row(example: Example) -> str:
 
 
 def warning_of_overlap(shared: int, held_out: int, *, instead: str) -> str | None:
-    """A warning that so many held-out prompts are trained on; None if none is. `instead`: what to do."""
+    """A warning that held-out prompts are trained on, with their number; None if none is. `instead`: what to do."""
     if not shared:
         return None
     return (

@@ -172,7 +172,7 @@ class Signals:
 
 
 def change(name: str, finding: Finding, steps: int, *, was: bool) -> WarningRecord | None:
-    """The warning that a signal begins or ends after so many steps; None where it stays as it was."""
+    """The warning that a signal begins or ends after `steps` steps; None if nothing changes."""
     begins, ends = not was and finding.strength >= 1, was and finding.strength < ENDS
     if not (begins or ends):
         return None

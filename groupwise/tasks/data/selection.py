@@ -117,7 +117,7 @@ class Selection:
         return choice
 
     def finish(self, block: int, used: int) -> None:
-        """A block is over, and so many of its slots were used. What is left goes to later ones."""
+        """A block is over, and `used` of its slots were used; the rest goes to later blocks."""
         left = self._blocks.pop(block, [])[used:]
         self._unused = [choice.index for choice in left if choice.origin == "fresh"] + self._unused
 

@@ -38,7 +38,7 @@ HOLDING = "`messages`, `prompt` and `completion`, `text`, or `input_ids`"
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Chat messages, of which the assistant's are trained."""
+    """Chat messages; the assistant's are trained."""
 
     messages: tuple[Message, ...]
     begins: int = 0

@@ -180,7 +180,7 @@ def answer_matches(gold: str, answer: str) -> bool:
 
 
 def _words_match(gold: str, answer: str) -> bool | None:
-    """None where one of them is not words alone."""
+    """None if one of them is not words alone."""
     one, other = as_words(gold), as_words(answer)
     return None if one is None or other is None else one == other
 
@@ -231,7 +231,7 @@ _TIME = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?\s*(?:([ap])\.?\s*m\.?)?", re
 
 
 def _times_match(gold: str, answer: str) -> bool | None:
-    """None where one of them is no time of day. `17:00` is `5:00 p.m.`"""
+    """None if one of them is not a time of day. `17:00` is `5:00 p.m.`"""
     one, other = _time_of_day(gold), _time_of_day(answer)
     return None if one is None or other is None else one == other
 
@@ -262,7 +262,7 @@ def parse_answer(text: str, known: frozenset[str]) -> Node | None:
         return None
 
 
-# What is told without working anything out
+# Comparison without calculation
 
 
 def matches_literally(gold: str, answer: str) -> bool:

@@ -32,7 +32,7 @@ _MAX_BITS = 40_000
 _MAX_EXPONENT = 1_000_000
 """Largest exponent (base e) that is computed."""
 _MAX_FACTORIAL_EXACT, _MAX_FACTORIAL = 3_000, 10_000
-"""Largest numbers of which a factorial or binomial is computed, exactly and by the gamma function."""
+"""The largest arguments of a factorial or binomial, computed exactly and by the gamma function."""
 
 DIGITS, _MORE_DIGITS = 200, 400
 POINTS = 3

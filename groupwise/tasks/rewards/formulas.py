@@ -110,7 +110,7 @@ def _combine_bits(left: Bits, op: ast.operator, right: Bits) -> Bits:
 
 
 def _largest(bits: Bits) -> float:
-    """The largest number with so many bits, in an exponent. Raises _TooLarge for one that is more than MOST_BITS."""
+    """The largest number with this many bits, in an exponent. Raises _TooLarge for one that is more than MOST_BITS."""
     if bits.numerator > math.log2(MOST_BITS):
         raise _TooLarge
     return 2.0**bits.numerator

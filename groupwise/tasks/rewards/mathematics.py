@@ -178,7 +178,7 @@ class PureAccuracyMath:
 def answer_of(text: str, tag: Tag, *reasoning: Tag, untagged: bool = True) -> str | None:
     """A completion's answer: in the last answer tag, and if it has none and `untagged`, in the last box or as its last line announces it.
 
-    What stands in `reasoning` tags, or in those that models use, is none. None where there is none or nothing is in it.
+    What stands in `reasoning` tags, or in those that models use, is none. None if there is none, or it is empty.
     """
     answer_text = after_reasoning(text, *reasoning)
     found = last_tagged(answer_text, tag, listed=True)

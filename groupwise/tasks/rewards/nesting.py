@@ -90,7 +90,7 @@ async def _later(answer: Awaitable[Any], shape: _Shape) -> Any:
 
 
 def _shape(prompts: Any, completions: Any) -> _Shape | None:
-    """None where there is an entry for each completion already."""
+    """None if there is an entry for each completion already."""
     if not isinstance(completions, list | tuple):
         return None
     entries = cast("Sequence[Any]", completions)

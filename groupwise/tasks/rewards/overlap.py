@@ -25,7 +25,7 @@ RUBRIC_COLUMNS = ("rubric", "rubrics", "grading_rubric", "rubric_text")
 """Columns searched for a rubric, in this order."""
 
 COMPARED = 500
-"""Words of each text of which the similarity is taken; it can take cubic time."""
+"""The most words of each text that are compared: the comparison can take cubic time."""
 
 COPIED_RUN = 5
 """Words in a row that are seldom the same by chance."""

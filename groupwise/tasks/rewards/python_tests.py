@@ -471,7 +471,7 @@ def _unpack_private_cases(text: str) -> Any:
 _CALLS = ("functional", "function_call")
 """Kinds of a case that calls a function: LiveCodeBench's, and that of open-r1 and PrimeIntellect."""
 _Call = tuple[Any, list[Any]]
-"""Arguments, and results of which each is right."""
+"""Arguments, and the results that are accepted."""
 
 
 def _is_call(case: Any) -> bool:

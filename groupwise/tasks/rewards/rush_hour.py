@@ -254,7 +254,7 @@ class RushSolutionExact:
     """1 for the moves of a gold solution, 0 for others, 0.01 where nothing but the look of a move is there."""
 
     answer_column: str | None = None
-    """Where the gold solutions stand; None looks for them."""
+    """The column with the gold solutions; None looks for it."""
 
     def __call__(
         self,
@@ -286,7 +286,7 @@ class RushSolutionShaped:
     prefix: float = 0.10
     potential: float = 0.05
     answer_column: str | None = None
-    """Where the gold solutions stand; None looks for them."""
+    """The column with the gold solutions; None looks for it."""
 
     def __call__(
         self,

@@ -34,7 +34,7 @@ class Repetition:
     n: int = 3
     """Words of an n-gram: pairs repeat in any good text."""
     max_penalty: float = -1.0
-    """What one n-gram over and over comes near to."""
+    """The limit that repeating one n-gram for ever approaches."""
 
     def __post_init__(self) -> None:
         if self.n < 1:

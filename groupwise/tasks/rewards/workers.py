@@ -19,7 +19,7 @@ from groupwise.core.types import Prompt, from_json
 from groupwise.tasks.rewards.pool import Answered, Died, Ended, Kind, TimedOut, WorkerPool
 
 METRICS_LIMIT_FACTOR = 10
-"""`compute_metrics` sees a whole evaluation, so it may take so many times the limit of a group."""
+"""`compute_metrics` sees a whole evaluation, so its time limit is this multiple of a group's."""
 
 
 class RewardWorkers:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_WAIT = 600.0
 """Seconds that a finished run waits for its uploads."""
 MAX_WAITING = 10
-"""Checkpoints of which a hub that is away may take the place on the disk."""
+"""The most checkpoints that may wait on the disk while the hub cannot be reached."""
 CHECK_INTERVAL = 0.2
 """Seconds between two checks for Ctrl-C while a run waits."""
 AWAY = "away"

@@ -14,7 +14,7 @@ PART = "success_cache: part"
 
 
 class SuccessCache(Callback):
-    """Gives the replay buffer the prompts of which a completion earned `threshold` or more, with the group's mean reward.
+    """Gives the replay buffer each prompt for which a completion earned `threshold` or more, with the group's mean reward.
 
     `part` names the reward part that the threshold is about; without it, the first with accuracy in its name, else the total. A
     prompt that is kept already is credited by the run itself, whatever it earned.

@@ -1,7 +1,7 @@
 """Estimates what a run will cost on this machine, from a short measurement of sampling and learning.
 
 Completions are sampled to a fixed length with all slots occupied, because a decode step costs the same however many slots are.
-What is learnt from are whole groups. Scoring is left out: rewards run beside it in other processes, and only the task knows. So is
+Whole groups are learnt from. Scoring is left out: rewards run beside it in other processes, and only the task knows. So is
 the time that an environment takes; what its turns cost the model is not: each reads the conversation again, which is measured too.
 """
 
@@ -95,7 +95,7 @@ async def _reading_speed(engine: Engine, config: RunConfig, clock: Clock) -> flo
 async def _sample(
     engine: Engine, groups: int, members: int, tokens: int, clock: Clock
 ) -> tuple[list[Row], float]:
-    """Groups of completions of exactly so many tokens, as rows, and the seconds that they took."""
+    """Groups of completions of exactly `tokens` tokens, as rows, and the seconds that they took."""
     params = replace(engine.params, max_tokens=tokens, stop_token_ids=(), stop=())
     asked = [
         GroupRequest(

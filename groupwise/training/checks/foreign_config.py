@@ -51,7 +51,7 @@ MOST_KEYS = 12
 OF_GRPO = frozenset(
     "num_generations max_completion_length reward_funcs beta loss_type max_prompt_length".split()
 )  # fmt: skip
-"""Keys of which every GRPO config has at least one."""
+"""Every GRPO config has at least one of these keys."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ LIBRARY_REWARDS = frozenset(
 )
 """Names of open-r1's and TRL's own rewards: any other name is the user's, however much it sounds like one of ours."""
 OF_CODE = ("code", "binary_code")
-"""Those of open-r1 that read the column `verification_info`."""
+"""Rewards of open-r1 that read the column `verification_info`."""
 OF_OPEN_R1 = frozenset(
     """
     dataset_prompt_column dataset_mixture system_prompt benchmarks push_to_hub_revision overwrite_hub_revision hub_model_revision

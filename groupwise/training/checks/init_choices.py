@@ -305,7 +305,7 @@ class Answers:
 
 
 def wanted_completion(answers: Answers | None, turns: bool) -> tuple[int, str]:
-    """Tokens of a completion, and why so many."""
+    """Tokens of a completion, and the reason for this number."""
     if answers is None and turns:
         return UNKNOWN_TURN, "tokens of one turn; the task has no example of a turn's length"
     if answers is None:

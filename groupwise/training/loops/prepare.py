@@ -41,7 +41,7 @@ class Prepared:
     """Fingerprints of what the config only names: task, its file, the data as token ids, the base model, what held-out examples
     ask; how many rows of a stream were read."""
     callbacks: tuple[Named, ...] = ()
-    """Those of the config; a task's own are made where the run's folder is known."""
+    """The callbacks of the config; a task's own are made when the run's folder is known."""
 
     @property
     def config(self) -> TrainedBy:

@@ -67,7 +67,7 @@ class RlPrepared(Prepared):
     order: Order
     """The order in which examples are drawn."""
     easy: PromptSet | None
-    """Those of the easy pool."""
+    """The prompts of the easy pool."""
     held_out_prompts: PromptSet | None
     rubric: Rubric | None
 

@@ -40,9 +40,9 @@ class StepBatch:
     """The groups of a step."""
 
     groups: Sequence[Group]
-    """Those that teach, in the order of training."""
+    """The groups that teach, in the order of training."""
     rejected: Sequence[Group] = ()
-    """Those that the algorithm drew others for; they stay in record and metrics."""
+    """The groups that the algorithm replaced by others; they stay in record and metrics."""
     sampling: float = 0.0
     """Seconds until the last token was sampled."""
     scoring: float = 0.0
@@ -213,7 +213,7 @@ class TaskRun(Run):
     params: SamplingParams
     prompts: PromptSet
     easy: PromptSet | None
-    """Those of the easy pool."""
+    """The prompts of the easy pool."""
     selection: Selection
     held_out: HeldOut | None
     schedule: Schedule | None = None

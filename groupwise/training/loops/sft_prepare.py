@@ -188,7 +188,7 @@ def _fingerprint(lessons: LessonSet) -> str:
 
 
 def planned_sft_sizes(config: SftConfig, layout: Layout, longest: int) -> ModelPlan:
-    """Parameters and memory of a run in this layout, whose rows have at most so many tokens."""
+    """Parameters and memory of a run in this layout with rows of at most `longest` tokens."""
     examples = config.training.examples_per_step
     return plan_model(
         config.model,

@@ -238,7 +238,7 @@ async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftRes
             )
 
     def fill(folder: Path) -> None:
-        """The weights after so many steps, and the tokenizer, as transformers, peft and vLLM load them."""
+        """Write the weights after `step` steps, and the tokenizer, as transformers, peft and vLLM load them."""
         source = run.folder.checkpoints / f"step-{step}"
         ignored = shutil.ignore_patterns(*NOT_WEIGHTS)
         shutil.copytree(source, folder, dirs_exist_ok=True, ignore=ignored)
