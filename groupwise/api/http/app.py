@@ -29,7 +29,14 @@ from groupwise.api.http.route import Route
 from groupwise.api.http.shared_state import Shared, facts_of
 from groupwise.api.schemas.idempotency import HEADERS as IDEMPOTENCY_HEADERS
 from groupwise.api.schemas.keys import Role
-from groupwise.api.schemas.problems import KINDS, MEDIA_TYPE, FieldError, Problem, Refusal
+from groupwise.api.schemas.problems import (
+    KINDS,
+    MEDIA_TYPE,
+    FieldError,
+    Problem,
+    Refusal,
+    summary_of,
+)
 from groupwise.core.plugins import printable
 
 BINARY = ("application/zip", "application/octet-stream")
@@ -216,13 +223,17 @@ class _StrictRoute(APIRoute):
 
 async def _invalid(request: Request, error: RequestValidationError) -> NoReturn:
     body = cast("APIRoute", request.scope["route"]).body_field
-    details = [
-        # FastAPI's locations begin with the part of the request that is wrong: its body, query, path or a header.
-        {**detail, "loc": detail["loc"][1:]}
-        for detail in error.errors()
-        if body is None or detail["loc"][0] == "body"
-    ]
-    raise Refusal.of_fields(details, body.field_info if body else None) from None
+    errors: list[FieldError] = []
+    for of_body in (True, False):
+        details = [
+            # FastAPI's locations begin with the part of the request that is wrong: its body, query, path or a header.
+            {**detail, "loc": detail["loc"][1:]}
+            for detail in error.errors()
+            if (detail["loc"][0] == "body") is of_body
+        ]
+        model = body.field_info if body is not None and of_body else None
+        errors += Refusal.of_fields(details, model).errors
+    raise Refusal("invalid_request", summary_of(errors), errors=errors) from None
 
 
 async def _no_such_route(request: Request, error: HTTPException) -> NoReturn:
