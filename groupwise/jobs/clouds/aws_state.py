@@ -135,8 +135,8 @@ def newest_checkpoint(results: Path, store: BlobStore) -> Resume | None:
         if not path.parts or path.parts[0] in (EARLIER, INCOMING):
             continue
         try:
-            said = json.loads(manifest.read_bytes())
-            step, entries = said["step"], dict(said["files"])
+            document = json.loads(manifest.read_bytes())
+            step, entries = document["step"], dict(document["files"])
         except (OSError, ValueError, KeyError, TypeError):
             continue  # it is not the manifest of a checkpoint
         if type(step) is int and not any(path_problems("file", name) for name in entries):

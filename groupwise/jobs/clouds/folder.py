@@ -243,9 +243,11 @@ def _alone(folder: Path) -> Generator[None]:
 
 def _read_note(note: Path) -> tuple[str | None, dict[str, FetchedFile]]:
     try:
-        said = json.loads(note.read_bytes())
-        found = {path: FetchedFile(int(n), str(sha)) for path, (n, sha) in said["files"].items()}
-        return str(said["of"]), {path: each for path, each in found.items() if may_come(path)}
+        document = json.loads(note.read_bytes())
+        found = {
+            path: FetchedFile(int(n), str(sha)) for path, (n, sha) in document["files"].items()
+        }
+        return str(document["of"]), {path: each for path, each in found.items() if may_come(path)}
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return None, {}
 

@@ -407,8 +407,8 @@ def _read(kind: type[T], document: object, where: str) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         path = "".join(f".{part}" for part in first["loc"])
-        said = first["msg"].removeprefix("Value error, ")[:LONGEST_NAME]
-        raise BadAnswer(f"{where}{path} is {repr(first['input'])[:200]}: {said}") from None
+        message = first["msg"].removeprefix("Value error, ")[:LONGEST_NAME]
+        raise BadAnswer(f"{where}{path} is {repr(first['input'])[:200]}: {message}") from None
 
 
 def member_state(document: object) -> MemberState:

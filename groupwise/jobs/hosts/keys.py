@@ -228,13 +228,13 @@ def _ssh_settings(name: str, config: Path | None) -> dict[str, list[str]]:
             "there is no ssh on PATH to read its config with; give the address, port, user and key of the machine instead"
         )
     command = [program, "-G", *(["-F", str(config)] if config else []), "--", name]
-    told = subprocess.run(  # the name is one argument of its own, after `--`
+    ran = subprocess.run(  # the name is one argument of its own, after `--`
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=20
     )
-    if told.returncode:
-        raise UsageError(f"ssh cannot say what {name} is: {told.stderr.strip()}")
+    if ran.returncode:
+        raise UsageError(f"ssh cannot say what {name} is: {ran.stderr.strip()}")
     settings: dict[str, list[str]] = {}
-    for line in told.stdout.splitlines():
+    for line in ran.stdout.splitlines():
         key, _, value = line.partition(" ")
         settings.setdefault(key.lower(), []).append(value)
     return settings

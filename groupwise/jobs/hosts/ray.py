@@ -129,9 +129,9 @@ class RayRunner(EngineRunner[RayJob]):
 
     def _waits_for(self, state: MemberState, job: RayJob) -> str:
         """See `EngineRunner._waits_for`. Lists wanted and free resources, because Ray does not say what a job lacks."""
-        asked = _job_options(state.engine_options)
-        gang: dict[str, Any] | None = asked.get(GANG)
-        wants: Mapping[str, float] = gang["bundle"] if gang is not None else _wanted(asked)
+        wanted = _job_options(state.engine_options)
+        gang: dict[str, Any] | None = wanted.get(GANG)
+        wants: Mapping[str, float] = gang["bundle"] if gang is not None else _wanted(wanted)
         words = ", ".join(f"{_number(amount)} {word}" for word, amount in wants.items())
         on = "" if gang is None else f" on each of {gang['nodes']} nodes at once"
         free = _free(job.has, wants)
@@ -146,13 +146,13 @@ class RayRunner(EngineRunner[RayJob]):
         secrets: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """See `EngineRunner._submit`."""
-        asked = _job_options(options)
+        wanted = _job_options(options)
         begin, log = (shlex.quote(f"{state.folder}/{name}") for name in ("begin.sh", "engine.log"))
-        if (gang := asked.pop(GANG, None)) is not None:
+        if (gang := wanted.pop(GANG, None)) is not None:
             # The program waits for all machines, and uses no resources of any of them.
             program, argument = _text("ray_gang.py"), json.dumps({"folder": state.folder, **gang})
             entrypoint = f"exec python3 -c {shlex.quote(program)} {shlex.quote(argument)}"
-        elif asked.get("entrypoint_num_gpus"):
+        elif wanted.get("entrypoint_num_gpus"):
             entrypoint = f"exec sh {begin}"
         else:  # GPUs are hidden: Ray would leave the job those of its node
             entrypoint = f"CUDA_VISIBLE_DEVICES= exec sh {begin}"
@@ -164,7 +164,7 @@ class RayRunner(EngineRunner[RayJob]):
             "submission_id": name_of(state),
             "entrypoint": f"{entrypoint} >>{log} 2>&1",
             "runtime_env": {"env_vars": variables},
-            **asked,
+            **wanted,
         }
         [(status, text)] = await self._call(("POST", "/api/jobs/", body))
         if status == 200 or "already exists" in text:
@@ -196,11 +196,13 @@ class RayRunner(EngineRunner[RayJob]):
         """Status and text of each call. Raises HostUnreachable if one got no answer, or Ray rejects the token."""
         if not calls:
             return []
-        asked = {"address": self.address, "seconds": CALL_SECONDS, "calls": calls}
-        ran = await self.run(("python3", "-I", "-S", "-c", _text("ray_call.py"), json.dumps(asked)))
+        request = {"address": self.address, "seconds": CALL_SECONDS, "calls": calls}
+        ran = await self.run(
+            ("python3", "-I", "-S", "-c", _text("ray_call.py"), json.dumps(request))
+        )
         if ran.code != 0:
-            said = _last_line(ran.err) or "no answer in time"
-            raise HostUnreachable(f"Ray does not answer there at {self.address}: {said}")
+            message = _last_line(ran.err) or "no answer in time"
+            raise HostUnreachable(f"Ray does not answer there at {self.address}: {message}")
         answers = [(int(status), str(text)) for status, text in json.loads(ran.out)]
         if any(status in (401, 403) for status, _ in answers):
             raise HostUnreachable(
@@ -224,10 +226,12 @@ def _job_options(options: Sequence[str]) -> dict[str, Any]:
     return json.loads(options[0]) if options else {}
 
 
-def _wanted(asked: Mapping[str, Any]) -> dict[str, float]:
+def _wanted(wanted: Mapping[str, Any]) -> dict[str, float]:
     """The resources that a job on one machine asks for, by Ray's names."""
-    wants: dict[str, float] = {word: asked[name] for name, word in WANTED.items() if name in asked}
-    return {**wants, **asked.get("entrypoint_resources", {})}
+    wants: dict[str, float] = {
+        word: wanted[name] for name, word in WANTED.items() if name in wanted
+    }
+    return {**wants, **wanted.get("entrypoint_resources", {})}
 
 
 def _path(name: str) -> str:

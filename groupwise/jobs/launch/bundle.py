@@ -202,8 +202,8 @@ def _of_git(root: Path) -> list[str] | None:
         return None
     if found.returncode != 0:
         if is_gits:
-            said = found.stderr.decode(errors="replace").strip()
-            raise UsageError(f"git does not say which files of {root} are its own: {said}")
+            message = found.stderr.decode(errors="replace").strip()
+            raise UsageError(f"git does not say which files of {root} are its own: {message}")
         return None
     return [os.fsdecode(each) for each in found.stdout.split(b"\0") if each]
 
