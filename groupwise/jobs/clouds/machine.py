@@ -69,7 +69,7 @@ TRIES = 3
 """Tries of steps that others may spoil: a free GPU is taken, a checkpoint is removed while it is fetched."""
 GONE = {
     RunnerState.LOST: (FailureClass.SUPERVISOR_LOST, "what watched over it on {where} was killed"),
-    RunnerState.REBOOTED: (FailureClass.REBOOT, "{where} was started anew while it ran"),
+    RunnerState.REBOOTED: (FailureClass.REBOOT, "{where} was restarted while it ran"),
 }
 
 OVERTAKEN = "lower_epoch"

@@ -51,7 +51,7 @@ def tell(root: str) -> None:
 
 
 def main() -> None:
-    """Run until the machine is gone; attempts that begin after the notice are told too."""
+    """Run until the machine is gone; attempts that begin after the notice are warned too."""
     root = sys.argv[1]
     service = sys.argv[2] if len(sys.argv) > 2 else SERVICE
     every = float(sys.argv[3]) if len(sys.argv) > 3 else EVERY

@@ -273,9 +273,9 @@ class BlobStore:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise BlobBusy(f"the blob {sha256} is being received by somebody else") from None
+                raise BlobBusy(f"the blob {sha256} is being received by another process") from None
             if not _is_at(file, path):
-                raise BlobBusy(f"the blob {sha256} has just been received by somebody else")
+                raise BlobBusy(f"the blob {sha256} has just been received by another process")
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if bool(mode & MARK) != marked:
                 os.fchmod(file.fileno(), mode ^ MARK)

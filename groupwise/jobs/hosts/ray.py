@@ -111,8 +111,19 @@ class RayRunner(EngineRunner[RayJob]):
         )
         *jobs, (_, cluster) = of_each
         has = _resources(cluster)
-        answers = zip(names, jobs, strict=True)
-        return [job for name, answer in answers if (job := _job(name, *answer, has)) is not None]
+        found: list[RayJob] = []
+        for name, (status, text) in zip(names, jobs, strict=True):
+            if status == 404 and "does not exist" in text:
+                continue
+            try:
+                job: dict[str, Any] = json.loads(text)
+                state = str(job["status"])
+            except (ValueError, KeyError, TypeError):
+                message = f"Ray does not say what became of {name}: {status} {_last_line(text)}"
+                raise HostUnreachable(message) from None
+            why = "" if state in SAY_ENOUGH else _gist(str(job.get("message") or ""))
+            found.append(RayJob(name, state, why, job.get("error_type") == GAVE_UP, has))
+        return found
 
     async def free(self) -> str:
         """Ray's unused resources, in words. Raises HostUnreachable if no Ray answers."""
@@ -236,22 +247,6 @@ def _wanted(wanted: Mapping[str, Any]) -> dict[str, float]:
 
 def _path(name: str) -> str:
     return f"/api/jobs/{quote(name, safe='')}"
-
-
-def _job(
-    name: str, status: int, text: str, has: Mapping[str, tuple[float, float]]
-) -> RayJob | None:
-    """Ray's record of a job; None if Ray does not know it. Raises HostUnreachable if the answer says neither."""
-    if status == 404 and "does not exist" in text:
-        return None
-    try:
-        found: dict[str, Any] = json.loads(text)
-        state = str(found["status"])
-    except (ValueError, KeyError, TypeError):
-        message = f"Ray does not say what became of {name}: {status} {_last_line(text)}"
-        raise HostUnreachable(message) from None
-    why = "" if state in SAY_ENOUGH else _gist(str(found.get("message") or ""))
-    return RayJob(name, state, why, found.get("error_type") == GAVE_UP, has)
 
 
 def _free(has: Mapping[str, tuple[float, float]], words: Iterable[str]) -> str:

@@ -80,7 +80,7 @@ LOOKED_AT = 32 << 20
 LONGEST_HEAD = 65_536
 """Bytes at the beginning of a file that decide whether it is a text."""
 CONTROLS = tuple(bytes([each]) for each in (*range(1, 9), *range(14, 27), *range(28, 32)))
-"""Control characters, of which a text has none, or nearly none."""
+"""Control characters, which a text hardly has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def _files_to_take(root: Path, given: str) -> list[str]:
     inside = os.path.relpath(os.path.abspath(place), os.path.abspath(root))
     if inside == ".." or inside.startswith("../"):
         raise UsageError(
-            f"--take {given}: this is outside of the project in {root}, of which a job has a copy. Copy it into the project."
+            f"--take {given}: this is outside of the project in {root}, which is all that a job has. Copy it into the project."
         )
     if not place.exists():
         raise UsageError(f"--take {given}: there is no such file or folder in {root}.")

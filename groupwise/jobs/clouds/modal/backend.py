@@ -118,7 +118,7 @@ class ModalBackend(MachineBackend):
         seconds = sum(filter(None, took.values()))
         unknown = sorted({each.epoch for each in attempts} - took.keys())
         lacks = (
-            f"; attempt {', '.join(map(str, unknown))} is not counted, since no end of it is told"
+            f"; attempt {', '.join(map(str, unknown))} is not counted, since its end is not known"
             if unknown
             else ""
         )
