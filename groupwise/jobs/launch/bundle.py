@@ -167,7 +167,7 @@ def _files_to_take(root: Path, given: str) -> list[str]:
     inside = os.path.relpath(os.path.abspath(place), os.path.abspath(root))
     if inside == ".." or inside.startswith("../"):
         raise UsageError(
-            f"--take {given}: this is outside of the project in {root}, which is all that a job has. Copy it into the project."
+            f"--take {given}: this is outside of the project in {root}, of which a job has a copy. Copy it into the project."
         )
     if not place.exists():
         raise UsageError(f"--take {given}: there is no such file or folder in {root}.")

@@ -89,8 +89,8 @@ class Stint:
         self.call, self.me, self.around, self.spent = call, me, around, spent
         self.there = attempt(around.home, call.job, call.epoch)
         self.here = attempt(around.scratch, call.job, call.epoch)
-        self.request = runner.read_json(self.there.at(ASKED), runner.LARGEST_TOKEN) or {}
-        spec: dict[str, Any] = self.request["spec"]
+        self.asked = runner.read_json(self.there.at(ASKED), runner.LARGEST_TOKEN) or {}
+        spec: dict[str, Any] = self.asked["spec"]
         self.artefacts: list[str] = spec["artefacts"]
         self.folders: list[str] = spec["checkpoints"]
         most = call.timeout - call.spare
@@ -147,11 +147,11 @@ class Stint:
 
     def token(self, secrets: Mapping[str, str]) -> dict[str, Any]:
         """The request with which the supervisor begins; it removes the file before its command starts."""
-        spec, limits = self.request["spec"], dict(self.request["spec"].get("limits") or {})
+        spec, limits = self.asked["spec"], dict(self.asked["spec"].get("limits") or {})
         limits["time_seconds"] = self.seconds
         variables: dict[str, str] = {**self.around.variables, **(spec.get("environment") or {})}
         return {
-            **self.request,
+            **self.asked,
             "root": os.path.join(self.around.scratch, ROOT),
             "spec": {
                 **spec,
@@ -168,7 +168,7 @@ class Stint:
         """The checkpoint from which to go on; all are in the working folder already."""
         found = runner.checkpoints_of(self.here, self.folders)
         self.brought = {each.path: (each.step, self.mark(each)) for each in found}
-        first: dict[str, Any] = self.request.get("resume") or {}
+        first: dict[str, Any] = self.asked.get("resume") or {}
         if not found:
             return {**first, "manifest": {}} if first else None
         self.began_at = found[-1].step
@@ -210,10 +210,10 @@ class Stint:
     def share_state(self) -> None:
         """Copy the state with a boot id of this stint: pids of this container mean nothing at the desk."""
         state = runner.read_json(self.here.at("state.json")) or {}
-        shared = {**state, "boot_id": f"{self.me} {self.call.number}"}
-        if state.get("phase") != "queued" and shared != self.state:
-            self.state = shared
-            runner.write_json(self.there.at("state.json"), shared)
+        told = {**state, "boot_id": f"{self.me} {self.call.number}"}
+        if state.get("phase") != "queued" and told != self.state:
+            self.state = told
+            runner.write_json(self.there.at("state.json"), told)
 
     def share_checkpoints(self) -> None:
         """Copy new checkpoints whole; remove those that the command has removed once there is a later one."""
