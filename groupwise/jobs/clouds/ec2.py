@@ -374,23 +374,20 @@ def cloud_errors(region: str) -> Generator[None]:
     except (boto.SSOTokenLoadError, boto.UnauthorizedSSOTokenError, boto.TokenRetrievalError) as e:
         raise NoCredentials(f"the login of AWS has run out ({e}): `aws sso login`.") from None
     except boto.ClientError as error:
-        raise _refusal(error.response["Error"], region) from None
+        answer: dict[str, str] = error.response["Error"]
+        code, message = answer.get("Code", ""), answer.get("Message", "")
+        if code in TRY_AGAIN:
+            raise Unreachable(f"AWS is busy in {region} ({code}): {message}") from None
+        if code in NO_ACCOUNT:
+            raise NoCredentials(
+                f"AWS does not accept the credentials found here ({code}): {message}"
+            ) from None
+        why = f"AWS refuses ({code}): {message}"
+        if code in NOT_ALLOWED:
+            why = f"your user of AWS may not do that ({code}): {message} docs/how-to/launch.md lists what is needed."
+        raise Refused(why, code) from None
     except boto.BotoCoreError as error:  # connections, time-outs, a region that there is not
         raise Unreachable(f"AWS does not answer in {region}: {error}.") from None
-
-
-def _refusal(answer: Mapping[str, str], region: str) -> CloudError:
-    code, message = answer.get("Code", ""), answer.get("Message", "")
-    if code in TRY_AGAIN:
-        return Unreachable(f"AWS is busy in {region} ({code}): {message}")
-    if code in NO_ACCOUNT:
-        return NoCredentials(f"AWS does not take the credentials of here ({code}): {message}")
-    if code in NOT_ALLOWED:
-        return Refused(
-            f"your user of AWS may not do that ({code}): {message} docs/how-to/launch.md lists what is needed.",
-            code,
-        )
-    return Refused(f"AWS will not ({code}): {message}", code)
 
 
 def _machine(answer: Mapping[str, Any]) -> Machine:
