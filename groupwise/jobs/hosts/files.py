@@ -36,7 +36,7 @@ SPARED = 86_400.0
 SLOWEST_DISK = 32 * PIECE
 """Bytes a second. A received blob is read and hashed once more before it is stored, and meanwhile no more of it arrives."""
 SPARED_MARKED = 900.0
-"""The same time for a marked blob: an interrupted transfer can be continued for so long."""
+"""The same time for a marked blob: an interrupted transfer can be continued within it."""
 MARK = stat.S_ISVTX
 """A mode bit of a blob's file that means nothing else there. A copy of the store keeps it; a blob that loses it is just spared for
 longer."""

@@ -68,7 +68,7 @@ PLACEHOLDER = re.compile(
 )
 """Placeholders for a password in a URL."""
 PIECE, OVERLAP = 1000, 400
-"""Long lines are searched in pieces of so many characters, because some rules take quadratic time; no token is longer than the overlap."""
+"""Long lines are searched in pieces (in characters), because some rules take quadratic time; no token is longer than the overlap."""
 LONG_RUN = re.compile(rb"([A-Za-z0-9+/_-]{400})[A-Za-z0-9+/_-]+")
 """A run longer than any token, such as a picture in a notebook; its first characters say enough."""
 SEARCHED = 16 << 20

@@ -94,7 +94,7 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
 
 
 def first_of(machines: int, processes: int) -> dict[str, str]:
-    """The variables that torchrun will set for the first of so many processes on each machine, so that a config for another number is
+    """The variables that torchrun will set for the first of `processes` on each of `machines`, so that a config for another number is
     refused."""
     return {
         "RANK": "0",

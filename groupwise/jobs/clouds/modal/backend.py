@@ -184,5 +184,5 @@ def check_gpu(name: str) -> str:
 
 
 def per_hour(gpu: str | None, count: int) -> float | None:
-    """Dollars an hour for so many GPUs; None if none is asked for."""
+    """Dollars an hour for `count` GPUs; None without a GPU."""
     return None if gpu is None else DOLLARS_PER_SECOND[check_gpu(gpu)] * 3600 * max(1, count)
