@@ -1,6 +1,6 @@
 """Begins a job on several machines of Ray at once: the entrypoint of such a job, run by the Python that Ray has on its nodes.
 
-It waits until Ray has reserved a bundle on each node that the job wants (a placement group), and keeps an actor on each. The first machine's actor
+It waits until Ray has reserved a bundle on each wanted node (a placement group), and keeps an actor on each. The first machine's actor
 runs the attempt's `begin.sh`, which is the job as far as its record goes. Its command writes down what the other machines have to run
 (`groupwise.engine.learner.launch_node`), in a file of the attempt's folder, which all nodes share, readable by its user alone: secrets
 never go through Ray. When the first machine ends, all end. If another one ends, or is gone with its node, all get time to notice, then are
