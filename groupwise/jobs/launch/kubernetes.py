@@ -72,29 +72,7 @@ class ManifestOptions:
 
 def manifests(options: ManifestOptions) -> list[dict[str, Any]]:
     """The documents, in the order in which they are to be applied. Raises UsageError for values that Kubernetes would reject."""
-    if len(options.name) > LONGEST_NAME:
-        raise UsageError(
-            f"--name {options.name}: {LONGEST_NAME} letters at most, since pods have longer names, and none of more than 63."
-        )
-    if options.nodes > 1 and "." in options.name:
-        raise UsageError(
-            f"--name {options.name}: several nodes find each other by it, without dots."
-        )
-    for word in options.command:
-        try:
-            is_text = "\0" not in word.encode("utf-8").decode()
-        except UnicodeEncodeError:  # lone surrogates
-            is_text = False
-        if not is_text:
-            raise UsageError("an argument is no text, or has a NUL character in it.")
-    try:
-        TypeAdapter(ManifestOptions).validate_python(asdict(options))
-    except ValidationError as error:
-        lines = [
-            f"\n  {'.'.join(map(str, each['loc']))} {each['input']!r}: {each['msg']}"
-            for each in error.errors()
-        ]
-        raise UsageError("Kubernetes would not take this:" + "".join(lines)) from None
+    _check(options)
     labels = {"app.kubernetes.io/name": "groupwise", "app.kubernetes.io/instance": options.name}
     metadata: dict[str, Any] = {"name": options.name, "labels": labels}
     if options.namespace is not None:
@@ -126,6 +104,33 @@ def manifests(options: ManifestOptions) -> list[dict[str, Any]]:
         },
     }
     return [service, job] if options.nodes > 1 else [job]
+
+
+def _check(options: ManifestOptions) -> None:
+    """Raises UsageError for values that Kubernetes would reject."""
+    if len(options.name) > LONGEST_NAME:
+        raise UsageError(
+            f"--name {options.name}: {LONGEST_NAME} letters at most, since pods have longer names, and none of more than 63."
+        )
+    if options.nodes > 1 and "." in options.name:
+        raise UsageError(
+            f"--name {options.name}: several nodes find each other by it, without dots."
+        )
+    for word in options.command:
+        try:
+            is_text = "\0" not in word.encode("utf-8").decode()
+        except UnicodeEncodeError:  # lone surrogates
+            is_text = False
+        if not is_text:
+            raise UsageError("an argument is no text, or has a NUL character in it.")
+    try:
+        TypeAdapter(ManifestOptions).validate_python(asdict(options))
+    except ValidationError as error:
+        lines = [
+            f"\n  {'.'.join(map(str, each['loc']))} {each['input']!r}: {each['msg']}"
+            for each in error.errors()
+        ]
+        raise UsageError("Kubernetes would not take this:" + "".join(lines)) from None
 
 
 def _pod(options: ManifestOptions) -> dict[str, Any]:
