@@ -73,7 +73,9 @@ class FakeModal:
 
     async def deploy(self, image: Image) -> None:
         """See `ModalPort.deploy`. No image is made: work runs with the interpreter of this process."""
-        (self.folder / "apps" / app_of(image.name)).write_text(json.dumps(sorted(image.files)), "utf-8")
+        (self.folder / "apps" / app_of(image.name)).write_text(
+            json.dumps(sorted(image.files)), "utf-8"
+        )
 
     async def desk(self, what: str, *arguments: Any) -> Any:
         """See `ModalPort.desk`."""
