@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from groupwise.jobs.clouds.aws_checks import Access, check
-from groupwise.jobs.clouds.aws_costs import cost_of, stays_of, with_forgotten
+from groupwise.jobs.clouds.aws_costs import cost_of, usage_of, with_forgotten
 from groupwise.jobs.clouds.aws_machines import (
     MARGIN_MINUTES,
     REMOVED,
@@ -82,14 +82,14 @@ class AwsBackend:
         name: str,
         ec2: Ec2,
         access: Access,
-        kept: JobRecords,
+        records: JobRecords,
         *,
         owner: str = "",
         patience: Patience | None = None,
     ) -> None:
         """`owner`: the user who launches, shown to people who sweep."""
         self.name = name
-        self._ec2, self._access, self._records = ec2, access, kept
+        self._ec2, self._access, self._records = ec2, access, records
         self._patience = patience or Patience()
         self._where = f"AWS, {ec2.region}"
         self._machines = AwsMachines(name, ec2, access, owner, self._patience)
@@ -280,7 +280,7 @@ class AwsBackend:
             machine, {"attempt": str(max(attempt, handle.attempt)), "begun": "1"}
         )
         await asyncio.to_thread(self._records.note_begun, order, handle.attempt, store)
-        seen = stays_of([machine], time.time())
+        seen = usage_of([machine], time.time())
         await asyncio.to_thread(self._records.note_usage, order.name, seen)
         return handle
 
@@ -491,7 +491,7 @@ class AwsBackend:
         machines = await self._machines.every(handle.name)
         its = [each for each in machines if each.tags.get(VOID) != REMOVED]
         now = time.time()
-        seen = stays_of(its, now)
+        seen = usage_of(its, now)
         kept = await asyncio.to_thread(self._records.note_usage, handle.name, seen)
         return cost_of(with_forgotten(kept, seen.keys(), now))
 

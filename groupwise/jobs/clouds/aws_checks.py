@@ -184,12 +184,12 @@ def _quota(ec2: Ec2, kind: str, *, spot: bool) -> str:
 def price_of(ec2: Ec2, kind: str, *, spot: bool) -> Price:
     """The price that AWS gives, else the list price when this release was made."""
     try:
-        said = ec2.price(kind, spot=spot)
+        price = ec2.price(kind, spot=spot)
     except CloudError as error:
         why = error.code.replace("_", " ")
     else:
-        if said is not None:
-            return Price(said, "the highest spot price now" if spot else "AWS's list")
+        if price is not None:
+            return Price(price, "the highest spot price now" if spot else "AWS's list")
         why = "AWS names none"
     if spot:
         return Price(None, f"spot prices are AWS's alone: {why}")

@@ -32,7 +32,7 @@ class InstanceUsage:
         return max(0.0, self.until - self.since) / 3600
 
 
-def stays_of(machines: Iterable[Machine], now: float) -> dict[str, InstanceUsage]:
+def usage_of(machines: Iterable[Machine], now: float) -> dict[str, InstanceUsage]:
     """The usage of each machine by its id, as AWS reports it."""
     found: dict[str, InstanceUsage] = {}
     for machine in machines:
@@ -52,24 +52,24 @@ def merge_usage(
     known: Mapping[str, InstanceUsage], seen: Mapping[str, InstanceUsage]
 ) -> dict[str, InstanceUsage]:
     """Join what was seen before with what is seen now; the end that was found first is nearest to the truth."""
-    ends = {name: stay for name, stay in known.items() if stay.ended}
+    ends = {name: each for name, each in known.items() if each.ended}
     return {**known, **seen, **ends}
 
 
 def with_forgotten(
-    stays: Mapping[str, InstanceUsage], reported: Collection[str], now: float
+    usage: Mapping[str, InstanceUsage], reported: Collection[str], now: float
 ) -> dict[str, InstanceUsage]:
     """Extend machines that AWS reports no longer and whose end was not seen: they may have existed until their deadlines."""
-    found = dict(stays)
-    for name, each in stays.items():
+    found = dict(usage)
+    for name, each in usage.items():
         if not each.ended and name not in reported and each.deadline is not None:
             found[name] = replace(each, until=max(each.until, min(now, each.deadline)))
     return found
 
 
-def cost_of(stays: Mapping[str, InstanceUsage]) -> Cost | None:
+def cost_of(usage: Mapping[str, InstanceUsage]) -> Cost | None:
     """The cost of all of them; None if no price is known."""
-    priced = {name: (each, each.price) for name, each in stays.items() if each.price is not None}
+    priced = {name: (each, each.price) for name, each in usage.items() if each.price is not None}
     if not priced:
         return None
     dollars = sum(price * each.hours for each, price in priced.values())
@@ -77,7 +77,7 @@ def cost_of(stays: Mapping[str, InstanceUsage]) -> Cost | None:
         f"{name} {each.hours:.2f} h at ${price:.2f}" for name, (each, price) in priced.items()
     ]
     unknown = [
-        f"{name} has no known price and is not counted" for name in sorted(set(stays) - set(priced))
+        f"{name} has no known price and is not counted" for name in sorted(set(usage) - set(priced))
     ]
     beyond = (
         "without disks, and without machines that AWS has forgotten and this machine has never seen"

@@ -86,14 +86,14 @@ class JobRecords:
         self.write(replace(known, attempt=newest, results=str(folder.absolute()), endings=endings))
 
     def note_usage(
-        self, name: str, stays: Mapping[str, InstanceUsage]
+        self, name: str, seen: Mapping[str, InstanceUsage]
     ) -> Mapping[str, InstanceUsage]:
         """Record the usage of a job's machines as it is seen now; returns it with that seen before. Nothing is kept of a job without a
         record."""
         known = self.find(name)
         if known is None:
-            return stays
-        found = merge_usage(known.machines, stays)
+            return seen
+        found = merge_usage(known.machines, seen)
         self.write(replace(known, machines=found))
         return found
 
@@ -135,8 +135,8 @@ def newest_checkpoint(results: Path, store: BlobStore) -> Resume | None:
         if not path.parts or path.parts[0] in (EARLIER, INCOMING):
             continue
         try:
-            said = json.loads(manifest.read_bytes())
-            step, entries = said["step"], dict(said["files"])
+            document = json.loads(manifest.read_bytes())
+            step, entries = document["step"], dict(document["files"])
         except (OSError, ValueError, KeyError, TypeError):
             continue  # it is not the manifest of a checkpoint
         if type(step) is int and not any(path_problems("file", name) for name in entries):

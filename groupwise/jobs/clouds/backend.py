@@ -325,7 +325,7 @@ class Backend(Protocol):
         ...
 
     async def wait(self, handle: Handle, seen: Status, seconds: float) -> Status:
-        """The status as soon as it differs from `seen`, or after so many seconds."""
+        """The status as soon as it differs from `seen`, or after `seconds`."""
         ...
 
     async def log(self, handle: Handle, offset: int, limit: int) -> LogPart:

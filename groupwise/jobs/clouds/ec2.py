@@ -179,8 +179,8 @@ class Ec2:
 
     def start(self, request: Request) -> Machine:
         """Start a machine, or find the one that this token has started."""
-        said = self._ask("ec2", "run_instances", **request.parameters())
-        return _machine(said["Instances"][0])
+        answer = self._ask("ec2", "run_instances", **request.parameters())
+        return _machine(answer["Instances"][0])
 
     def machines(self, job: str | None = None) -> list[Machine]:
         """The machines of this job, or all of ours, as long as AWS remembers them: about an hour beyond their end."""
@@ -200,12 +200,12 @@ class Ec2:
     def console(self, machine: str) -> str:
         """The output on a machine's console; AWS may be minutes late. Only newer types (Nitro) show the latest output."""
         try:
-            said = self._ask("ec2", "get_console_output", InstanceId=machine, Latest=True)
+            answer = self._ask("ec2", "get_console_output", InstanceId=machine, Latest=True)
         except Refused as refused:
             if refused.aws != "UnsupportedOperation":
                 raise
-            said = self._ask("ec2", "get_console_output", InstanceId=machine)
-        return said.get("Output") or ""
+            answer = self._ask("ec2", "get_console_output", InstanceId=machine)
+        return answer.get("Output") or ""
 
     def tag(self, machine: str, tags: Mapping[str, str]) -> None:
         """Set our tags on a machine."""
@@ -227,13 +227,13 @@ class Ec2:
         found = wanted
         if found is None:
             try:
-                said = self._ask("ssm", "get_parameter", Name=IMAGE_PARAMETER)
+                answer = self._ask("ssm", "get_parameter", Name=IMAGE_PARAMETER)
             except Refused as refused:
                 raise Refused(
                     f"the newest deep-learning image of {self.region} cannot be found out ({refused.message}): name one, --ami ami-…",
                     refused.aws,
                 ) from None
-            found = str(said["Parameter"]["Value"])
+            found = str(answer["Parameter"]["Value"])
         images = self._ask("ec2", "describe_images", ImageIds=[found])["Images"]
         if not images:
             raise CloudError(f"there is no image {found} in {self.region}: --ami wants another.")
@@ -279,13 +279,13 @@ class Ec2:
 
     def quota(self, code: str) -> float:
         """How many virtual cores may run at once under the quota of this code."""
-        said = self._ask("service-quotas", "get_service_quota", ServiceCode="ec2", QuotaCode=code)
-        return float(said["Quota"]["Value"])
+        answer = self._ask("service-quotas", "get_service_quota", ServiceCode="ec2", QuotaCode=code)
+        return float(answer["Quota"]["Value"])
 
     def price(self, kind: str, *, spot: bool) -> float | None:
         """The price of an instance type in dollars an hour, for Linux."""
         if spot:
-            said = self._ask(
+            answer = self._ask(
                 "ec2",
                 "describe_spot_price_history",
                 InstanceTypes=[kind],
@@ -293,7 +293,7 @@ class Ec2:
                 StartTime=time.time(),
             )
             # The newest price in the most expensive zone: the machine's zone is not known before.
-            prices = [float(each["SpotPrice"]) for each in said["SpotPriceHistory"]]
+            prices = [float(each["SpotPrice"]) for each in answer["SpotPriceHistory"]]
             return max(prices, default=None)
         wanted = {
             "instanceType": kind,
@@ -306,14 +306,14 @@ class Ec2:
         filters = [
             {"Type": "TERM_MATCH", "Field": name, "Value": value} for name, value in wanted.items()
         ]
-        said = self._ask(
+        answer = self._ask(
             "pricing",
             "get_products",
             region=PRICES_ARE_TOLD_IN,
             ServiceCode="AmazonEC2",
             Filters=filters,
         )
-        return max(filter(None, map(_dollars, said["PriceList"])), default=None)
+        return max(filter(None, map(_dollars, answer["PriceList"])), default=None)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -374,38 +374,35 @@ def cloud_errors(region: str) -> Generator[None]:
     except (boto.SSOTokenLoadError, boto.UnauthorizedSSOTokenError, boto.TokenRetrievalError) as e:
         raise NoCredentials(f"the login of AWS has run out ({e}): `aws sso login`.") from None
     except boto.ClientError as error:
-        raise _refusal(error.response["Error"], region) from None
+        answer: dict[str, str] = error.response["Error"]
+        code, message = answer.get("Code", ""), answer.get("Message", "")
+        if code in TRY_AGAIN:
+            raise Unreachable(f"AWS is busy in {region} ({code}): {message}") from None
+        if code in NO_ACCOUNT:
+            raise NoCredentials(
+                f"AWS does not accept the credentials found here ({code}): {message}"
+            ) from None
+        why = f"AWS refuses ({code}): {message}"
+        if code in NOT_ALLOWED:
+            why = f"your user of AWS may not do that ({code}): {message} docs/how-to/launch.md lists what is needed."
+        raise Refused(why, code) from None
     except boto.BotoCoreError as error:  # connections, time-outs, a region that there is not
         raise Unreachable(f"AWS does not answer in {region}: {error}.") from None
 
 
-def _refusal(said: Mapping[str, str], region: str) -> CloudError:
-    code, message = said.get("Code", ""), said.get("Message", "")
-    if code in TRY_AGAIN:
-        return Unreachable(f"AWS is busy in {region} ({code}): {message}")
-    if code in NO_ACCOUNT:
-        return NoCredentials(f"AWS does not take the credentials of here ({code}): {message}")
-    if code in NOT_ALLOWED:
-        return Refused(
-            f"your user of AWS may not do that ({code}): {message} docs/how-to/launch.md lists what is needed.",
-            code,
-        )
-    return Refused(f"AWS will not ({code}): {message}", code)
-
-
-def _machine(said: Mapping[str, Any]) -> Machine:
-    tags = {each["Key"]: each["Value"] for each in said.get("Tags", [])}
-    reason: Mapping[str, str] = said.get("StateReason") or {}
+def _machine(answer: Mapping[str, Any]) -> Machine:
+    tags = {each["Key"]: each["Value"] for each in answer.get("Tags", [])}
+    reason: Mapping[str, str] = answer.get("StateReason") or {}
     # Such as `User initiated (2026-05-01 10:00:00 GMT)`; some ends have no time.
-    transition = said.get("StateTransitionReason") or ""
+    transition = answer.get("StateTransitionReason") or ""
     ended = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", transition)
     return Machine(
-        said["InstanceId"],
-        said["State"]["Name"],
+        answer["InstanceId"],
+        answer["State"]["Name"],
         {key.removeprefix(TAG): value for key, value in tags.items() if key.startswith(TAG)},
-        said.get("InstanceType", ""),
-        said.get("PublicIpAddress") or said.get("PrivateIpAddress"),
-        said.get("InstanceLifecycle") == "spot",
+        answer.get("InstanceType", ""),
+        answer.get("PublicIpAddress") or answer.get("PrivateIpAddress"),
+        answer.get("InstanceLifecycle") == "spot",
         f"{reason['Code']}: {reason.get('Message', '')}" if reason.get("Code") else "",
         None if ended is None else datetime.fromisoformat(f"{ended[1]}+00:00").timestamp(),
     )

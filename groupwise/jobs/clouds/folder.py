@@ -146,18 +146,16 @@ class ResultsFolder:
             later = [
                 each for each in steps if each is not None and step is not None and each > step
             ]
-            if later or not self._has(f"{path}/{MANIFEST}"):
-                self._remove(path)
-
-    def _remove(self, checkpoint: str) -> None:
-        """Remove a checkpoint, its manifest first; files that were not brought stay."""
-        inside = [each for each in self.brought if each.startswith(f"{checkpoint}/")]
-        for path in sorted(inside, key=lambda path: PurePosixPath(path).name != MANIFEST):
-            (self.folder / path).unlink(missing_ok=True)
-            del self.brought[path]
-        for folder in sorted({(self.folder / path).parent for path in inside}, reverse=True):
-            with suppress(OSError):
-                folder.rmdir()
+            if not later and self._has(f"{path}/{MANIFEST}"):
+                continue
+            # The manifest goes first; files that were not brought here stay.
+            inside = [each for each in self.brought if each.startswith(f"{path}/")]
+            for each in sorted(inside, key=lambda each: PurePosixPath(each).name != MANIFEST):
+                (self.folder / each).unlink(missing_ok=True)
+                del self.brought[each]
+            for folder in sorted({(self.folder / each).parent for each in inside}, reverse=True):
+                with suppress(OSError):
+                    folder.rmdir()
 
     def _write_note(self) -> None:
         note = self.folder / INCOMING / NOTE
@@ -243,9 +241,11 @@ def _alone(folder: Path) -> Generator[None]:
 
 def _read_note(note: Path) -> tuple[str | None, dict[str, FetchedFile]]:
     try:
-        said = json.loads(note.read_bytes())
-        found = {path: FetchedFile(int(n), str(sha)) for path, (n, sha) in said["files"].items()}
-        return str(said["of"]), {path: each for path, each in found.items() if may_come(path)}
+        document = json.loads(note.read_bytes())
+        found = {
+            path: FetchedFile(int(n), str(sha)) for path, (n, sha) in document["files"].items()
+        }
+        return str(document["of"]), {path: each for path, each in found.items() if may_come(path)}
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return None, {}
 

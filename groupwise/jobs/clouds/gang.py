@@ -264,9 +264,9 @@ class GangBackend(_Machine):
             )
 
 
-async def _all(asked: Iterable[Awaitable[Found]]) -> list[Found]:
+async def _all(awaitables: Iterable[Awaitable[Found]]) -> list[Found]:
     """Await all; returns their results. All have ended when the first error is raised."""
-    found = await asyncio.gather(*asked, return_exceptions=True)
+    found = await asyncio.gather(*awaitables, return_exceptions=True)
     for each in found:
         if isinstance(each, BaseException):
             raise each

@@ -69,7 +69,7 @@ TRIES = 3
 """Tries of steps that others may spoil: a free GPU is taken, a checkpoint is removed while it is fetched."""
 GONE = {
     RunnerState.LOST: (FailureClass.SUPERVISOR_LOST, "what watched over it on {where} was killed"),
-    RunnerState.REBOOTED: (FailureClass.REBOOT, "{where} was started anew while it ran"),
+    RunnerState.REBOOTED: (FailureClass.REBOOT, "{where} was restarted while it ran"),
 }
 
 OVERTAKEN = "lower_epoch"
@@ -137,14 +137,14 @@ class MachineBackend:
     async def _expect_same(self, order: Order, handle: Handle) -> None:
         """Raises NameTaken if the attempt belongs to a job with another order."""
         try:
-            asked = await self.order(handle)
+            placed = await self.order(handle)
         except CloudError:
             with self._cloud_errors():
                 state = await self._runner.status(handle.name, handle.attempt)
             if state.state not in (RunnerState.REFUSED, RunnerState.VOIDED):
                 raise
             return  # refused, or ended before it had begun: its order is gone with its files
-        if identity_fields(asked.document()) != identity_fields(order.document()):
+        if identity_fields(placed.document()) != identity_fields(order.document()):
             raise NameTaken(
                 f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
             )

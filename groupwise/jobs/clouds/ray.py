@@ -22,7 +22,7 @@ MOST = 1e9
 def ray_options(
     asks: Mapping[str, Any], gpus: int, limits: Limits, *, nodes: int = 1
 ) -> tuple[str]:
-    """The options of a job that asks for this, and for so many GPUs on each node, as the Jobs API calls them. Ray knows no limits."""
+    """The options of a job that asks for this and for `gpus` on each node, as the Jobs API calls them. Ray knows no limits."""
     found: dict[str, Any] = {"entrypoint_num_cpus": asks.get("cpus") or USUAL_CPUS}
     if gpus:
         found["entrypoint_num_gpus"] = gpus

@@ -31,7 +31,7 @@ NAMED = {
 def sbatch_options(
     asks: Mapping[str, Any], gpus: int, limits: Limits, *, nodes: int = 1
 ) -> tuple[str, ...]:
-    """Options of sbatch for a job that asks for this, and for so many GPUs on each node. Raises UsageError as `checked_options` does."""
+    """Options of sbatch for a job that asks for this and for `gpus` on each node. Raises UsageError as `checked_options` does."""
     options = [f"{option}={asks[name]}" for name, option in NAMED.items() if asks.get(name)]
     options.append(f"--nodes={nodes}")
     if nodes > 1:

@@ -20,18 +20,18 @@ TIMEOUT = 2.0
 def wanted_back(service: str) -> bool:
     """True if there is a notice. A service that does not answer gives none."""
     try:
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             service + "/latest/api/token",
             method="PUT",
             headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"},
         )
-        with urllib.request.urlopen(asked, timeout=TIMEOUT) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
             token = answer.read().decode()
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             service + "/latest/meta-data/spot/instance-action",
             headers={"X-aws-ec2-metadata-token": token},
         )
-        with urllib.request.urlopen(asked, timeout=TIMEOUT):
+        with urllib.request.urlopen(request, timeout=TIMEOUT):
             return True
     except (OSError, ValueError):  # 404 among them: no notice
         return False
@@ -51,14 +51,14 @@ def tell(root: str) -> None:
 
 
 def main() -> None:
-    """Run until the machine is gone; attempts that begin after the notice are told too."""
+    """Run until the machine is gone; attempts that begin after the notice are warned too."""
     root = sys.argv[1]
     service = sys.argv[2] if len(sys.argv) > 2 else SERVICE
     every = float(sys.argv[3]) if len(sys.argv) > 3 else EVERY
-    told = False
+    noticed = False
     while True:
-        told = told or wanted_back(service)
-        if told:
+        noticed = noticed or wanted_back(service)
+        if noticed:
             tell(root)
         time.sleep(every)
 

@@ -407,8 +407,8 @@ def _read(kind: type[T], document: object, where: str) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         path = "".join(f".{part}" for part in first["loc"])
-        said = first["msg"].removeprefix("Value error, ")[:LONGEST_NAME]
-        raise BadAnswer(f"{where}{path} is {repr(first['input'])[:200]}: {said}") from None
+        message = first["msg"].removeprefix("Value error, ")[:LONGEST_NAME]
+        raise BadAnswer(f"{where}{path} is {repr(first['input'])[:200]}: {message}") from None
 
 
 def member_state(document: object) -> MemberState:
@@ -427,17 +427,31 @@ def ran(document: object) -> Ran:
     return _read(Ran, document, "the answer to run")
 
 
+@dataclass(frozen=True, slots=True)
+class _CgroupBody:
+    v2: StrictBool = False
+    memory: StrictBool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _HelloBody:
+    """The fields of the answer to `hello` that `Hello` has in another form."""
+
+    protocols: tuple[Any, ...] = ()
+    protocol: Whole | None = None
+    cgroup: Read[_CgroupBody] = _CgroupBody()
+
+
 def hello(document: object) -> Hello:
     """Read the answer to `hello`."""
-    found = _read(dict[str, Any], document, "the answer to hello")
-    groups: dict[str, Any] = found.get("cgroup") or {}
-    protocols = [n for n in found.get("protocols") or () if isinstance(n, int)]
+    body = _read(_HelloBody, document, "the answer to hello")
+    protocols = [n for n in body.protocols if isinstance(n, int)]
     derived = {
-        "protocols": protocols or [found.get("protocol")],
-        "cgroup": groups.get("v2"),
-        "memory_limits": groups.get("memory"),
+        "protocols": protocols or [body.protocol],
+        "cgroup": body.cgroup.v2,
+        "memory_limits": body.cgroup.memory,
     }
-    return _read(Hello, {**found, **derived}, "the answer to hello")
+    return _read(Hello, {**cast("dict[str, Any]", document), **derived}, "the answer to hello")
 
 
 def observation(document: object) -> Observation:

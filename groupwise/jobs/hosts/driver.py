@@ -125,14 +125,14 @@ class Runner:
 
     async def hello(self, *, timeout: float = USUAL) -> Hello:
         """Describe the machine. Raises RunnerRefused if it speaks no protocol of ours."""
-        told = answers.hello((await self._ask("hello", timeout=timeout)).body)
-        if not SPOKEN.intersection(told.protocols):
+        machine = answers.hello((await self._ask("hello", timeout=timeout)).body)
+        if not SPOKEN.intersection(machine.protocols):
             raise RunnerRefused(
                 "protocol",
-                f"the runner speaks protocol {', '.join(map(str, told.protocols))}; this control plane speaks"
+                f"the runner speaks protocol {', '.join(map(str, machine.protocols))}; this control plane speaks"
                 f" {', '.join(map(str, sorted(SPOKEN)))}",
             )
-        return told
+        return machine
 
     async def observe(
         self,

@@ -145,12 +145,12 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
     ) -> tuple[MemberState, ...]:
         """See `Runner.wait`. The machine compares with the files; the engine is asked again every LOOK_SECONDS."""
-        told = {
+        by_files = {
             key: replace(each, state=self._seen.get(key, each.state)) for key, each in known.items()
         }
-        if any(each.state in UNSURE for each in told.values()):
+        if any(each.state in UNSURE for each in by_files.values()):
             seconds = min(seconds, LOOK_SECONDS)
-        return await self._judge_all(await super().wait(told, seconds=seconds, margin=margin))
+        return await self._judge_all(await super().wait(by_files, seconds=seconds, margin=margin))
 
     async def void(
         self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
@@ -171,8 +171,8 @@ class EngineRunner(Runner, ABC, Generic[Job]):
 
     async def _never_begins(self, state: MemberState, because: str) -> MemberState:
         """Void an attempt with the reason, unless it has begun meanwhile."""
-        said = state.engine_says.strip()
-        words = f"{because}, and it never began" + (f"; it said: {said}" if said else "")
+        message = state.engine_says.strip()
+        words = f"{because}, and it never began" + (f"; it said: {message}" if message else "")
         return await super().void(state.job, state.epoch, because=words)
 
     # --- judging --------------------------------------------------------------------------------

@@ -153,10 +153,10 @@ def _by_signal(record: ExitRecord) -> Diagnosis | None:
     return None
 
 
-def _with_last_line(said: str, record: ExitRecord) -> str:
+def _with_last_line(summary: str, record: ExitRecord) -> str:
     """Add the log's last line to an exit code, which alone says little: programs that give up end with their reason, tracebacks too."""
     last = next((line for line in reversed(record.tail.splitlines()) if line.strip()), None)
-    return said if last is None else f"{said}: {_shown(last)}"
+    return summary if last is None else f"{summary}: {_shown(last)}"
 
 
 def _shown(line: str) -> str:

@@ -36,7 +36,7 @@ SPARED = 86_400.0
 SLOWEST_DISK = 32 * PIECE
 """Bytes a second. A received blob is read and hashed once more before it is stored, and meanwhile no more of it arrives."""
 SPARED_MARKED = 900.0
-"""The same time for a marked blob: an interrupted transfer can be continued for so long."""
+"""The same time for a marked blob: an interrupted transfer can be continued within it."""
 MARK = stat.S_ISVTX
 """A mode bit of a blob's file that means nothing else there. A copy of the store keeps it; a blob that loses it is just spared for
 longer."""
@@ -273,9 +273,9 @@ class BlobStore:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise BlobBusy(f"the blob {sha256} is being received by somebody else") from None
+                raise BlobBusy(f"the blob {sha256} is being received by another process") from None
             if not _is_at(file, path):
-                raise BlobBusy(f"the blob {sha256} has just been received by somebody else")
+                raise BlobBusy(f"the blob {sha256} has just been received by another process")
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if bool(mode & MARK) != marked:
                 os.fchmod(file.fileno(), mode ^ MARK)

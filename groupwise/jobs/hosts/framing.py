@@ -118,11 +118,11 @@ class AnswerReader:
                 f"the machine's runner answers in protocol {int(protocol)}; this control plane speaks"
                 f" {' and '.join(map(str, sorted(SPOKEN)))}: bring both to the same release"
             )
-        asked = self._request
-        if self._body_length > asked.most_body or self._payload_length > asked.most_payload:
+        request = self._request
+        if self._body_length > request.most_body or self._payload_length > request.most_payload:
             raise BadAnswer(
-                f"the machine announces an answer to {asked.verb} of {self._body_length} + {self._payload_length} bytes;"
-                f" at most {asked.most_body} + {asked.most_payload} are read"
+                f"the machine announces an answer to {request.verb} of {self._body_length} + {self._payload_length} bytes;"
+                f" at most {request.most_body} + {request.most_payload} are read"
             )
         return True
 
@@ -170,8 +170,10 @@ def checked_answer(answer: RunnerResponse) -> RunnerResponse:
     error = answer.body.get("error")
     if error is None:
         return answer
-    told = cast("dict[str, Any]", error) if isinstance(error, dict) else {"message": str(error)}
-    raise RunnerRefused(str(told.get("code", "error")), str(told.get("message", "no reason given")))
+    refusal = cast("dict[str, Any]", error) if isinstance(error, dict) else {"message": str(error)}
+    raise RunnerRefused(
+        str(refusal.get("code", "error")), str(refusal.get("message", "no reason given"))
+    )
 
 
 def no_answer(request: Request, place: object, timeout: float) -> str:
@@ -186,19 +188,19 @@ CANNOT_EXECUTE = frozenset({126, 127})
 
 def without_answer(reader: AnswerReader, status: int | None, complaints: str) -> HostError:
     """The error for a command that ended on the machine without an answer. `complaints` is its standard error."""
-    said = _last_line(complaints) or _last_line(reader.noise())
+    text = _last_line(complaints) or _last_line(reader.noise())
     if status in CANNOT_EXECUTE and reader.answer is None:
         return RunnerRefused(
             "no_python",
-            f"python3 cannot be run there: {said or 'not found'}; install Python 3.8 or later",
+            f"python3 cannot be run there: {text or 'not found'}; install Python 3.8 or later",
         )
     ended = "the connection ended" if status is None else f"the runner ended with status {status}"
-    return OutcomeUnknown(f"{ended} before its answer was whole" + (f": {said}" if said else ""))
+    return OutcomeUnknown(f"{ended} before its answer was whole" + (f": {text}" if text else ""))
 
 
-def _last_line(said: str) -> str:
+def _last_line(text: str) -> str:
     """The last line: of a traceback, that is the error. People read it among the states of many machines."""
-    return said.strip().rpartition("\n")[2].strip()[-_LONGEST_COMPLAINT:]
+    return text.strip().rpartition("\n")[2].strip()[-_LONGEST_COMPLAINT:]
 
 
 class Exchange:

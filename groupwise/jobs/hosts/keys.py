@@ -15,7 +15,7 @@ import hashlib
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import asyncssh
@@ -191,21 +191,19 @@ def resolve_alias(name: str, *, config: Path | None = None, jumps: int = 1) -> A
             " give the machine a ProxyJump, or an address that can be reached"
         )
     through = settings.get("proxyjump", ["none"])[0]
-    jump = None if through == "none" else _resolved_jump(name, through, config, jumps)
+    jump = None
+    if through != "none":
+        if jumps < 1 or "," in through:
+            raise UsageError(
+                f"{name} is reached through several jump hosts ({through}); one is supported"
+            )
+        login, _, rest = through.removeprefix("ssh://").rpartition("@")
+        jump_host, jump_port = _host_and_port(rest)
+        jump = resolve_alias(jump_host, config=config, jumps=jumps - 1)
+        jump = replace(jump, port=jump_port or jump.port, user=login or jump.user, jump=None)
     paths = (Path(f).expanduser() for f in settings.get("identityfile", []))
     key = next((str(path) for path in paths if path.is_file()), None)
     return Alias(host, int(port), user, key, jump)
-
-
-def _resolved_jump(name: str, through: str, config: Path | None, jumps: int) -> Alias:
-    if jumps < 1 or "," in through:
-        raise UsageError(
-            f"{name} is reached through several jump hosts ({through}); one is supported"
-        )
-    user, _, rest = through.removeprefix("ssh://").rpartition("@")
-    host, port = _host_and_port(rest)
-    found = resolve_alias(host, config=config, jumps=jumps - 1)
-    return Alias(found.host, port or found.port, user or found.user, found.identity_file)
 
 
 def _host_and_port(text: str) -> tuple[str, int | None]:
@@ -228,13 +226,13 @@ def _ssh_settings(name: str, config: Path | None) -> dict[str, list[str]]:
             "there is no ssh on PATH to read its config with; give the address, port, user and key of the machine instead"
         )
     command = [program, "-G", *(["-F", str(config)] if config else []), "--", name]
-    told = subprocess.run(  # the name is one argument of its own, after `--`
+    ran = subprocess.run(  # the name is one argument of its own, after `--`
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=20
     )
-    if told.returncode:
-        raise UsageError(f"ssh cannot say what {name} is: {told.stderr.strip()}")
+    if ran.returncode:
+        raise UsageError(f"ssh cannot say what {name} is: {ran.stderr.strip()}")
     settings: dict[str, list[str]] = {}
-    for line in told.stdout.splitlines():
+    for line in ran.stdout.splitlines():
         key, _, value = line.partition(" ")
         settings.setdefault(key.lower(), []).append(value)
     return settings

@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import BinaryIO
 
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.jobs.hosts.framing import Exchange, checked_answer, no_answer, request_bytes
@@ -91,43 +90,43 @@ class _Process:
         self, command: Sequence[str], environment: Mapping[str, str], request: bytes
     ) -> None:
         """Start it, and send it the request. If cancelled or failed, it leaves nothing behind. Raises OSError."""
-        with contextlib.ExitStack() as ours:
-            sends, hears, listens = self._start(command, environment, ours)
+        child = self._start(command, environment)
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
+        loop = asyncio.get_running_loop()
+        try:
+            for number, pipe in ((STANDARD_OUTPUT, child.stdout), (STANDARD_ERROR, child.stderr)):
+                reading, _ = await loop.connect_read_pipe(
+                    functools.partial(_Pipe, self, number), pipe
+                )
+                self._pipes.append(reading)
+            writing, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, child.stdin)
+            self._pipes.append(writing)
+            writing.write(request)
+            writing.write_eof()
+        except BaseException:
             try:
-                loop = asyncio.get_running_loop()
-                for number, pipe in ((STANDARD_OUTPUT, hears), (STANDARD_ERROR, listens)):
-                    reading, _ = await loop.connect_read_pipe(
-                        functools.partial(_Pipe, self, number), pipe
-                    )
-                    self._pipes.append(reading)
-                writing, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, sends)
-                self._pipes.append(writing)
-                writing.write(request)
-                writing.write_eof()
-            except BaseException:
                 await self.end()
-                raise
-            ours.pop_all()  # their transports close them
+            finally:  # some may have no transport yet
+                for pipe in (child.stdin, child.stdout, child.stderr):
+                    pipe.close()
+            raise
 
     def _start(
-        self, command: Sequence[str], environment: Mapping[str, str], ours: contextlib.ExitStack
-    ) -> tuple[BinaryIO, BinaryIO, BinaryIO]:
-        """Start the process; returns our ends of its standard input, output and error."""
-        with contextlib.ExitStack() as theirs:
-            asks, sends = _pipe(theirs, ours)
-            hears, answers = _pipe(ours, theirs)
-            listens, complains = _pipe(ours, theirs)
-            # A session of its own: Ctrl-C in the terminal of the control plane is not meant for the runner.
-            self._child = subprocess.Popen(
-                command,
-                stdin=asks,
-                stdout=answers,
-                stderr=complains,
-                env=environment,
-                cwd="/",
-                start_new_session=True,
-            )
-        child = self._child
+        self, command: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        # A session of its own: Ctrl-C in the terminal of the control plane is not meant for the runner.
+        child = self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env=environment,
+            cwd="/",
+            start_new_session=True,
+        )
         loop = asyncio.get_running_loop()
         handle = os.pidfd_open(child.pid)
 
@@ -139,7 +138,7 @@ class _Process:
             self._perhaps_over()
 
         loop.add_reader(handle, has_ended)
-        return sends, hears, listens
+        return child
 
     async def end(self) -> None:
         """Leave the process. One that does not end by itself is killed; what it has started is not."""
@@ -187,12 +186,3 @@ class _Pipe(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._process.closed(self._number)
-
-
-def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[BinaryIO, BinaryIO]:
-    """Both ends of a pipe, each closed by the stack that it is given to."""
-    read, write = os.pipe()
-    return (
-        reader.enter_context(os.fdopen(read, "rb", buffering=0)),
-        writer.enter_context(os.fdopen(write, "wb", buffering=0)),
-    )

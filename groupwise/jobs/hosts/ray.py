@@ -111,8 +111,19 @@ class RayRunner(EngineRunner[RayJob]):
         )
         *jobs, (_, cluster) = of_each
         has = _resources(cluster)
-        answers = zip(names, jobs, strict=True)
-        return [job for name, answer in answers if (job := _job(name, *answer, has)) is not None]
+        found: list[RayJob] = []
+        for name, (status, text) in zip(names, jobs, strict=True):
+            if status == 404 and "does not exist" in text:
+                continue
+            try:
+                job: dict[str, Any] = json.loads(text)
+                state = str(job["status"])
+            except (ValueError, KeyError, TypeError):
+                message = f"Ray does not say what became of {name}: {status} {_last_line(text)}"
+                raise HostUnreachable(message) from None
+            why = "" if state in SAY_ENOUGH else _gist(str(job.get("message") or ""))
+            found.append(RayJob(name, state, why, job.get("error_type") == GAVE_UP, has))
+        return found
 
     async def free(self) -> str:
         """Ray's unused resources, in words. Raises HostUnreachable if no Ray answers."""
@@ -129,9 +140,9 @@ class RayRunner(EngineRunner[RayJob]):
 
     def _waits_for(self, state: MemberState, job: RayJob) -> str:
         """See `EngineRunner._waits_for`. Lists wanted and free resources, because Ray does not say what a job lacks."""
-        asked = _job_options(state.engine_options)
-        gang: dict[str, Any] | None = asked.get(GANG)
-        wants: Mapping[str, float] = gang["bundle"] if gang is not None else _wanted(asked)
+        wanted = _job_options(state.engine_options)
+        gang: dict[str, Any] | None = wanted.get(GANG)
+        wants: Mapping[str, float] = gang["bundle"] if gang is not None else _wanted(wanted)
         words = ", ".join(f"{_number(amount)} {word}" for word, amount in wants.items())
         on = "" if gang is None else f" on each of {gang['nodes']} nodes at once"
         free = _free(job.has, wants)
@@ -146,13 +157,13 @@ class RayRunner(EngineRunner[RayJob]):
         secrets: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """See `EngineRunner._submit`."""
-        asked = _job_options(options)
+        wanted = _job_options(options)
         begin, log = (shlex.quote(f"{state.folder}/{name}") for name in ("begin.sh", "engine.log"))
-        if (gang := asked.pop(GANG, None)) is not None:
+        if (gang := wanted.pop(GANG, None)) is not None:
             # The program waits for all machines, and uses no resources of any of them.
             program, argument = _text("ray_gang.py"), json.dumps({"folder": state.folder, **gang})
             entrypoint = f"exec python3 -c {shlex.quote(program)} {shlex.quote(argument)}"
-        elif asked.get("entrypoint_num_gpus"):
+        elif wanted.get("entrypoint_num_gpus"):
             entrypoint = f"exec sh {begin}"
         else:  # GPUs are hidden: Ray would leave the job those of its node
             entrypoint = f"CUDA_VISIBLE_DEVICES= exec sh {begin}"
@@ -164,7 +175,7 @@ class RayRunner(EngineRunner[RayJob]):
             "submission_id": name_of(state),
             "entrypoint": f"{entrypoint} >>{log} 2>&1",
             "runtime_env": {"env_vars": variables},
-            **asked,
+            **wanted,
         }
         [(status, text)] = await self._call(("POST", "/api/jobs/", body))
         if status == 200 or "already exists" in text:
@@ -196,11 +207,13 @@ class RayRunner(EngineRunner[RayJob]):
         """Status and text of each call. Raises HostUnreachable if one got no answer, or Ray rejects the token."""
         if not calls:
             return []
-        asked = {"address": self.address, "seconds": CALL_SECONDS, "calls": calls}
-        ran = await self.run(("python3", "-I", "-S", "-c", _text("ray_call.py"), json.dumps(asked)))
+        request = {"address": self.address, "seconds": CALL_SECONDS, "calls": calls}
+        ran = await self.run(
+            ("python3", "-I", "-S", "-c", _text("ray_call.py"), json.dumps(request))
+        )
         if ran.code != 0:
-            said = _last_line(ran.err) or "no answer in time"
-            raise HostUnreachable(f"Ray does not answer there at {self.address}: {said}")
+            message = _last_line(ran.err) or "no answer in time"
+            raise HostUnreachable(f"Ray does not answer there at {self.address}: {message}")
         answers = [(int(status), str(text)) for status, text in json.loads(ran.out)]
         if any(status in (401, 403) for status, _ in answers):
             raise HostUnreachable(
@@ -224,30 +237,16 @@ def _job_options(options: Sequence[str]) -> dict[str, Any]:
     return json.loads(options[0]) if options else {}
 
 
-def _wanted(asked: Mapping[str, Any]) -> dict[str, float]:
+def _wanted(wanted: Mapping[str, Any]) -> dict[str, float]:
     """The resources that a job on one machine asks for, by Ray's names."""
-    wants: dict[str, float] = {word: asked[name] for name, word in WANTED.items() if name in asked}
-    return {**wants, **asked.get("entrypoint_resources", {})}
+    wants: dict[str, float] = {
+        word: wanted[name] for name, word in WANTED.items() if name in wanted
+    }
+    return {**wants, **wanted.get("entrypoint_resources", {})}
 
 
 def _path(name: str) -> str:
     return f"/api/jobs/{quote(name, safe='')}"
-
-
-def _job(
-    name: str, status: int, text: str, has: Mapping[str, tuple[float, float]]
-) -> RayJob | None:
-    """Ray's record of a job; None if Ray does not know it. Raises HostUnreachable if the answer says neither."""
-    if status == 404 and "does not exist" in text:
-        return None
-    try:
-        found: dict[str, Any] = json.loads(text)
-        state = str(found["status"])
-    except (ValueError, KeyError, TypeError):
-        message = f"Ray does not say what became of {name}: {status} {_last_line(text)}"
-        raise HostUnreachable(message) from None
-    why = "" if state in SAY_ENOUGH else _gist(str(found.get("message") or ""))
-    return RayJob(name, state, why, found.get("error_type") == GAVE_UP, has)
 
 
 def _free(has: Mapping[str, tuple[float, float]], words: Iterable[str]) -> str:

@@ -31,15 +31,15 @@ class Stays(HTTPRedirectHandler):
 
 def main() -> int:
     """Make the calls; returns the exit code."""
-    asked = json.loads(sys.argv[1])
+    arguments = json.loads(sys.argv[1])
     # The head is inside the cluster, and a proxy leads out of it.
     opener = build_opener(ProxyHandler({}), Stays())
     answers: list[tuple[int, str]] = []
-    for method, path, body in asked["calls"]:
+    for method, path, body in arguments["calls"]:
         data = None if body is None else json.dumps(body).encode()
-        request = Request(asked["address"] + path, data=data, method=method, headers=headers())
+        request = Request(arguments["address"] + path, data=data, method=method, headers=headers())
         try:
-            answers.append(answer(opener, request, asked["seconds"]))
+            answers.append(answer(opener, request, arguments["seconds"]))
         except (URLError, OSError, ValueError) as error:
             sys.stderr.write(str(getattr(error, "reason", error)))
             return NO_ANSWER

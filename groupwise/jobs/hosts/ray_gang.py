@@ -1,6 +1,6 @@
 """Begins a job on several machines of Ray at once: the entrypoint of such a job, run by the Python that Ray has on its nodes.
 
-It waits until Ray has reserved a bundle on each of so many nodes (a placement group), and keeps an actor on each. The first machine's actor
+It waits until Ray has reserved a bundle on each wanted node (a placement group), and keeps an actor on each. The first machine's actor
 runs the attempt's `begin.sh`, which is the job as far as its record goes. Its command writes down what the other machines have to run
 (`groupwise.engine.learner.launch_node`), in a file of the attempt's folder, which all nodes share, readable by its user alone: secrets
 never go through Ray. When the first machine ends, all end. If another one ends, or is gone with its node, all get time to notice, then are
@@ -69,14 +69,14 @@ class Machine:
         """The address at which the others reach it."""
         return str(import_module("ray.util").get_node_ip_address())
 
-    def lead(self, folder: str, told: dict[str, str]) -> bool:
+    def lead(self, folder: str, variables: dict[str, str]) -> bool:
         """Begin the attempt, once however often it is called."""
         if self._child is not None:
             return True
         with open(os.path.join(folder, "engine.log"), "ab") as log:
             begins = ["sh", os.path.join(folder, "begin.sh")]
             own = {name: word for name, word in os.environ.items() if name not in OF_WORKERS}
-            self._begin(begins, {**own, **told}, log, "/")
+            self._begin(begins, {**own, **variables}, log, "/")
         return True
 
     def follow(self, path: str, rank: int) -> bool | str:
@@ -190,10 +190,10 @@ class Gang:
         """Run the job to its end; returns the exit code."""
         if not (host := self._retried(self._first.host)):
             return LOST
-        told = {NODES: str(len(self._others) + 1), HOST: host, ORDER: self._order}
+        variables = {NODES: str(len(self._others) + 1), HOST: host, ORDER: self._order}
         if ADDRESS in os.environ:
-            told[ADDRESS] = os.environ[ADDRESS]
-        if not self._retried(self._first.lead, self._folder, told):
+            variables[ADDRESS] = os.environ[ADDRESS]
+        if not self._retried(self._first.lead, self._folder, variables):
             return LOST
         try:
             code = self._until_first_ends()
@@ -248,9 +248,9 @@ class Gang:
         if len(self._followed) == len(self._others):
             remove(self._order)
 
-    def _retried(self, method: Any, *asked: Any) -> Any:
+    def _retried(self, method: Any, *arguments: Any) -> Any:
         """Call until the machine answers; None: it is gone."""
-        while (answer := self._result(method.remote(*asked), False)) is None:
+        while (answer := self._result(method.remote(*arguments), False)) is None:
             time.sleep(TICK)
         return answer or None
 
@@ -266,7 +266,7 @@ class Gang:
 
 def main() -> int:
     """Run the job; returns the exit code."""
-    asked = json.loads(sys.argv[1])
+    arguments = json.loads(sys.argv[1])
     try:
         ray = import_module("ray")
     except ImportError as error:
@@ -279,19 +279,21 @@ def main() -> int:
     stops: list[int] = []
     signal.signal(signal.SIGTERM, lambda signum, _: stops.append(signum))
     groups = import_module("ray.util.placement_group")
-    group = groups.placement_group([asked["bundle"]] * asked["nodes"], strategy="STRICT_SPREAD")
+    group = groups.placement_group(
+        [arguments["bundle"]] * arguments["nodes"], strategy="STRICT_SPREAD"
+    )
     ready = group.ready()
     while not ray.wait([ready], timeout=TICK)[0]:
         if stops:
             return 128 + int(signal.SIGTERM)
-    gang = Gang(ray, start_actors(ray, group, asked), asked["folder"], stops)
+    gang = Gang(ray, start_actors(ray, group, arguments), arguments["folder"], stops)
     return gang.run()
 
 
-def start_actors(ray: Any, group: Any, asked: dict[str, Any]) -> list[Any]:
+def start_actors(ray: Any, group: Any, arguments: dict[str, Any]) -> list[Any]:
     """Start an actor in each bundle, which takes all of it."""
     places = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-    bundle = dict(asked["bundle"])
+    bundle = dict(arguments["bundle"])
     cpus, gpus, memory = (bundle.pop(word, None) for word in ("CPU", "GPU", "memory"))
     return [
         ray.remote(Machine)
@@ -304,7 +306,7 @@ def start_actors(ray: Any, group: Any, asked: dict[str, Any]) -> list[Any]:
             scheduling_strategy=places(group, placement_group_bundle_index=index),
         )
         .remote()
-        for index in range(asked["nodes"])
+        for index in range(arguments["nodes"])
     ]
 
 

@@ -99,36 +99,30 @@ class JobSpec:
 
 def problems(spec: JobSpec) -> list[str]:
     """Everything wrong with it, in words for its author; empty if nothing is."""
-    return [
-        *_argument_problems(spec.arguments),
-        *name_problems("environment", spec.environment),
-        *name_problems("secret", spec.secrets),
-        *(
-            f"environment variable {name} has a NUL character in its value"
-            for name, value in spec.environment.items()
-            if "\0" in value
-        ),
-        *(
-            f"{name} is given as a secret and as a plain variable; give one of the two"
-            for name in spec.secrets
-            if name in spec.environment
-        ),
-        *(p for path in spec.files for p in path_problems("file", path)),
-        *(p for path in spec.artefacts for p in path_problems("artefact", path)),
-        *(p for path in spec.checkpoints for p in path_problems("checkpoint folder", path)),
-    ]
-
-
-def _argument_problems(arguments: tuple[str, ...]) -> list[str]:
+    arguments = spec.arguments
+    found: list[str] = []
     if not arguments or not arguments[0]:
-        return ["there is no command: the first argument is the program"]
-    found = [
+        found.append("there is no command: the first argument is the program")
+    found += [
         f"argument {n} has a NUL character in it" for n, a in enumerate(arguments) if "\0" in a
     ]
     if len(arguments) > MOST_ARGUMENTS:
         found.append(f"{len(arguments)} arguments; at most {MOST_ARGUMENTS} are passed on")
     if any(len(a.encode("utf-8", "replace")) > LONGEST_ARGUMENT for a in arguments):
         found.append(f"an argument is longer than {LONGEST_ARGUMENT} bytes; put it into a file")
+    found += name_problems("environment", spec.environment)
+    found += name_problems("secret", spec.secrets)
+    for name, value in spec.environment.items():
+        if "\0" in value:
+            found.append(f"environment variable {name} has a NUL character in its value")
+        if name in spec.secrets:
+            found.append(
+                f"{name} is given as a secret and as a plain variable; give one of the two"
+            )
+    named = {"file": spec.files, "artefact": spec.artefacts, "checkpoint folder": spec.checkpoints}
+    for what, paths in named.items():
+        for path in paths:
+            found += path_problems(what, path)
     return found
 
 

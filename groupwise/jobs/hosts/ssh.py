@@ -231,9 +231,7 @@ class SshHost:
         for link in self._links:
             link.retired = True
             for session in link.waiting:
-                session.exchange.fail(
-                    OutcomeUnknown(f"{self.address} was seen to begin anew meanwhile")
-                )
+                session.exchange.fail(OutcomeUnknown(f"{self.address} was restarted meanwhile"))
         self._sessions_changed()
 
     async def close(self) -> None:
@@ -440,7 +438,7 @@ def _why_not(address: Address, pinned: HostKey, witness: KeyWitness, error: Exce
     if witness.seen is not None:
         return HostKeyError(
             f"{address.host} port {address.port} shows the key {witness.seen.fingerprint} ({witness.seen.type}); the pinned one is"
-            f" {pinned.fingerprint} ({pinned.type}). It is another machine, was set up anew, or somebody stands between:"
+            f" {pinned.fingerprint} ({pinned.type}). It is another machine, was installed again, or is impersonated:"
             " find out which before you trust it",
             str(witness.seen),
         )

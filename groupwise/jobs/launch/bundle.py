@@ -68,7 +68,7 @@ PLACEHOLDER = re.compile(
 )
 """Placeholders for a password in a URL."""
 PIECE, OVERLAP = 1000, 400
-"""Long lines are searched in pieces of so many characters, because some rules take quadratic time; no token is longer than the overlap."""
+"""Long lines are searched in pieces (in characters), because some rules take quadratic time; no token is longer than the overlap."""
 LONG_RUN = re.compile(rb"([A-Za-z0-9+/_-]{400})[A-Za-z0-9+/_-]+")
 """A run longer than any token, such as a picture in a notebook; its first characters say enough."""
 SEARCHED = 16 << 20
@@ -80,7 +80,7 @@ LOOKED_AT = 32 << 20
 LONGEST_HEAD = 65_536
 """Bytes at the beginning of a file that decide whether it is a text."""
 CONTROLS = tuple(bytes([each]) for each in (*range(1, 9), *range(14, 27), *range(28, 32)))
-"""Control characters, of which a text has none, or nearly none."""
+"""Control characters, which a text hardly has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +202,8 @@ def _of_git(root: Path) -> list[str] | None:
         return None
     if found.returncode != 0:
         if is_gits:
-            said = found.stderr.decode(errors="replace").strip()
-            raise UsageError(f"git does not say which files of {root} are its own: {said}")
+            message = found.stderr.decode(errors="replace").strip()
+            raise UsageError(f"git does not say which files of {root} are its own: {message}")
         return None
     return [os.fsdecode(each) for each in found.stdout.split(b"\0") if each]
 

@@ -57,14 +57,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class TrainingKind:
     """One kind of job."""
 
-    make: Callable[[Row], JobSpec]
-    """Makes the command of a row."""
+    expand: Callable[[Row], JobSpec]
+    """Makes the command of a row. Raises `TaskError`, a `UsageError`, with a line for each problem."""
     shrinks: tuple[str, ...]
     """Keys whose smaller values need less memory, and change only the last bits of results."""
-
-    def expand(self, row: Row) -> JobSpec:
-        """The command of a row. Raises `TaskError`, a `UsageError`, with a line for each problem."""
-        return self.make(row)
 
     def smaller(self, row: Row) -> Row | None:
         """The same job with less computed at once; None if nothing can be gained.
@@ -318,10 +314,10 @@ def _all_words(row: Row, given: Mapping[str, Any], found: list[str]) -> tuple[st
 
 def as_word(value: Any) -> str:
     """A value as an override reads it: JSON that is YAML as well, with nothing in it but visible ASCII. ValueError for NaN."""
+
+    def escaped(found: re.Match[str]) -> str:
+        code = ord(found[0])
+        return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return re.sub(r"[^\x20-\x7e]", _escaped, text)
-
-
-def _escaped(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return re.sub(r"[^\x20-\x7e]", escaped, text)

@@ -71,15 +71,17 @@ class ManifestOptions:
     memory: Quantity | None = None
 
 
-def manifests(asked: ManifestOptions) -> list[dict[str, Any]]:
+def manifests(options: ManifestOptions) -> list[dict[str, Any]]:
     """The documents, in the order in which they are to be applied. Raises UsageError for values that Kubernetes would reject."""
-    if len(asked.name) > LONGEST_NAME:
+    if len(options.name) > LONGEST_NAME:
         raise UsageError(
-            f"--name {asked.name}: {LONGEST_NAME} letters at most, since pods have longer names, and none of more than 63."
+            f"--name {options.name}: {LONGEST_NAME} letters at most, since pods have longer names, and none of more than 63."
         )
-    if asked.nodes > 1 and "." in asked.name:
-        raise UsageError(f"--name {asked.name}: several nodes find each other by it, without dots.")
-    for word in asked.command:
+    if options.nodes > 1 and "." in options.name:
+        raise UsageError(
+            f"--name {options.name}: several nodes find each other by it, without dots."
+        )
+    for word in options.command:
         try:
             is_text = "\0" not in word.encode("utf-8").decode()
         except UnicodeEncodeError:  # lone surrogates
@@ -87,14 +89,14 @@ def manifests(asked: ManifestOptions) -> list[dict[str, Any]]:
         if not is_text:
             raise UsageError("an argument is no text, or has a NUL character in it.")
     try:
-        TypeAdapter(ManifestOptions).validate_python(asdict(asked))
+        TypeAdapter(ManifestOptions).validate_python(asdict(options))
     except ValidationError as error:
         lines = [f"\n  {each.field} {each.given!r}: {each.message}" for each in field_errors(error)]
         raise UsageError("Kubernetes would not take this:" + "".join(lines)) from None
-    labels = {"app.kubernetes.io/name": "groupwise", "app.kubernetes.io/instance": asked.name}
-    metadata: dict[str, Any] = {"name": asked.name, "labels": labels}
-    if asked.namespace is not None:
-        metadata["namespace"] = asked.namespace
+    labels = {"app.kubernetes.io/name": "groupwise", "app.kubernetes.io/instance": options.name}
+    metadata: dict[str, Any] = {"name": options.name, "labels": labels}
+    if options.namespace is not None:
+        metadata["namespace"] = options.namespace
     service = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -103,7 +105,7 @@ def manifests(asked: ManifestOptions) -> list[dict[str, Any]]:
             "clusterIP": "None",
             # The others look the first pod up before it is ready.
             "publishNotReadyAddresses": True,
-            "selector": {JOB_NAME: asked.name},
+            "selector": {JOB_NAME: options.name},
             "ports": [{"name": "meeting", "port": PORT}],
         },
     }
@@ -112,60 +114,60 @@ def manifests(asked: ManifestOptions) -> list[dict[str, Any]]:
         "kind": "Job",
         "metadata": metadata,
         "spec": {
-            "completions": asked.nodes,
-            "parallelism": asked.nodes,
-            "completionMode": "Indexed" if asked.nodes > 1 else "NonIndexed",
+            "completions": options.nodes,
+            "parallelism": options.nodes,
+            "completionMode": "Indexed" if options.nodes > 1 else "NonIndexed",
             "backoffLimit": 0,
             "podReplacementPolicy": "Failed",
-            "activeDeadlineSeconds": math.ceil(asked.hours * 3600),
-            "template": {"metadata": {"labels": labels}, "spec": _pod(asked)},
+            "activeDeadlineSeconds": math.ceil(options.hours * 3600),
+            "template": {"metadata": {"labels": labels}, "spec": _pod(options)},
         },
     }
-    return [service, job] if asked.nodes > 1 else [job]
+    return [service, job] if options.nodes > 1 else [job]
 
 
-def _pod(asked: ManifestOptions) -> dict[str, Any]:
-    gpus = str(asked.gpus) if asked.gpus else None
-    limits = {"nvidia.com/gpu": gpus, "cpu": asked.cpus, "memory": asked.memory}
+def _pod(options: ManifestOptions) -> dict[str, Any]:
+    gpus = str(options.gpus) if options.gpus else None
+    limits = {"nvidia.com/gpu": gpus, "cpu": options.cpus, "memory": options.memory}
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
-    if asked.pvc is not None:
-        runs = str(PurePosixPath(asked.workdir) / "runs")
+    if options.pvc is not None:
+        runs = str(PurePosixPath(options.workdir) / "runs")
         mounts.append({"name": "results", "mountPath": runs})
-        volumes.append({"name": "results", "persistentVolumeClaim": {"claimName": asked.pvc}})
+        volumes.append({"name": "results", "persistentVolumeClaim": {"claimName": options.pvc}})
     ranks = [{"name": RANK, "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}]
     keys = [
-        {"name": each, "valueFrom": {"secretKeyRef": {"name": asked.secret, "key": each}}}
-        for each in sorted(asked.variables)
+        {"name": each, "valueFrom": {"secretKeyRef": {"name": options.secret, "key": each}}}
+        for each in sorted(options.variables)
     ]
     container = {
         "name": "job",
-        "image": asked.image,
-        "command": [*command(asked)],
-        "workingDir": asked.workdir,
-        "env": [*(ranks if asked.nodes > 1 else ()), *keys],
+        "image": options.image,
+        "command": [*command(options)],
+        "workingDir": options.workdir,
+        "env": [*(ranks if options.nodes > 1 else ()), *keys],
         "resources": {"limits": {name: each for name, each in limits.items() if each}},
         "volumeMounts": mounts,
     }
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": int(GRACE_SECONDS) + LEAVING_SECONDS,
-        **({"subdomain": asked.name} if asked.nodes > 1 else {}),
+        **({"subdomain": options.name} if options.nodes > 1 else {}),
         "containers": [container],
         "volumes": volumes,
     }
 
 
-def command(asked: ManifestOptions) -> tuple[str, ...]:
+def command(options: ManifestOptions) -> tuple[str, ...]:
     """The command for Kubernetes, with `$` doubled; several nodes meet by torchrun, at the first of them."""
-    words = tuple(each.replace("$", "$$") for each in asked.command)
-    if asked.nodes == 1:
+    words = tuple(each.replace("$", "$$") for each in options.command)
+    if options.nodes == 1:
         return words
     meeting = (
-        f"--nnodes={asked.nodes}",
-        f"--nproc-per-node={max(1, asked.gpus)}",
+        f"--nnodes={options.nodes}",
+        f"--nproc-per-node={max(1, options.gpus)}",
         f"--node-rank=$({RANK})",
-        f"--master-addr={asked.name}-0.{asked.name}",
+        f"--master-addr={options.name}-0.{options.name}",
         f"--master-port={PORT}",
     )
     return ("torchrun", *meeting, "--no-python", *words)

@@ -149,7 +149,7 @@ def refuse_shown_secrets(command: Sequence[str], secrets: Mapping[str, str]) -> 
     ]
     if shown:
         raise UsageError(
-            f"the value of {', '.join(shown)} stands in the command, and would be seen by everybody on the machine and kept in its files. "
+            f"the value of {', '.join(shown)} stands in the command, and would be seen by every user of the machine and kept in its files. "
             "Let the program read the variable."
         )
 

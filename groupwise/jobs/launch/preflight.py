@@ -84,17 +84,17 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
             f"`groupwise {shlex.join(words)}` did not say what it would do within {TRIED:.0f} s. --no-preflight launches it untried."
         ) from None
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+        message = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
         raise UsageError(
             f"tried here, `groupwise {shlex.join(words)}` would fail, so nothing was launched. It gets the variables of --env-file, "
             "none that are only set here. --no-preflight launches it untried, for data or packages that only the machine has. It said:"
-            f"\n{said}"
+            f"\n{message}"
         )
     return _described(verb, rest, done.stdout, project)
 
 
 def first_of(machines: int, processes: int) -> dict[str, str]:
-    """The variables that torchrun will set for the first of so many processes on each machine, so that a config for another number is
+    """The variables that torchrun will set for the first of `processes` on each of `machines`, so that a config for another number is
     refused."""
     return {
         "RANK": "0",
@@ -133,17 +133,15 @@ def _described(verb: str, rest: Sequence[str], output: bytes, project: Path) -> 
             (config["run"]["dir"],), f"{plan['task']}{steps}", _needs(project, rest, config)
         )
     if verb == "eval" and plan:
-        asked = f"{plan['prompts']} prompts for {', '.join(plan['policies'])}"
+        summary = f"{plan['prompts']} prompts for {', '.join(plan['policies'])}"
         needs = (*plan["folders"], *_needs(project, rest, document["config"]))
-        results = tuple(_inside(project, each) for each in plan["results"])
-        return DryRunReport(results, f"{plan['task']}, {asked}", needs)
+        root, results = project.resolve(), list[str]()
+        for each in plan["results"]:
+            place = (project / each).resolve()
+            inside = place.is_relative_to(root)
+            results.append(place.relative_to(root).as_posix() if inside else each)
+        return DryRunReport(tuple(results), f"{plan['task']}, {summary}", needs)
     return DryRunReport(_output_of(rest), f"`groupwise {verb}` says what it would ask")
-
-
-def _inside(project: Path, path: str) -> str:
-    """The path relative to the project if it is in it."""
-    place, root = (project / path).resolve(), project.resolve()
-    return place.relative_to(root).as_posix() if place.is_relative_to(root) else path
 
 
 def _needs(project: Path, words: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:

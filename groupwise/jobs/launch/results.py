@@ -44,9 +44,19 @@ def set_aside(folder: Path) -> Path | None:
 def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict[str, Any]:
     """The document of a job's outcome; its cost is filled in later."""
     ending = status.ending
-    # Checkpoints hold copies of a run's record.
-    records = [path for path in map(PurePosixPath, fetched.files) if path.name == RECORD]
-    runs = [_run(fetched.folder, p.parent) for p in records if "checkpoints" not in p.parts]
+    runs: list[dict[str, Any]] = []
+    for path in map(PurePosixPath, fetched.files):
+        if (
+            path.name != RECORD or "checkpoints" in path.parts
+        ):  # these hold copies of a run's record
+            continue
+        run, summary, problem = path.parent, None, None
+        try:  # a run that has ended by itself has a summary: state, steps, metrics, hub repository
+            summary = read_summary(fetched.folder / run)
+        except StoreError as error:
+            problem = error.message
+        entry = {"folder": run.as_posix(), "summary": summary, "problem": problem}
+        runs.append({"run": run.name, **entry})
     return {
         "format": 1,
         "name": handle.name,
@@ -82,16 +92,3 @@ def write(folder: Path, document: dict[str, Any]) -> Path:
     path = folder / RESULT
     atomic_files.write_json(path, document)
     return path
-
-
-def _run(folder: Path, run: PurePosixPath) -> dict[str, Any]:
-    """A run's entry: its name and, once it has ended by itself, its summary with state, steps, metrics and hub repository.
-
-    `problem`: why a summary that was fetched cannot be read.
-    """
-    summary = problem = None
-    try:
-        summary = read_summary(folder / run)
-    except StoreError as error:
-        problem = error.message
-    return {"run": run.name, "folder": run.as_posix(), "summary": summary, "problem": problem}

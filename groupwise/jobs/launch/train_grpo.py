@@ -81,43 +81,28 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Flags)
 def problems(flags: Flags, overrides: Sequence[str] = ()) -> list[str]:
     """Problems with the flags beyond those that the config itself will report, in words for the user."""
     texts = ("model", "dataset", "preprocessing_pipeline", "output_dir")
-    empty = [f"--{name} is empty." for name in texts if not getattr(flags, name)]
-    rate = flags.learning_rate
-    return [
-        *empty,
-        *(["--reward_function is missing: name a reward."] if not flags.reward_function else []),
-        *(["--reward_function is empty."] if "" in flags.reward_function else []),
-        *(
-            f"--{name} is {value}; it must be a whole number, 1 or more."
-            for name in _COUNTS
-            if (value := getattr(flags, name)) < 1
-        ),
-        *(
-            []
-            if 0 < rate < math.inf
-            else [f"--learning_rate is {rate:g}; it must be a number above 0, such as 5e-6."]
-        ),
-        *(problem for word in overrides for problem in _doubled(word)),
+    found = [f"--{name} is empty." for name in texts if not getattr(flags, name)]
+    if not flags.reward_function:
+        found.append("--reward_function is missing: name a reward.")
+    if "" in flags.reward_function:
+        found.append("--reward_function is empty.")
+    sizes = ("batch_size", "num_generations", "max_prompt_length", "max_completion_length")
+    found += [
+        f"--{name} is {value}; it must be a whole number, 1 or more."
+        for name in ("max_steps", *sizes)
+        if (value := getattr(flags, name)) < 1
     ]
-
-
-_COUNTS = (
-    *("max_steps", "batch_size", "num_generations"),
-    *("max_prompt_length", "max_completion_length"),
-)
-
-
-def _doubled(word: str) -> list[str]:
-    """The problem with an override that repeats a flag, or replaces a whole section that flags write into."""
-    given = word.partition("=")[0]
-    for flag, key in KEYS.items():
-        if given == key:
-            return [f"{given} is --{flag} here; give it as that."]
-        if key.startswith(f"{given}."):
-            return [
-                f"{given} as a whole would replace what the flags say of it; give single keys, as in {key.partition('.')[0]}.KEY=value."
-            ]
-    return []
+    rate = flags.learning_rate
+    if not 0 < rate < math.inf:
+        found.append(f"--learning_rate is {rate:g}; it must be a number above 0, such as 5e-6.")
+    for key in (word.partition("=")[0] for word in overrides):
+        if (flag := next((flag for flag in KEYS if KEYS[flag] == key), None)) is not None:
+            found.append(f"{key} is --{flag} here; give it as that.")
+        elif any(each.startswith(f"{key}.") for each in KEYS.values()):
+            found.append(
+                f"{key} as a whole would replace what the flags say of it; give single keys, as in {key.partition('.')[0]}.KEY=value."
+            )
+    return found
 
 
 def config_of(flags: Flags) -> dict[str, Any]:

@@ -59,7 +59,12 @@ class Watch:
                 self._say(
                     f"waits: {status.waits_for}" if status.waits_for else "it has left the queue"
                 )
-            await self._write_log(backend, handle, status.log_size)
+            while self._offset < status.log_size:
+                part = await self._patiently(lambda: backend.log(handle, self._offset, PIECE))
+                if not part.data:
+                    break
+                self._write(part.data)
+                self._offset += len(part.data)
             now = (status.checkpoints, status.step)
             if status.ending is not None:
                 return status, await self._patiently(lambda: backend.fetch(handle, self._results))
@@ -71,15 +76,6 @@ class Watch:
                     )
             fetched_of = now
             status = await self._patiently(partial(backend.wait, handle, status, LOOK_SECONDS))
-
-    async def _write_log(self, backend: Backend, handle: Handle, size: int) -> None:
-        """Write the log up to `size` bytes."""
-        while self._offset < size:
-            part = await self._patiently(lambda: backend.log(handle, self._offset, PIECE))
-            if not part.data:
-                return
-            self._write(part.data)
-            self._offset += len(part.data)
 
     async def _patiently(self, ask: Callable[[], Awaitable[Result]]) -> Result:
         return await patiently(ask, self._say)

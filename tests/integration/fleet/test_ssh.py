@@ -242,7 +242,7 @@ async def test_after_a_call_without_an_answer_a_new_connection_is_made(
     before = logins(full)
     if call is not None:
         host.doubt()
-        with pytest.raises(OutcomeUnknown, match="begin anew"):
+        with pytest.raises(OutcomeUnknown, match="restarted"):
             await call
     await told(host)
     assert logins(full) == before + 1

@@ -49,9 +49,9 @@ def desk(what: str, *arguments: Any) -> Any:
     """Answer a request; see `coordinator.py`."""
     volume = runs()
     volume.reload()
-    said = desks.answer(HOME, what, arguments)
+    answer = desks.answer(HOME, what, arguments)
     volume.commit()
-    return said
+    return answer
 
 
 def work(document: Mapping[str, Any]) -> str:

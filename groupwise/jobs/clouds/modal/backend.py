@@ -118,7 +118,7 @@ class ModalBackend(MachineBackend):
         seconds = sum(filter(None, took.values()))
         unknown = sorted({each.epoch for each in attempts} - took.keys())
         lacks = (
-            f"; attempt {', '.join(map(str, unknown))} is not counted, since no end of it is told"
+            f"; attempt {', '.join(map(str, unknown))} is not counted, since its end is not known"
             if unknown
             else ""
         )
@@ -130,17 +130,17 @@ class ModalBackend(MachineBackend):
 
     async def _deploy(self, order: Order, store: BlobStore) -> None:
         """Make the order's image if Modal does not have it yet."""
-        asked: Mapping[str, Any] | None = order.asks.get("image")
-        if asked is None or await self._modal.port.has_app(app := app_of(asked["name"])):
+        image: Mapping[str, Any] | None = order.asks.get("image")
+        if image is None or await self._modal.port.has_app(app := app_of(image["name"])):
             return
-        entries = {path: FileEntry(*entry) for path, entry in asked["files"].items()}
+        entries = {path: FileEntry(*entry) for path, entry in image["files"].items()}
         if store.missing([each.sha256 for each in entries.values()]):
             raise UsageError(
                 f"the app {app} is not at Modal any more, and this machine does not have what its image is made of: resume the job from "
                 "the machine that it was launched from, or launch it under another name."
             )
         files = {path: store.read(each.sha256) for path, each in entries.items()}
-        await self._modal.port.deploy(Image(asked["name"], asked["python"], files))
+        await self._modal.port.deploy(Image(image["name"], image["python"], files))
 
     async def _engine(self, order: Order) -> Engine:
         return engine_of(self._call(order))
@@ -184,5 +184,5 @@ def check_gpu(name: str) -> str:
 
 
 def per_hour(gpu: str | None, count: int) -> float | None:
-    """Dollars an hour for so many GPUs; None if none is asked for."""
+    """Dollars an hour for `count` GPUs; None without a GPU."""
     return None if gpu is None else DOLLARS_PER_SECOND[check_gpu(gpu)] * 3600 * max(1, count)

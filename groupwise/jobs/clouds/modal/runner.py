@@ -59,11 +59,11 @@ class DeskHost:
         seconds = (request.longest or timeout) + COLD
         try:
             async with asyncio.timeout(seconds):
-                said = await self._port.desk("ask", request_bytes(request))
+                answer = await self._port.desk("ask", request_bytes(request))
         except TimeoutError:
             raise OutcomeUnknown(no_answer(request, "Modal", seconds)) from None
         reader = AnswerReader(request)
-        if not reader.feed(said):
+        if not reader.feed(answer):
             raise without_answer(reader, None, "")
         assert reader.answer is not None, "it is whole"
         return checked_answer(reader.answer)
@@ -113,8 +113,8 @@ class ModalRunner(EngineRunner[ModalTurn]):
 
     async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[ModalTurn]:
         """See `EngineRunner.find_jobs`: the turn of each attempt, also of those for which no call was spawned yet."""
-        asked = {f"{each.job}.{each.epoch}": each for each in attempts}
-        keys = [[each.job, each.epoch] for each in asked.values()]
+        by_name = {f"{each.job}.{each.epoch}": each for each in attempts}
+        keys = [[each.job, each.epoch] for each in by_name.values()]
         turns: dict[str, dict[str, Any]] = await self.port.desk("turns", keys)
         found: list[ModalTurn] = []
         for name, turn in turns.items():
@@ -128,7 +128,7 @@ class ModalRunner(EngineRunner[ModalTurn]):
                 waits_for = "it is on its way to Modal"
             if call and call not in spawned:
                 spawned = [*spawned, call]
-            its = name_of(asked[name]), turn["number"], call, tuple(spawned), waits_for
+            its = name_of(by_name[name]), turn["number"], call, tuple(spawned), waits_for
             found.append(ModalTurn(*its))
         return found
 
@@ -140,8 +140,7 @@ class ModalRunner(EngineRunner[ModalTurn]):
         self, state: MemberState, options: Sequence[str], secrets: Mapping[str, str]
     ) -> None:
         """See `EngineRunner._submit`."""
-        asked = Call(**json.loads(options[0]))
-        call = replace(asked, job=state.job, epoch=state.epoch)
+        call = replace(Call(**json.loads(options[0])), job=state.job, epoch=state.epoch)
         spawned = await self.port.spawn(call, secrets)
         turn = await self.port.desk("note", state.job, state.epoch, call.number, spawned)
         if turn is None:  # the attempt was removed meanwhile

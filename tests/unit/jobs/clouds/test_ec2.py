@@ -51,7 +51,7 @@ def test_what_passes_by_itself_is_tried_again_a_few_times(passes: Exception) -> 
 
 
 @pytest.mark.parametrize(("said", "expected", "words"), [
-    (NoCredentialsError(), NoCredentials, "aws configure"), (refusal("AuthFailure"), NoCredentials, "does not take the credentials"),
+    (NoCredentialsError(), NoCredentials, "aws configure"), (refusal("AuthFailure"), NoCredentials, "does not accept the credentials"),
     (refusal("UnauthorizedOperation"), Refused, "lists what is needed"),
     (refusal("InsufficientInstanceCapacity"), Refused, "InsufficientInstanceCapacity"),
     (refusal("VcpuLimitExceeded"), Refused, "VcpuLimitExceeded"),

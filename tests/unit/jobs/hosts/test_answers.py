@@ -42,6 +42,15 @@ def test_what_is_of_another_type_than_agreed_is_no_answer() -> None:
     for each in (*told, []):
         with pytest.raises(BadAnswer, match="the state of an attempt"):
             answers.member_state(each)
+    for odd_hello in (
+        None,
+        [],
+        {"cgroup": "v2"},
+        {"protocols": 5},
+        {"protocols": [], "cgroup": {}},
+    ):
+        with pytest.raises(BadAnswer, match="the answer to hello"):
+            answers.hello(odd_hello)
 
 
 OBSERVATION: dict[str, Any] = {
