@@ -6,8 +6,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from groupwise.jobs.hosts.runner.blobs import has_blob
-from groupwise.jobs.hosts.runner.files import LARGEST_RECORD
+from groupwise.jobs.hosts.runner.blobs import has_blob, lay_out
+from groupwise.jobs.hosts.runner.files import LARGEST_RECORD, make_folder
 from groupwise.jobs.hosts.runner.observe import load_of
 from groupwise.jobs.hosts.runner.processes import boot_clock, find_program, path_of
 from groupwise.jobs.hosts.runner.protocol import (
@@ -167,6 +167,12 @@ class Order:
         """Blobs that are not here."""
         wanted = {str(e[0]) for e in (*self.files.values(), *self.resume_files.values())}
         return sorted(sha for sha in wanted if not has_blob(self.root, sha))
+
+    def lay_out(self, work: str) -> Iterator[None]:
+        """Put the job's files into a working folder, and make the folder that it writes to. Yields now and then, so the caller may stop."""
+        yield from lay_out(self.root, work, {**self.files, **self.resume_files})
+        for path in self.artefacts[:1]:
+            make_folder(os.path.dirname(os.path.join(work, path)))
 
     def first_state(self) -> dict[str, Any]:
         """The fields that every state file of this attempt has."""
