@@ -28,7 +28,7 @@ from groupwise.jobs.hosts.runner.root import attempt_of
 from groupwise.jobs.hosts.runner.work_folder import parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from typing import Any
 
     from groupwise.jobs.hosts.runner.root import Root
@@ -87,7 +87,10 @@ class Order:
         self.files: dict[str, list[Any]] = dict(self.spec.get("files") or {})
         resume: dict[str, Any] = body.get("resume") or {}
         self.resume_files: dict[str, list[Any]] = dict(resume.get("manifest") or {})
-        self.resume_path: str | None = resume.get("path") or top_of(self.resume_files)
+        # The folder of the checkpoint is the one with the uppermost manifest.
+        manifests = [p for p in self.resume_files if p.split("/")[-1] == "manifest.json"]
+        tops = [path.rpartition("/")[0] for path in manifests]
+        self.resume_path: str | None = resume.get("path") or min(tops, key=len, default=None)
         self.environment: dict[str, str] = dict(body.get("environment") or {})
         self.secrets: dict[str, str] = dict(body.pop("secrets", None) or {})
         self.path = path_of(body.get("python"))
@@ -188,12 +191,6 @@ class Order:
             "checkpoints": self.checkpoints,
             "limits": self.limits,
         }
-
-
-def top_of(manifest: Iterable[str]) -> str | None:
-    """The folder of a checkpoint's files: the one with the uppermost manifest.json."""
-    found = [path.rpartition("/")[0] for path in manifest if path.split("/")[-1] == "manifest.json"]
-    return min(found, key=len) if found else None
 
 
 def check_room(order: Order) -> None:
