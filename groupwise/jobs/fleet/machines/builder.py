@@ -1,7 +1,7 @@
 """Makes a Python environment on a machine. This file is sent there as the command of one attempt (`prepare.py`), beside `order.json`,
 the lock and the wheels; it needs Python 3.8 and nothing else.
 
-An environment is `<folder>/<name>`, named after what was asked to be in it. It is built where it will stay, since environments cannot be
+An environment is `<folder>/<name>`, named by a hash of what it shall contain. It is built where it will stay, since environments cannot be
 moved, and `environment.json` is written in it last: without that file it is incomplete, and the next build removes it and starts over. Each
 name has one lock, held by the builder and by every pip that it has started; a second builder waits, and finds the environment made. An
 environment that is complete and works is left as it is, so that asking again costs a second.
@@ -58,7 +58,7 @@ COMPLAINTS = (
     ),
     (
         r"DO NOT MATCH THE HASHES|hash(es)? (is|are) required|--require-hashes",
-        "what the index has is not what the lock says, by its hashes: look who changed which of the two before you lock anew.",
+        "what the index has is not what the lock says, by its hashes: find out which of the two was changed before you make a new lock.",
     ),
     (
         r"Cannot connect to proxy|ProxyError",
@@ -243,7 +243,7 @@ def make(order: Order, place: str, lock: int) -> dict[str, Any]:
     pip.run([program, "-m", "venv", "--without-pip", place], "no environment can be made")
     # A separate step, because venv hides the output of ensurepip.
     pip.run([pip.python, "-m", "ensurepip", "--upgrade", "--default-pip"], "it gets no pip")
-    log("2/4 groupwise, as it is installed where this was asked for")
+    log("2/4 groupwise, as it is installed where `vm prepare` was called")
     pip.install("--no-index", "--no-deps", os.path.join("wheels", order.groupwise))
     log(f"3/4 {order.pins} releases as locked")
     if order.pins:
@@ -306,10 +306,10 @@ def interpreter(order: Order) -> tuple[str, str]:
         if tuple(map(int, version.split(".")[:2])) >= tuple(order.least):
             return program, version
         seen.append(f"{program} is Python {version}")
-    asked = ", ".join(order.pythons)
+    names = ", ".join(order.pythons)
     there = "; ".join(dict.fromkeys(seen)) or "none of these is there"
     raise Problem(
-        f"groupwise needs Python {least} or newer, and the machine has none among {asked}: {there}. Install one there (Debian and "
+        f"groupwise needs Python {least} or newer, and the machine has none among {names}: {there}. Install one there (Debian and "
         f"Ubuntu: `apt install python{least} python{least}-venv`; without root: `uv python install {least}`), or name it: "
         f"--python /path/to/python{least}"
     )
@@ -371,7 +371,7 @@ class Pip:
         if lacking:
             raise Problem(
                 f"the lock has not all that groupwise itself needs: {'; '.join(lacking)}. Without --lock it is made from what is "
-                "installed where this is asked for."
+                "installed where `vm prepare` is called."
             )
         if code:
             log("  not all of it fits together, pip says. It is used all the same.")

@@ -66,7 +66,7 @@ class Plan:
     @cached_property
     def name(self) -> str:
         """The environment's name: equal for equal contents."""
-        asked = {
+        contents = {
             "made": WAY,
             "groupwise": self.packed.sha256,
             "lock": self.lock.text,
@@ -77,7 +77,7 @@ class Plan:
             "pythons": self.candidates,
             "indexes": [self.index_url, *self.extra_index_urls],
         }
-        canonical = json.dumps(asked, sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(contents, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:DIGITS]
 
     @cached_property
@@ -182,7 +182,9 @@ def plan_of(options: PrepareOptions) -> Plan:
     references = options.secrets
     for reference in references.values():
         if re.search(r"[*?\[]", reference):
-            raise UsageError(f"--secret …={reference}: a variable or a file is wanted, no pattern.")
+            raise UsageError(
+                f"--secret …={reference}: a variable or a file is expected, no pattern."
+            )
     try:
         secrets = AllowedSecrets(tuple(references.values())).read(references)
     except SecretMissing as missing:
@@ -210,7 +212,7 @@ def _check(options: PrepareOptions) -> None:
     urls = [*([options.index_url] if options.index_url else []), *options.extra_index_urls]
     if options.wheelhouse is not None and (urls or options.secrets):
         raise UsageError(
-            "with --wheelhouse no index is asked for packages: --index-url, --extra-index-url and --secret have no effect."
+            "with --wheelhouse no index is contacted: --index-url, --extra-index-url and --secret have no effect."
         )
     for url in urls:
         _check_address(url)
@@ -248,7 +250,7 @@ def _check_address(url: str) -> None:
         )
     if parts.scheme not in ("https", "http", "file") or " " in url:
         raise UsageError(
-            f"{url[:200]}: the address of a package index is wanted, as https://pypi.org/simple."
+            f"{url[:200]}: the address of a package index is expected, as https://pypi.org/simple."
         )
 
 

@@ -113,7 +113,7 @@ def require_usable(machine: Machine) -> None:
         )
     if machine.transport != LOCAL and machine.host_key is None:
         raise UsageError(
-            f"{machine.vm_id} is not trusted yet, and nothing but its key is asked of it: `groupwise fleet vm trust {machine.vm_id}`."
+            f"{machine.vm_id} is not trusted yet, so only its key is read: `groupwise fleet vm trust {machine.vm_id}`."
         )
 
 
@@ -132,17 +132,17 @@ async def prepare(
         return await _build(machine, plan, store, tell, reached)
     except HostKeyError as error:
         raise PrepareError(
-            f"{machine.vm_id}: {error}. Nothing is said to it; compare the key with the machine's own, then "
+            f"{machine.vm_id}: {error}. Nothing was sent to it; compare the key with the machine's own, then "
             f"`groupwise fleet vm trust {machine.vm_id}`."
         ) from None
     except RunnerRefused as refusal:
         full = "; its disk is full: make room there" if refusal.code == "disk_full" else ""
         raise PrepareError(
-            f"{machine.vm_id}: the machine's runner will not: {refusal.message}{full}"
+            f"{machine.vm_id}: the machine's runner refuses: {refusal.message}{full}"
         ) from None
     except HostError as error:
         raise PrepareError(
-            f"{machine.vm_id} cannot be asked: {error}. `groupwise fleet doctor --vm {machine.vm_id}` looks why."
+            f"{machine.vm_id} cannot be asked: {error}. `groupwise fleet doctor --vm {machine.vm_id}` finds out why."
         ) from None
     finally:
         if host is None:
@@ -169,15 +169,15 @@ async def prune(
         files = await asyncio.to_thread(with_builder, store, {"order.json": as_bytes(order)})
         spec = JobSpec(BUILDER, files=files, artefacts=(), checkpoints=())
         job = f"prune-{machine.vm_id}"[:60].replace(".", "-")
-        said = await _Task(runner, store, job, lambda _: None).run(spec, {}, hello)
+        result = await _Task(runner, store, job, lambda _: None).run(spec, {}, hello)
     except HostError as error:
         raise PrepareError(f"{machine.vm_id} cannot be asked: {error}") from None
     finally:
         if host is None:
             await reached.close()
-    if "problem" in said:
-        raise PrepareError(f"{machine.vm_id}: nothing more is removed: {said['problem']}")
-    return Pruned(list(said["removed"]), list(said["used"]), list(said["recent"]))
+    if "problem" in result:
+        raise PrepareError(f"{machine.vm_id}: nothing more is removed: {result['problem']}")
+    return Pruned(list(result["removed"]), list(result["used"]), list(result["recent"]))
 
 
 def starting_attempts(session: Session, vm_id: str) -> list[int]:
@@ -233,15 +233,18 @@ async def _build(
             checkpoints=(),
             limits=Limits(time_seconds=plan.time_seconds, grace_seconds=5.0),
         )
-        said = await _Task(runner, store, plan.job, tell).run(spec, plan.secrets, hello)
-        if "problem" in said:
-            raise PrepareError(f"{machine.vm_id} is not prepared: {said['problem']}")
+        result = await _Task(runner, store, plan.job, tell).run(spec, plan.secrets, hello)
+        if "problem" in result:
+            raise PrepareError(f"{machine.vm_id} is not prepared: {result['problem']}")
         hello = await runner.hello()
-        if _now_of(hello) - said["at"] <= TAKEN_IN:
+        if _now_of(hello) - result["at"] <= TAKEN_IN:
             break
         tell("that was a while ago; looking whether it is still there")
     return Prepared(
-        str(said["python"]), str(said["version"]), str(said["groupwise"]), bool(said["made"])
+        str(result["python"]),
+        str(result["version"]),
+        str(result["groupwise"]),
+        bool(result["made"]),
     )
 
 
@@ -269,11 +272,11 @@ class _Task:
         state = await _Follower(self.runner, self.tell).follow(state)
         try:
             data = await self.runner.read(state.job, state.epoch, "result.json", limit=RESULT_BYTES)
-            said = dict(json.loads(data))
+            result = dict(json.loads(data))
         except (RunnerRefused, ValueError):
-            said = {"problem": _failure_of(state)}
+            result = {"problem": _failure_of(state)}
         await self._tidy(state, spec.files)
-        return said
+        return result
 
     async def _attempts_there(self) -> list[MemberState]:
         """Attempts of this name of which the machine has a folder."""
@@ -292,7 +295,7 @@ class _Task:
             if state.refused is None:
                 return state
             if state.refused.code != "lower_epoch":
-                raise PrepareError(f"the machine's runner will not: {state.refused.message}")
+                raise PrepareError(f"the machine's runner refuses: {state.refused.message}")
             live = _live(await self._attempts_there())
             if live is not None:
                 return live
@@ -340,7 +343,7 @@ def _failure_of(state: MemberState) -> str:
     """How a build ended that left no result."""
     ended = state.exit
     if state.state == RunnerState.REBOOTED:
-        return "the machine was started anew meanwhile; try again"
+        return "the machine was restarted meanwhile; try again"
     if ended is None:
         return f"what watched over it on the machine was killed ({state.state}); try again"
     if ended.reason == "time_limit":

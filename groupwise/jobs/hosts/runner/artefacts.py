@@ -17,9 +17,9 @@ from groupwise.jobs.hosts.runner.locks import HeldLock, one_at_a_time
 from groupwise.jobs.hosts.runner.protocol import (
     Refusal,
     as_list,
+    blobs_of,
     count_of,
     is_sha,
-    shas_of,
     text_of,
 )
 from groupwise.jobs.hosts.runner.root import attempt_of
@@ -71,12 +71,9 @@ def read_slice(body: dict[str, Any], fd: int) -> Answered:
 
 def files_of(body: dict[str, Any]) -> list[tuple[str, str, int]]:
     """The field `files` of a request: path, SHA-256 and size in bytes of each."""
-    files = body["files"]
-    shas = shas_of({"files": [entry[1] for entry in files]}, "files")
-    return [
-        (text_of({"path": entry[0]}, "path"), shas[n], count_of({"size": entry[2]}, "size"))
-        for n, entry in enumerate(files)
-    ]
+    blobs = blobs_of([entry[1:] for entry in body["files"]], "files")
+    paths = [text_of({"path": entry[0]}, "path") for entry in body["files"]]
+    return [(path, *blobs[n]) for n, path in enumerate(paths)]
 
 
 def verb_log(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from groupwise.jobs.hosts.runner.files import make_folder, remove_file, sync_folder
 from groupwise.jobs.hosts.runner.locks import HeldLock, one_at_a_time
-from groupwise.jobs.hosts.runner.protocol import Refusal, Refused, Work, count_of, shas_of
+from groupwise.jobs.hosts.runner.protocol import Refusal, Refused, Work, blobs_of, shas_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,8 +87,7 @@ def store_blob(root: Root, sha: str, size: int, source: Readable, by: str | None
 
 
 def lay_out(root: Root, work: str, manifest: dict[str, list[Any]]) -> Iterator[None]:
-    """Put the files of a manifest into the working folder, where the command may change them. Yields now and then, so the caller may
-    stop."""
+    """Put the files of a manifest into the working folder, where the command may change them. Yields now and then."""
     for path, (sha, mode, _) in manifest.items():
         target = os.path.join(work, path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -137,23 +136,21 @@ def protect_blob(root: Root, sha: str) -> bool:
 
 def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> Answered:
     """Store blobs; those that came whole are kept even if a later one did not."""
-    shas = shas_of({"blobs": [entry[0] for entry in body["blobs"]]}, "blobs")
-    sizes = [count_of({"size": entry[1]}, "size") for entry in body["blobs"]]
-    if sum(sizes) != body.get("payload", 0):
+    blobs = blobs_of(body["blobs"], "blobs")
+    if sum(size for _, size in blobs) != body.get("payload", 0):
         raise Refusal(
             "bad_request", "payload: as many bytes as the blobs have together are expected"
         )
     with HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
-        for n, sha in enumerate(shas):
-            store_blob(root, sha, sizes[n], payload)
-    return {"stored": shas}, b""
+        for sha, size in blobs:
+            store_blob(root, sha, size, payload)
+    return {"stored": [sha for sha, _ in blobs]}, b""
 
 
 def verb_join(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Join parts that were sent before into one blob, then remove the parts."""
-    (sha,) = shas_of({"blob": [body["blob"][0]]}, "blob")
-    size = count_of({"size": body["blob"][1]}, "size")
-    parts = shas_of({"parts": [entry[0] for entry in body["parts"]]}, "parts")
+    ((sha, size),) = blobs_of([body["blob"]], "blob")
+    parts = [part for part, _ in blobs_of(body["parts"], "parts")]
     folder = make_folder(os.path.dirname(root.blob(sha)))
     with one_at_a_time(folder), HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
         if not has_blob(root, sha):

@@ -8,7 +8,7 @@ import re
 import time
 from typing import TYPE_CHECKING
 
-from groupwise.jobs.hosts.runner.files import read_text
+from groupwise.jobs.hosts.runner.files import read_text, write_once
 from groupwise.jobs.hosts.runner.locks import is_locked
 from groupwise.jobs.hosts.runner.root import attempt_by_name
 
@@ -44,7 +44,7 @@ class Group:
         """Move a process that is in neither group yet into both. A group that refuses it is removed and given up."""
         for name in ("v2", "memory"):
             folder = getattr(self, name)
-            if folder and not write_control(os.path.join(folder, "cgroup.procs"), str(pid)):
+            if folder and not write_once(os.path.join(folder, "cgroup.procs"), str(pid)):
                 remove_group(folder)
                 setattr(self, name, None)
 
@@ -59,7 +59,7 @@ class Group:
             ("memory.swap.max", "0"),
         ):
             if os.path.exists(os.path.join(self.memory, name)):
-                write_control(os.path.join(self.memory, name), value)
+                write_once(os.path.join(self.memory, name), value)
 
     def oom_kills(self) -> int | None:
         """How many of its processes the kernel has killed for memory; None if that is not counted."""
@@ -85,27 +85,12 @@ class Group:
     def kill(self) -> None:
         """Kill all at once, even while they fork. Kernels before 5.14 cannot; signals have to do there."""
         if self.v2:
-            write_control(os.path.join(self.v2, "cgroup.kill"), "1")
+            write_once(os.path.join(self.v2, "cgroup.kill"), "1")
 
     def remove(self) -> None:
         """Remove the groups if they are empty."""
         for folder in self.folders():
             remove_group(folder)
-
-
-def write_control(path: str, value: str) -> bool:
-    """Write to a control file; False if the kernel refuses."""
-    try:
-        fd = os.open(path, os.O_WRONLY)
-    except OSError:
-        return False
-    try:
-        os.write(fd, value.encode("ascii"))
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
 
 
 def remove_group(folder: str) -> None:
@@ -168,7 +153,7 @@ def make_group(name: str, scope: str | None = None) -> Group:
     if "memory" in own:
         return Group(v2, make_leaf(own["memory"], name))
     if v2 and not os.path.exists(os.path.join(v2, "memory.max")):
-        write_control(os.path.join(own["v2"], "cgroup.subtree_control"), "+memory")
+        write_once(os.path.join(own["v2"], "cgroup.subtree_control"), "+memory")
     return Group(v2, v2 if v2 and os.path.exists(os.path.join(v2, "memory.max")) else None)
 
 
@@ -224,5 +209,5 @@ def enter_scope(unit: str) -> str | None:
     scope = own_groups()["v2"]
     inner = make_leaf(scope, "supervisor")
     if inner:
-        write_control(os.path.join(inner, "cgroup.procs"), str(os.getpid()))
+        write_once(os.path.join(inner, "cgroup.procs"), str(os.getpid()))
     return scope

@@ -17,6 +17,7 @@ from groupwise.jobs.hosts.runner.files import (
     remove_or_name,
     set_cell,
     write_file,
+    write_once,
 )
 from groupwise.jobs.hosts.runner.locks import HeldLock, is_locked
 from groupwise.jobs.hosts.runner.processes import Belonging, boot_id
@@ -65,16 +66,7 @@ def evict(attempt: Attempt, seconds: float) -> None:
 
 def ring(attempt: Attempt) -> None:
     """Wake the supervisor; without a bell it looks every TICK."""
-    try:
-        fd = os.open(attempt.at("bell"), os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
-        return
-    try:
-        os.write(fd, b"!")
-    except OSError:
-        pass
-    finally:
-        os.close(fd)
+    write_once(attempt.at("bell"), "!", os.O_NONBLOCK)
 
 
 RUNNER_FILE = re.compile(r"[0-9a-f]{64}\.py")

@@ -156,6 +156,21 @@ def set_cell(path: str, text: str) -> bool:
     return True
 
 
+def write_once(path: str, text: str, how: int = 0) -> bool:
+    """Write to a pipe or a kernel's control file in one call; False if it is missing or refuses."""
+    try:
+        fd = os.open(path, os.O_WRONLY | how)
+    except OSError:
+        return False
+    try:
+        os.write(fd, text.encode("ascii"))
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
 def cell_words(path: str) -> list[str]:
     """Words in a cell, a small file as `set_cell` writes it."""
     return read_text(path, CELL).split()

@@ -8,7 +8,6 @@ import select
 import signal
 from typing import TYPE_CHECKING
 
-from groupwise.jobs.hosts.runner.blobs import lay_out
 from groupwise.jobs.hosts.runner.claims import (
     claim,
     lower_epoch_member,
@@ -18,7 +17,6 @@ from groupwise.jobs.hosts.runner.claims import (
 )
 from groupwise.jobs.hosts.runner.files import (
     is_full,
-    make_folder,
     read_json,
     remove_file,
     write_file,
@@ -51,7 +49,7 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         record_contact(attempt, order.heard)
         return member(attempt), b""
     visible: str | None = None
-    refused: dict[str, Any] | None = None
+    refused: Refused | None = None
     try:
         order.check()
         missing = order.missing()
@@ -63,8 +61,8 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         if not order.engine:
             check_program(order)
             visible = resolve_gpus(order)
-    except Refused as refusal:
-        refused = refusal.record
+    except Refused as error:
+        refused = error
     keep_spare(root)
     with root.job_lock(attempt.job):
         remove_unbegun(attempt)
@@ -74,10 +72,13 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         if attempt.epoch < known["highest"] or attempt.epoch <= known["forgotten"]:
             return lower_epoch_member(attempt, known), b""
         root.note_epoch(attempt.job, highest=attempt.epoch)
-        if refused:
-            claim(attempt, {"phase": "refused", "refused": refused, **order.first_state()})
+        try:
+            if refused:
+                raise refused
+            report = enqueue(order) if order.engine else begin(order, visible)
+        except Refused as error:
+            claim(attempt, {"phase": "refused", "refused": error.record, **order.first_state()})
             return member(attempt), b""
-        report = enqueue(order) if order.engine else begin(order, visible)
     if report is not None:
         select.select([report], [], [], LAUNCH_PATIENCE)  # readable: it spoke, or it ended
         os.close(report)
@@ -85,34 +86,35 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def enqueue(order: Order) -> None:
-    """Claim the folder with everything in it that the engine needs to begin."""
-    blobs = take_lock(order.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_PATIENCE)
-    if blobs is None or order.missing():
-        raise Refusal("busy", "blobs are being swept; ask again")
+    """Claim the folder with everything in it that the engine needs to begin. Raises Refused."""
+    blobs = hold_blobs(order)
     try:
         state = {"phase": "queued", **order.first_state()}
         claim(order.attempt, state, order.heard, lambda folder: fill_queued(order, folder))
-    except Refused as refusal:
-        claim(order.attempt, {"phase": "refused", "refused": refusal.record, **order.first_state()})
     finally:
         os.close(blobs)
+
+
+def hold_blobs(order: Order) -> int:
+    """Lock blobs against being swept. Raises Refusal `busy` if they are, or if one of this launch is gone."""
+    lock = take_lock(order.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_PATIENCE)
+    if lock is None or order.missing():
+        raise Refusal("busy", "blobs are being swept; ask again")
+    return lock
 
 
 def fill_queued(order: Order, folder: str) -> None:
     """Write the job's files, this file, the script that the engine runs, and the token."""
     import shlex
 
-    attempt, work = order.attempt, os.path.join(folder, "work")
+    attempt = order.attempt
     try:
-        for manifest in (order.files, order.resume_files):
-            for _ in lay_out(order.root, work, manifest):
-                pass
+        for _ in order.lay_out(os.path.join(folder, "work")):
+            pass
     except OSError as error:
         if is_full(error):
             raise
         raise Refused("bad_spec", f"its files cannot be laid out: {error}") from None
-    for path in order.artefacts[:1]:
-        make_folder(os.path.dirname(os.path.join(work, path)))
     with open(__file__, "rb") as text:  # on a machine all pieces are one file
         write_file(os.path.join(folder, "runner.py"), text.read())
     runner, own = shlex.quote(attempt.at("runner.py")), shlex.quote(attempt.path)
@@ -125,20 +127,12 @@ def fill_queued(order: Order, folder: str) -> None:
     write_file(os.path.join(folder, "supervisor.lock"), b"")
 
 
-def begin(order: Order, visible: str | None) -> int | None:
-    """Take locks, claim the folder, fork the supervisor. Returns a pipe that becomes readable once there is a state to see; None if
-    refused."""
-    attempt = order.attempt
-    try:
-        locks = take_gpus(order)
-    except Refused as refusal:
-        claim(attempt, {"phase": "refused", "refused": refusal.record, **order.first_state()})
-        return None
-    blobs = take_lock(order.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_PATIENCE)
-    if blobs is None or order.missing():
-        raise Refusal("busy", "blobs are being swept; ask again")
-    state = {"phase": "claimed", **order.first_state()}
-    lock = claim(attempt, state, order.heard)
+def begin(order: Order, visible: str | None) -> int:
+    """Take locks, claim the folder, fork the supervisor. Returns a pipe that becomes readable once there is a state to see. Raises
+    Refused."""
+    locks = take_gpus(order)
+    blobs = hold_blobs(order)
+    lock = claim(order.attempt, {"phase": "claimed", **order.first_state()}, order.heard)
     assert lock is not None, "a claimed folder has a lock"
     hear, speak = os.pipe()
     between = os.fork()

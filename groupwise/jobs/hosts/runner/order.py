@@ -6,8 +6,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from groupwise.jobs.hosts.runner.blobs import has_blob
-from groupwise.jobs.hosts.runner.files import LARGEST_RECORD
+from groupwise.jobs.hosts.runner.blobs import has_blob, lay_out
+from groupwise.jobs.hosts.runner.files import LARGEST_RECORD, make_folder
 from groupwise.jobs.hosts.runner.observe import load_of
 from groupwise.jobs.hosts.runner.processes import boot_clock, find_program, path_of
 from groupwise.jobs.hosts.runner.protocol import (
@@ -28,7 +28,7 @@ from groupwise.jobs.hosts.runner.root import attempt_of
 from groupwise.jobs.hosts.runner.work_folder import parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from typing import Any
 
     from groupwise.jobs.hosts.runner.root import Root
@@ -87,7 +87,10 @@ class Order:
         self.files: dict[str, list[Any]] = dict(self.spec.get("files") or {})
         resume: dict[str, Any] = body.get("resume") or {}
         self.resume_files: dict[str, list[Any]] = dict(resume.get("manifest") or {})
-        self.resume_path: str | None = resume.get("path") or top_of(self.resume_files)
+        # The folder of the checkpoint is the one with the uppermost manifest.
+        manifests = [p for p in self.resume_files if p.split("/")[-1] == "manifest.json"]
+        tops = [path.rpartition("/")[0] for path in manifests]
+        self.resume_path: str | None = resume.get("path") or min(tops, key=len, default=None)
         self.environment: dict[str, str] = dict(body.get("environment") or {})
         self.secrets: dict[str, str] = dict(body.pop("secrets", None) or {})
         self.path = path_of(body.get("python"))
@@ -168,6 +171,12 @@ class Order:
         wanted = {str(e[0]) for e in (*self.files.values(), *self.resume_files.values())}
         return sorted(sha for sha in wanted if not has_blob(self.root, sha))
 
+    def lay_out(self, work: str) -> Iterator[None]:
+        """Put the job's files into a working folder, and make the folder that it writes to. Yields now and then, so the caller may stop."""
+        yield from lay_out(self.root, work, {**self.files, **self.resume_files})
+        for path in self.artefacts[:1]:
+            make_folder(os.path.dirname(os.path.join(work, path)))
+
     def first_state(self) -> dict[str, Any]:
         """The fields that every state file of this attempt has."""
         return {
@@ -182,12 +191,6 @@ class Order:
             "checkpoints": self.checkpoints,
             "limits": self.limits,
         }
-
-
-def top_of(manifest: Iterable[str]) -> str | None:
-    """The folder of a checkpoint's files: the one with the uppermost manifest.json."""
-    found = [path.rpartition("/")[0] for path in manifest if path.split("/")[-1] == "manifest.json"]
-    return min(found, key=len) if found else None
 
 
 def check_room(order: Order) -> None:

@@ -128,6 +128,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any, NoReturn, Protocol
 
     class Readable(Protocol):
@@ -279,6 +280,12 @@ def shas_of(body: dict[str, Any], name: str) -> list[str]:
     if not all(SHA256.fullmatch(sha) for sha in found):
         raise Refusal("bad_request", f"{name}: sha256 in hex are expected")
     return found
+
+
+def blobs_of(entries: Sequence[Any], name: str) -> list[tuple[str, int]]:
+    """SHA-256 and size in bytes of each blob in a field. Raises Refusal `bad_request`."""
+    shas = shas_of({name: [entry[0] for entry in entries]}, name)
+    return [(sha, count_of({"size": entries[n][1]}, "size")) for n, sha in enumerate(shas)]
 
 
 def gpus_of(body: dict[str, Any]) -> list[str]:

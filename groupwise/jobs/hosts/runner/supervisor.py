@@ -12,7 +12,6 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from groupwise.jobs.hosts.runner.blobs import lay_out
 from groupwise.jobs.hosts.runner.cgroups import Group, enter_scope, make_group, methods, unit_of
 from groupwise.jobs.hosts.runner.claims import RESERVE
 from groupwise.jobs.hosts.runner.command import (
@@ -26,7 +25,6 @@ from groupwise.jobs.hosts.runner.command import (
 from groupwise.jobs.hosts.runner.files import (
     cell_words,
     is_full,
-    make_folder,
     number_in,
     read_json,
     remove_tree,
@@ -188,16 +186,13 @@ class Supervisor:
 
     def lay_out(self) -> None:
         """Put the files into the working folder, unless it is cancelled or its deadman expires meanwhile."""
-        root, work, look_at = self.order.root, self.attempt.work, time.monotonic() + TICK
-        for manifest in (self.order.files, self.order.resume_files):
-            for _ in lay_out(root, work, manifest):
-                if time.monotonic() >= look_at:
-                    self.beat()
-                    look_at = time.monotonic() + TICK
-                    if self.reason():
-                        return
-        for path in self.order.artefacts[:1]:
-            make_folder(os.path.dirname(os.path.join(self.attempt.work, path)))
+        look_at = time.monotonic() + TICK
+        for _ in self.order.lay_out(self.attempt.work):
+            if time.monotonic() >= look_at:
+                self.beat()
+                look_at = time.monotonic() + TICK
+                if self.reason():
+                    return
 
     def evict(self, _signum: int, _frame: object) -> None:
         """Signal handler: the engine wants its machine back."""
