@@ -6,7 +6,6 @@ each beat of the run.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
@@ -138,13 +137,10 @@ class AskPost:
             )
             if answer is not None:
                 break
-            try:
-                async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
-                    await beat.wait()
-            except TimeoutError:
+            if not await self._current.next_beat(beat, deadline):
                 raise Refusal(
                     "too_busy", "another step is still being taken; ask again.", retry_after=2
-                ) from None
+                )
         conductor.nudge()
         if not request.wait:
             return answer
@@ -168,10 +164,7 @@ class AskPost:
             found = await look()
             if done(found) or self._current.is_over():
                 return found
-            try:
-                async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
-                    await beat.wait()
-            except TimeoutError:
+            if not await self._current.next_beat(beat, deadline):
                 return found
 
 

@@ -71,10 +71,7 @@ class Queries:
             beat = self._current.changed.next
             if self._current.shutting_down or await self.last_event() > after:
                 return
-            try:
-                async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
-                    await beat.wait()
-            except TimeoutError:
+            if not await self._current.next_beat(beat, deadline):
                 return
 
     async def open_version(self, version: str | None) -> OpenVersion:
