@@ -112,7 +112,7 @@ class AskPost:
     async def rewards_trained(
         self, answers: Sequence[RewardAnswer], seconds: float
     ) -> list[RewardAnswer]:
-        """Answers as they are after the step that learnt from them, or after so many seconds."""
+        """Answers as they are after the step that learnt from them, or when the time is over."""
         return await self._awaited(
             lambda: self._ledger.do(ledger_operations.after_step, answers),
             lambda found: all(each.status == "trained" for each in found),
@@ -147,7 +147,7 @@ class AskPost:
         return await self.step_taken(answer, deadline - time.monotonic())
 
     async def step_taken(self, answer: StepAnswer, seconds: float) -> StepAnswer:
-        """The answer as it is after the step that was planned, or after so many seconds."""
+        """The answer as it is after the step that was planned, or when the time is over."""
         return await self._awaited(
             lambda: self._ledger.do(ledger_operations.step_after, answer),
             lambda found: found.status == "trained",

@@ -65,7 +65,7 @@ class Queries:
         return await self._ledger.do(events.last_event)
 
     async def next_event(self, after: int, seconds: float) -> None:
-        """Return when there is an event after this one, or so many seconds are over, or the server shuts down."""
+        """Return when there is an event after this one, or the time is over, or the server shuts down."""
         deadline = time.monotonic() + seconds
         while True:
             beat = self._current.changed.next
