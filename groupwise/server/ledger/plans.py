@@ -148,7 +148,7 @@ def plans_ahead(transaction: Transaction, run: str) -> list[PlanRow]:
 
 
 def plans_from(transaction: Transaction, run: str, step: int) -> list[PlanRow]:
-    """The living plans of a run from a step on, in order: what an engine whose checkpoint has so many steps is given again."""
+    """The living plans of a run from a step on, in order. An engine whose checkpoint stands before this step has to take them again."""
     found = transaction.all(
         "SELECT id FROM plans WHERE run = ? AND step >= ? AND state <> 'quarantined' ORDER BY step",
         (run, step),

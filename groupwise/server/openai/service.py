@@ -45,7 +45,7 @@ T = TypeVar("T")
 POLL = 0.03
 """Seconds between two looks at how far the texts are: a reader sees no steps, and a look costs the engine next to nothing."""
 MOST_SAMPLING = 512
-"""Completions that are only sampled, at once; the others are told to come again."""
+"""Limit on completions that are sampled at once without being stored; requests beyond it are refused and may be sent again."""
 TRY_AGAIN = 1.0
 """Seconds after which there may be room for them."""
 

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 NAME = "parts"
 """Name of the parts among the machine's users, and of their folder."""
 GONE_KEPT = 100
-"""Parts that have ended whose end can be told."""
+"""Number of ended parts for which the reason of their end is kept."""
 LOOK_EVERY = 5.0
 """Seconds between two looks for parts whose client is silent."""
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 
 from groupwise.api.schemas.problems import Refusal
@@ -65,6 +67,15 @@ class Current:
     def standing(self) -> RunStatus | None:
         """The run's status; None if no engine has opened it since the server began."""
         return self.conductor.standing if self.conductor else None
+
+    async def next_beat(self, beat: asyncio.Event, deadline: float) -> bool:
+        """Wait for a beat of `changed`; False if the deadline, by the monotonic clock, comes first."""
+        try:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
+                await beat.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def is_manual(self) -> bool:
         """True if steps are taken only on a client's request."""

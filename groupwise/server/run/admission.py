@@ -44,7 +44,7 @@ class Room:
         return self.most if self.manual else self.groups_per_step * (self.staleness + 1)
 
     def first_too_early(self, steps_done: int, lost: int) -> int:
-        """The first draw whose turn has not come, given that so many draws will never be trained."""
+        """The first draw whose turn has not come, given that `lost` draws will never be trained."""
         return (steps_done + 1 + self.staleness) * self.groups_per_step + lost
 
     def in_time(self, draw: int, steps_done: int, lost: int) -> bool:
@@ -115,8 +115,8 @@ class Admission:
     async def admitted(
         self, draws: Sequence[int | None], limit: float, who: str
     ) -> AsyncGenerator[tuple[int, ...]]:
-        """Wait for room for so many groups, at most `limit` seconds; gives the draws, those that were not named chosen. `who`: the id of
-        the key that asks.
+        """Wait for room for these groups, at most `limit` seconds; yields their draws, and chooses those that are None. `who`: the id of
+        the API key.
 
         While it is open they count as being sampled; a caller that has kept groups reports them by `now` before leaving. Raises Refusal:
         `too_busy` when the time is over, or nothing brings the turn of a named draw nearer; `invalid_request` for more groups than there

@@ -6,7 +6,6 @@ each beat of the run.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
@@ -113,7 +112,7 @@ class AskPost:
     async def rewards_trained(
         self, answers: Sequence[RewardAnswer], seconds: float
     ) -> list[RewardAnswer]:
-        """Answers as they are after the step that learnt from them, or after so many seconds."""
+        """Answers as they are after the step that learnt from them, or when the time is over."""
         return await self._awaited(
             lambda: self._ledger.do(ledger_operations.after_step, answers),
             lambda found: all(each.status == "trained" for each in found),
@@ -138,20 +137,17 @@ class AskPost:
             )
             if answer is not None:
                 break
-            try:
-                async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
-                    await beat.wait()
-            except TimeoutError:
+            if not await self._current.next_beat(beat, deadline):
                 raise Refusal(
                     "too_busy", "another step is still being taken; ask again.", retry_after=2
-                ) from None
+                )
         conductor.nudge()
         if not request.wait:
             return answer
         return await self.step_taken(answer, deadline - time.monotonic())
 
     async def step_taken(self, answer: StepAnswer, seconds: float) -> StepAnswer:
-        """The answer as it is after the step that was planned, or after so many seconds."""
+        """The answer as it is after the step that was planned, or when the time is over."""
         return await self._awaited(
             lambda: self._ledger.do(ledger_operations.step_after, answer),
             lambda found: found.status == "trained",
@@ -168,10 +164,7 @@ class AskPost:
             found = await look()
             if done(found) or self._current.is_over():
                 return found
-            try:
-                async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
-                    await beat.wait()
-            except TimeoutError:
+            if not await self._current.next_beat(beat, deadline):
                 return found
 
 

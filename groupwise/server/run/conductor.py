@@ -1,6 +1,6 @@
 """Takes the steps of one run: decides when one is due, keeps its plan, hands it to the engine, and keeps the result.
 
-    clients' rewards → ledger → nudge → due? → plan in the ledger → engine.step → trained in the ledger → waiting clients are told
+    clients' rewards → ledger → nudge → due? → plan in the ledger → engine.step → trained in the ledger → waiting clients get answers
 
 One task does all of this, so that there is never more than one step under way. Everything that the engine is asked for is stored in the
 ledger first; its results stand in its own record, and the ledger keeps a copy. So any process may end at any time:
@@ -204,7 +204,7 @@ class Conductor:
             await asyncio.wait((self._task,))
 
     async def leave(self, why: Leaving, seconds: float) -> None:
-        """Finish the step under way and take no other. If that takes longer than so many seconds, the engine is killed."""
+        """Finish the step under way and take no other. If that takes longer than `seconds`, the engine is killed."""
         if self.phase in ("finished", "stopped", "failed"):
             return
         self._leaving, self.phase = why, "stopping"
@@ -249,7 +249,7 @@ class Conductor:
             await self._tell_checkpoint()
             await self._take_steps(engine)
             await self._end(engine)
-        except UsageError as error:  # the next engine would be told the same
+        except UsageError as error:  # the next engine would fail in the same way
             await self._fail(str(error))
         except GroupwiseError as error:
             return not await self._may_begin_another(error)
@@ -282,7 +282,9 @@ class Conductor:
         self.phase, self.last_error = "failed", reason
         logger.error("the run has failed: %s", reason)
         step = self.standing.step if self.standing else 0
-        with suppress(StoreError):  # clients are told all the same, and the next server tries again
+        with suppress(
+            StoreError
+        ):  # clients hear of it all the same, and the next server tries again
             await self._ledger.do(steps.ended, self._run, "failed", EventKind.FAILED, step, reason)
 
     async def _end(self, engine: Engine) -> None:
@@ -323,7 +325,7 @@ class Conductor:
         return engine
 
     async def _note_committed(self, engine: Engine, opened: Opened) -> None:
-        """Steps that were committed when the engine, or this process, ended before clients could be told."""
+        """Steps that were committed when the engine, or this process, ended before clients could hear of them."""
         known = await self._ledger.do(steps.next_step, opened.run)
         for manifest in opened.manifests:
             if manifest.step >= known:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 async def await_engine(work: Awaitable[T], conductor: Conductor, seconds: float) -> T:
-    """Await an engine's answer for so many seconds; refused requests are the client's fault, a lost engine is not."""
+    """Await an engine's answer for at most `seconds`; refused requests are the client's fault, a lost engine is not."""
     try:
         async with asyncio.timeout(seconds):
             return await work

@@ -248,7 +248,7 @@ def _with_run(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: StartRequest) -> None:
-    """A checkpoint of all weights holds no adapter, and one of an adapter nothing else; told before anything is loaded."""
+    """A checkpoint of all weights holds no adapter, and one of an adapter nothing else. Checked before anything is loaded."""
     had_all = _merged(settings, StartRequest()).trains_all
     if had_all != request.trains_all:
         was, wanted = ("all weights", "an adapter") if had_all else ("an adapter", "all weights")

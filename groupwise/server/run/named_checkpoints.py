@@ -51,12 +51,12 @@ class NamedCheckpoints:
             )
 
     def kept_for(self, name: str, caller: Caller) -> CheckpointAnswer | None:
-        """The checkpoint of a name where this very request, by its Idempotency-Key, has made it; None if it has not."""
+        """The checkpoint of this name, if this very request, by its Idempotency-Key, has made it."""
         file = self._root / name / SAVED
         if caller.answer_key is None or not file.is_file():
             return None
         facts = json.loads(file.read_text())
-        if facts.get("asked") != _asked(caller):
+        if facts.get("asked") != _request_name(caller):
             return None
         return CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
 
@@ -72,7 +72,7 @@ class NamedCheckpoints:
                     kept.parent.mkdir(parents=True, exist_ok=True)
                     atomic_files.keep_file(file, kept)
             facts = {"run": row.run, "step": found.step, "settings": row.settings}
-            (folder / SAVED).write_text(json.dumps({**facts, "asked": _asked(caller)}))
+            (folder / SAVED).write_text(json.dumps({**facts, "asked": _request_name(caller)}))
 
         atomic_files.make_folder(self._root / name, fill, replace=False)
         return CheckpointAnswer(name=name, run_id=row.run, step=found.step, address=name)
@@ -103,8 +103,8 @@ class NamedCheckpoints:
         return [self._root / each.address for each in self.listed() if each.run_id == run]
 
 
-def _asked(caller: Caller) -> list[str] | None:
-    """How the request that made a checkpoint names itself."""
+def _request_name(caller: Caller) -> list[str] | None:
+    """API key and Idempotency-Key of the request that makes a checkpoint."""
     return None if caller.answer_key is None else [caller.key_id, caller.answer_key.key]
 
 

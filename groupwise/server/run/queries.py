@@ -65,16 +65,13 @@ class Queries:
         return await self._ledger.do(events.last_event)
 
     async def next_event(self, after: int, seconds: float) -> None:
-        """Return when there is an event after this one, or so many seconds are over, or the server shuts down."""
+        """Return when there is an event after this one, or the time is over, or the server shuts down."""
         deadline = time.monotonic() + seconds
         while True:
             beat = self._current.changed.next
             if self._current.shutting_down or await self.last_event() > after:
                 return
-            try:
-                async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
-                    await beat.wait()
-            except TimeoutError:
+            if not await self._current.next_beat(beat, deadline):
                 return
 
     async def open_version(self, version: str | None) -> OpenVersion:

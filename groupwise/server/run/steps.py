@@ -27,7 +27,7 @@ UNDER_WAY: tuple[State, ...] = ("open", "rewarded", "planned")
 LOST: tuple[State, ...] = ("stale", "quarantined")
 """Groups that no step will take."""
 MOST_LOSSES = 2
-"""A plan over which so many engines were lost is put aside."""
+"""After this many lost engines a plan is put aside."""
 LEARNING_RATE = "learning_rate"
 """The parameter of a plan that replaces the schedule's."""
 

@@ -5,9 +5,9 @@ and a second one with the same key and content gets the first one's id. The requ
 one after another in the order of their sequence numbers, in whatever order they arrive; a number that is missing holds up those after it.
 Samples have no order.
 
-An answer never changes. Memory is bounded: answers are dropped from the oldest, fetched ones first, and asking for a dropped one is
-told apart from asking for one that never was. All of it lives in one event loop. Calls are in the ledger before they are begun, and their
-outcomes before clients get them, so that a new process goes on with them (`restore`).
+An answer never changes. Memory is bounded: answers are dropped from the oldest, fetched ones first; a request for a dropped answer and
+one for an answer that never was get different errors. All of it lives in one event loop. Calls are in the ledger before they are begun,
+and their outcomes before clients get them, so that a new process goes on with them (`restore`).
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Futures:
         return call.id
 
     async def accepted(self, id: str, patience: float) -> None:
-        """Return when a call is in the ledger. NotKept after so many seconds."""
+        """Return when a call is in the ledger. NotKept if it is not within `patience` seconds."""
         call = self._calls.get(id)
         if call is None or call.accepted is None:
             return

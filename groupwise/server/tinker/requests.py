@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from groupwise.api.schemas.bodies import FailFast
 
 MOST_CALLS = 2**53
-"""Numbers of calls are smaller: so many are whole in every reader of JSON."""
+"""Numbers of calls are smaller: up to here every reader of JSON keeps integers exact."""
 WHOLE = Annotated[int, Field(ge=0, lt=MOST_CALLS)]
 FINITE = Annotated[float, Field(allow_inf_nan=False)]
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"

@@ -105,7 +105,7 @@ class VerbService:
             begin[row.kind](row.content)
 
     async def accepted(self, id: str) -> None:
-        """Return when a call is written down, so that its client may be told of it. NotKept if that takes too long."""
+        """Return when a call is written down, so that its client may get the id. NotKept if that takes too long."""
         await self.futures.accepted(id, ACCEPTED_WITHIN)
 
     async def close(self) -> None:
