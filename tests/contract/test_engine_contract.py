@@ -58,7 +58,7 @@ async def _fake() -> Engine:
 async def _process() -> Engine:
     from groupwise.server.engine.remote import EngineProcess
 
-    return await EngineProcess.start("tests.fake_engine:make")
+    return await EngineProcess("tests.fake_engine:make").start()
 
 
 async def _core() -> Engine:

@@ -31,9 +31,9 @@ MOST_PIPELINED = 8
 MOST_FILES = 65_536
 """Files and connections that a server may have open, if the system lets it."""
 UNREAD_SECONDS = 60.0
-"""A client that has so many seconds taken nothing of what waits for it is left."""
+"""Seconds after which a client that reads nothing of its answer is disconnected."""
 HEADER_SECONDS = 60.0
-"""A client has so long to send the headers of a request, from when it connects or sends the first byte of the next one."""
+"""Seconds in which a client must send the headers of a request, from when it connects or sends the first byte of the next one."""
 
 
 @cache
@@ -87,8 +87,8 @@ def address(scheme: str, host: str, port: int) -> str:
 
 
 class BoundedProtocol(HTTPProtocol):
-    """Hangs up on a client whose headers are too large or take too long, who asks on and on before it is answered, or who does not read its
-    answers; before any key is looked at.
+    """Hangs up on a client whose headers are too large or take too long, which sends ever more requests before it is answered, or does not
+    read its answers. All of this comes before any key is checked.
 
     h11 counts the bytes by itself (`h11_max_incomplete_event_size`), and takes one request at a time; httptools does neither.
     """
@@ -108,7 +108,7 @@ class BoundedProtocol(HTTPProtocol):
             self._start_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no longer."""
+        """Stop the timers."""
         self._stop_waiting()
         self._stop_unread()
         super().connection_lost(exc)
@@ -119,7 +119,7 @@ class BoundedProtocol(HTTPProtocol):
         self._unread = self._unread or self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It was."""
+        """The client reads again."""
         self._stop_unread()
         super().resume_writing()
 
@@ -181,7 +181,7 @@ class Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Do not."""
+        """Leave signals alone."""
         yield
 
 

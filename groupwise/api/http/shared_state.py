@@ -33,7 +33,7 @@ class Limits:
 
 
 class Buckets:
-    """How many requests each key has left: `burst` at once, and so many more each second."""
+    """How many requests each key has left: `burst` at once, and `per_second` more each second."""
 
     def __init__(
         self, per_second: float, burst: int, clock: Callable[[], float] = time.monotonic

@@ -51,7 +51,7 @@ class Choices:
         )
 
     def first(self, count: int) -> Choices:
-        """The answer with so many of its choices; the usage is that of all, because all are billed."""
+        """The answer with the first `count` choices; the usage is that of all, because all are billed."""
         return Choices(
             self.texts[:count],
             self.finish_reasons[:count],

@@ -52,7 +52,7 @@ class Pause:
         self._from = self._until = -math.inf
 
     def extend(self, seconds: float) -> bool:
-        """Let all callers wait from now on for so many seconds; True if that prolongs the pause."""
+        """Let all callers wait for `seconds` from now on; True if that prolongs the pause."""
         now = self._timing.clock()
         if now + seconds <= self._until:
             return False

@@ -24,7 +24,7 @@ TYPE_PREFIX = "urn:groupwise:problem:"
 MOST_FIELD_ERRORS = 50
 """Fields that one answer names; a body may be wrong in a million places."""
 LONGEST_MESSAGE = 500
-"""Characters that are told of one field."""
+"""Characters of a message about one field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +358,7 @@ class Refusal(GroupwiseError):
         errors: Sequence[FieldError] = (),
         retry_after: float | None = None,
     ) -> None:
-        """`code` is one of `KINDS`. Without `detail` its meaning is told; `retry_after` is in seconds."""
+        """`code` is one of `KINDS`. Without `detail` its meaning is given; `retry_after` is in seconds."""
         assert code in KINDS, f"{code!r} is no row of groupwise.api.schemas.problems.KINDS"
         super().__init__(printable(detail) if detail is not None else KINDS[code].meaning)
         self.code = code

@@ -1,7 +1,7 @@
 """Explains in plain words what is wrong with a field of a request.
 
 A model refuses a body in pydantic's words, which speak of inputs and extra inputs. Here each of its details becomes what was expected,
-with the place of the field in the model: an unknown field is told the nearest known one, or all that there are. What was given is never
+with the place of the field in the model: for an unknown field the nearest known one is named, or all of them. The value is never
 repeated: it may be secret, or huge.
 """
 

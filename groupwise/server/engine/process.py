@@ -114,8 +114,10 @@ class _Serving:
     async def _answer(self, call: Call) -> None:
         try:
             answer = Answered(call.id, packed(await self._done(call)))
-        except BaseException as error:  # noqa: BLE001 — belongs to the caller
-            _log_if_bug(call, error)
+        except BaseException as error:  # belongs to the caller
+            # Callers get errors in words only, so log the traceback of any that was not raised on purpose.
+            if not isinstance(error, GroupwiseError | asyncio.CancelledError):
+                logger.error("`%s` failed in the engine", call.verb, exc_info=error)
             answer = Failed(call.id, packed_error(error))
         self._send(answer)
 
@@ -138,12 +140,6 @@ class _Serving:
     def _send(self, message: Beat | Answered | Failed) -> None:
         with suppress(OSError):  # the parent is gone, and the reader ends this process
             self._line.send(message)
-
-
-def _log_if_bug(call: Call, error: BaseException) -> None:
-    """Callers get errors in words only, so log the traceback of any error that was not raised on purpose."""
-    if not isinstance(error, GroupwiseError | asyncio.CancelledError):
-        logger.error("`%s` failed in the engine", call.verb, exc_info=error)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The HTTP process's side of its engine: starts the process, calls it, watches it, and ends it.
+"""The engine as the HTTP process sees it: a process that it starts, calls, watches and ends.
 
-Two threads serve the event loop that calls, so that neither can hold the other up. One starts the process, reads what it says and watches
+Two threads serve the calling event loop, so that neither can hold the other up. One starts the process, reads its messages and watches
 it until it is gone; it lives as long as the process does, because the kernel sends the parent-death signal when the parent's thread ends.
 The other writes, since an engine that does not read would block the writer. Futures connect them with the callers.
 
@@ -126,7 +126,7 @@ class _Pending:
 
 
 class EngineProcess:
-    """A `groupwise.server.engine.port.Engine` in a process of its own; made by `start`.
+    """A `groupwise.server.engine.port.Engine` in a process of its own. Call `start` first, once.
 
     Every call raises what the engine raises (an error of ours as it is, any other as RunError), `CallTimedOutError`, and `EngineLost`.
     """
@@ -134,18 +134,24 @@ class EngineProcess:
     def __init__(
         self,
         factory: str,
-        environment: Mapping[str, str],
-        silence_limit: float,
-        log: Log,
-        limits: Mapping[str, float],
-        grace: float,
-        start_limit: float,
+        *,
+        environment: Mapping[str, str] | None = None,
+        silence_limit: float = SILENCE_LIMIT,
+        log: Log = log_here,
+        limits: Mapping[str, float] | None = None,
+        grace: float = GRACE,
+        start_limit: float = START_LIMIT,
     ) -> None:
+        """`factory` (`package.module:function`) makes the engine in its process; `environment` is added to that of this process.
+
+        Seconds: `silence_limit` without a beat; `limits` by verb, in place of some of `LIMITS`; `grace` beyond them; `start_limit` until
+        it is ready. `log` receives the engine's log records, in a thread.
+        """
         self._factory = factory
-        self._environment = environment
+        self._environment = environment or {}
         self._silence_limit = silence_limit
         self._log = log
-        self._limits = {**LIMITS, **limits}
+        self._limits = {**LIMITS, **(limits or {})}
         self._grace = grace
         self._start_limit = start_limit
         self._mark = secrets.token_hex(8)
@@ -169,37 +175,20 @@ class EngineProcess:
         self._writer = threading.Thread(target=self._write, name="engine writer", daemon=True)
         self._thread = threading.Thread(target=self._attend, name="engine", daemon=True)
 
-    @classmethod
-    async def start(
-        cls,
-        factory: str,
-        *,
-        environment: Mapping[str, str] | None = None,
-        silence_limit: float = SILENCE_LIMIT,
-        log: Log = log_here,
-        limits: Mapping[str, float] | None = None,
-        grace: float = GRACE,
-        start_limit: float = START_LIMIT,
-    ) -> EngineProcess:
-        """Start the process, and wait until `factory` (`package.module:function`) has given an engine there.
-
-        `environment` is added to that of this process. Seconds: `silence_limit` without a beat; `limits` by verb, in place of some of
-        `LIMITS`; `grace` beyond them; `start_limit` until it is ready. `log` is given the engine's log records, in a thread.
+    async def start(self) -> EngineProcess:
+        """Start the process, and wait until the engine is there; returns this object.
 
         Raises what the factory raises, and EngineLost if the process cannot be started or has ended. Nothing is left then, as after
         cancelling.
         """
-        engine = cls(
-            factory, environment or {}, silence_limit, log, limits or {}, grace, start_limit
-        )
-        engine._thread.start()
+        self._thread.start()
         try:
-            await asyncio.wrap_future(engine._ready)
+            await asyncio.wrap_future(self._ready)
         except BaseException:
-            engine._end(_CLOSED)
-            await engine.ended()
+            self._end(_CLOSED)
+            await self.ended()
             raise
-        return engine
+        return self
 
     @property
     def process(self) -> int:
@@ -269,13 +258,23 @@ class EngineProcess:
         """See `Engine.lost`."""
         reason = await self.ended()
         if reason == _CLOSED:
-            await asyncio.Event().wait()  # it was asked to end, so no caller is to hear of it
+            await asyncio.Event().wait()  # `close` was called, so no caller must hear of it
         return EngineLost(reason)
 
     async def close(self) -> None:
         """Have the engine release what it holds, then end it with all that it started, and wait until all are gone. May be repeated."""
+
+        async def end() -> None:
+            try:
+                if self._reason is None:
+                    with suppress(GroupwiseError, TimeoutError):  # it is ended all the same
+                        await asyncio.wait_for(self.call("close"), self._limits["close"])
+            finally:
+                self._end(_CLOSED)
+                await self.ended()
+
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
+            self._closing = asyncio.create_task(end())
         await asyncio.shield(self._closing)
 
     async def call(self, verb: str, *arguments: Any) -> Any:
@@ -301,17 +300,6 @@ class EngineProcess:
                 self._outbox.put(Cancel(number))
             raise
 
-    async def _close(self) -> None:
-        try:
-            if self._reason is None:
-                with suppress(GroupwiseError):  # it is ended all the same
-                    await asyncio.wait_for(self.call("close"), self._limits["close"])
-        except TimeoutError:
-            return
-        finally:
-            self._end(_CLOSED)
-            await self.ended()
-
     def _end(self, reason: str) -> None:
         """Have the engine ended, if it has not."""
         if self._stop is None:
@@ -330,7 +318,7 @@ class EngineProcess:
         try:
             reason = self._lived()
         except BaseException as error:  # noqa: BLE001 — callers would wait for ever
-            reason = f"What the engine says cannot be taken:\n{explain(error)}"
+            reason = f"The engine sent what cannot be read:\n{explain(error)}"
         self._outbox.put(None)
         if self._writer.ident is not None:
             self._writer.join()
@@ -344,11 +332,26 @@ class EngineProcess:
         self._gone.set_result(reason)
 
     def _lived(self) -> str:
-        """How the engine ended. However this returns, it is gone with all that it started."""
+        """Start the engine, and listen until it is gone with all that it started, however this returns. Returns how it ended."""
+        beat_every = min(_BEAT_EVERY, self._silence_limit / 4)
+        level = logging.getLogger("groupwise").getEffectiveLevel()
+        module = "groupwise.server.engine.process"
         try:
-            self._process = process = self._popen()
+            with self._theirs:  # from then on the engine's alone, so that its end is noticed
+                number = self._theirs.fileno()
+                arguments = (number, self._factory, os.getpid(), level, beat_every)
+                process = Popen(
+                    [*(sys.executable, "-P", "-m", module), *map(str, arguments)],
+                    stdin=DEVNULL,
+                    stdout=PIPE,
+                    stderr=STDOUT,
+                    pass_fds=[number],
+                    start_new_session=True,
+                    env={**os.environ, **_ENVIRONMENT, **self._environment, MARK: self._mark},
+                )
         except OSError as error:
             return f"The engine cannot be started: {error}"
+        self._process = process
         try:
             self._output = Output(process, "engine")
             self._writer.start()
@@ -360,25 +363,6 @@ class EngineProcess:
         if self._stop is not None:
             return self._stop if self._stop == _CLOSED else self._stop + words
         return f"The engine ended: {how}{words}"
-
-    def _popen(self) -> Popen[bytes]:
-        beat_every = min(_BEAT_EVERY, self._silence_limit / 4)
-        level = logging.getLogger("groupwise").getEffectiveLevel()
-        with self._theirs:  # from then on the engine's alone, so that its end is noticed
-            number = self._theirs.fileno()
-            words = (number, self._factory, os.getpid(), level, beat_every)
-            return Popen(
-                [
-                    *(sys.executable, "-P", "-m", "groupwise.server.engine.process"),
-                    *map(str, words),
-                ],
-                stdin=DEVNULL,
-                stdout=PIPE,
-                stderr=STDOUT,
-                pass_fds=[number],
-                start_new_session=True,
-                env={**os.environ, **_ENVIRONMENT, **self._environment, MARK: self._mark},
-            )
 
     def _listen(self, process: Popen[bytes]) -> None:
         """Take messages until the engine is gone or is to go."""
@@ -405,9 +389,17 @@ class EngineProcess:
     def _take(self, message: Beat | Answered | Failed | LogRecordMessage) -> None:
         match message:
             case Beat():
-                self._note(message)
+                self._beat, self._beat_at = message, time.monotonic()
+                with suppress(InvalidStateError):  # it was ready before
+                    self._ready.set_result(None)
+                for pending in self._under_way():
+                    if pending.overdue_since is None and self._beat_at > pending.deadline:
+                        pending.overdue_since = self._beat_at
             case LogRecordMessage(record):
-                self._tell(record)
+                try:
+                    self._log(record)
+                except Exception:  # noqa: BLE001 — a handler of the log has no part in the run; reported as the standard library does
+                    logging.Handler().handleError(record)
             case Answered(number, body):
                 pending = self._answered(number)
                 if pending is not None:
@@ -422,20 +414,6 @@ class EngineProcess:
     def _answered(self, number: int) -> _Pending | None:
         with self._lock:
             return self._pending.pop(number, None)
-
-    def _note(self, beat: Beat) -> None:
-        self._beat, self._beat_at = beat, time.monotonic()
-        with suppress(InvalidStateError):  # it was so before
-            self._ready.set_result(None)
-        for pending in self._under_way():
-            if pending.overdue_since is None and self._beat_at > pending.deadline:
-                pending.overdue_since = self._beat_at
-
-    def _tell(self, record: logging.LogRecord) -> None:
-        try:
-            self._log(record)
-        except Exception:  # noqa: BLE001 — a handler of the log has no part in the run; told as the standard library does
-            logging.Handler().handleError(record)
 
     def _under_way(self) -> list[_Pending]:
         with self._lock:
