@@ -13,8 +13,8 @@ import httpx2
 
 from groupwise.server.app import make_app
 from groupwise.server.engine.core import EngineCore
+from groupwise.server.engine.engine_protocol import EngineLost
 from groupwise.server.engine.messages import packed, packed_error, unpacked, unpacked_error
-from groupwise.server.engine.port import EngineLost
 from groupwise.server.parts.service import PartsService
 from groupwise.server.routes.parts import parts_routes
 from groupwise.server.run.run_config import Allowed

@@ -37,8 +37,8 @@ from groupwise.core.errors import ConfigError, GroupwiseError, RunInUseError, Us
 from groupwise.core.settings.tree import read_yaml
 from groupwise.runs.lock import RunLock, holder
 from groupwise.server.app import make_app
-from groupwise.server.engine.port import Engine
-from groupwise.server.engine.remote import EngineProcess, log_here
+from groupwise.server.engine.engine_process import EngineProcess, log_here
+from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.parts.service import NAME as PARTS

@@ -32,9 +32,7 @@ from groupwise.runs import checkpoints
 from groupwise.runs.folder import RECORD, RunFolder
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
-from groupwise.server.engine.models import EngineModels, Shared
-from groupwise.server.engine.parts import EngineParts
-from groupwise.server.engine.port import (
+from groupwise.server.engine.engine_protocol import (
     EngineLost,
     Opened,
     OpenRun,
@@ -47,8 +45,10 @@ from groupwise.server.engine.port import (
     StepDone,
     WrongOrder,
 )
+from groupwise.server.engine.hosted_parts import EngineParts
 from groupwise.server.engine.scored_group import PART
 from groupwise.server.engine.served_run import Phase, ServedRun
+from groupwise.server.engine.trained_adapters import EngineModels, Shared
 from groupwise.tasks.contract import Task
 from groupwise.tasks.data.messages import Unusable, messages_of
 from groupwise.tasks.data.reward_hacking import Signals
@@ -111,7 +111,7 @@ class _Prepared(Prepared):
 
 
 class EngineCore:
-    """A `groupwise.server.engine.port.Engine` that does what it says in this process."""
+    """A `groupwise.server.engine.engine_protocol.Engine` that does what it says in this process."""
 
     def __init__(self) -> None:
         self._opened: _Open | None = None

@@ -16,7 +16,7 @@ from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.template_columns import columns_of
 from groupwise.api.schemas.training import MAX_COMPLETIONS
 from groupwise.core.types import Prompt
-from groupwise.server.engine.port import Sampling
+from groupwise.server.engine.engine_protocol import Sampling
 from groupwise.tasks.data.messages import with_arguments
 
 

@@ -65,6 +65,32 @@ ModelName = Annotated[
 ]
 
 
+async def _complete(
+    service: OpenAIService,
+    kind: Kind,
+    body: ChatRequest | TextRequest,
+    storage: StorageHeaders,
+    context: RequestContext,
+) -> Response:
+    ask = ask_of(body, storage)
+    if body.stream and context.caller.answer_key is not None:
+        problem = "names an answer that can be sent again, which a stream cannot; leave it out, or ask without `stream`"
+        raise Refusal(
+            "invalid_request",
+            f"{IDEMPOTENCY_KEY} {problem}.",
+            errors=[FieldError(field=IDEMPOTENCY_KEY, message=problem)],
+        )
+    if body.stream:
+        pieces = Pieces(kind, body.model, int(time.time()), usage=body.includes_usage)
+        choices = len(ask.prompts) * ask.n
+        return StreamedResponse(service.stream(ask, context.caller), pieces, choices)
+
+    def stored(done: Completed) -> StoredResponse:
+        return StoredResponse(200, whole(kind, done).model_dump_json().encode())
+
+    return await context.once(lambda: service.answer(ask, context.caller, stored))
+
+
 class StreamedResponse(Response):
     """A stream. It is closed whatever happens, which ends the sampling: sent, refused, or the client gone."""
 
@@ -124,35 +150,11 @@ def openai_routes(service: OpenAIService) -> tuple[Route, ...]:
 
     async def chat_completions(body: ChatRequest, context: Context, storage: Storage) -> Response:
         """A chat to be gone on with."""
-        return await complete("chat", body, storage, context)
+        return await _complete(service, "chat", body, storage, context)
 
     async def text_completions(body: TextRequest, context: Context, storage: Storage) -> Response:
         """A text to be gone on with."""
-        return await complete("text", body, storage, context)
-
-    async def complete(
-        kind: Kind,
-        body: ChatRequest | TextRequest,
-        storage: StorageHeaders,
-        context: RequestContext,
-    ) -> Response:
-        ask = ask_of(body, storage)
-        if body.stream and context.caller.answer_key is not None:
-            problem = "names an answer that can be sent again, which a stream cannot; leave it out, or ask without `stream`"
-            raise Refusal(
-                "invalid_request",
-                f"{IDEMPOTENCY_KEY} {problem}.",
-                errors=[FieldError(field=IDEMPOTENCY_KEY, message=problem)],
-            )
-        if body.stream:
-            pieces = Pieces(kind, body.model, int(time.time()), usage=body.includes_usage)
-            choices = len(ask.prompts) * ask.n
-            return StreamedResponse(service.stream(ask, context.caller), pieces, choices)
-
-        def stored(done: Completed) -> StoredResponse:
-            return StoredResponse(200, whole(kind, done).model_dump_json().encode())
-
-        return await context.once(lambda: service.answer(ask, context.caller, stored))
+        return await _complete(service, "text", body, storage, context)
 
     chat = {"model": "latest", "messages": [{"role": "user", "content": "Sort: pear, apple"}]}
     text = {"model": "latest", "prompt": "Sort these words: pear, apple"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from fastapi import Path as PathOf
@@ -153,13 +154,12 @@ LATER = "The call is under way; GET the same address for its answer."
 def parts_routes(service: PartsService) -> tuple[Route, ...]:
     """All routes of parts."""
     do = _Handlers(service)
+    route = partial(Route, role=Role.TRAIN, tag=TAG)
     return (
-        Route(
+        route(
             method="POST",
             path="/parts/plan",
             handler=do.plan_parts,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=PlanAnswer,
             takes_body=True,
             works=True,
@@ -169,12 +169,10 @@ def parts_routes(service: PartsService) -> tuple[Route, ...]:
             ),
             example={"kind": "supervised", "config": {"model": {"name": "tiny"}}},
         ),
-        Route(
+        route(
             method="PUT",
             path="/parts/{id}",
             handler=do.open_parts,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=PartsAnswer,
             takes_body=True,
             works=True,
@@ -182,31 +180,25 @@ def parts_routes(service: PartsService) -> tuple[Route, ...]:
             codes=("run_active", "parts_gone", "parts_taken", "engine_failed", "engine_recovering"),
             example={"owner": "sorting on laptop"},
         ),
-        Route(
+        route(
             method="GET",
             path="/parts/{id}",
             handler=do.look_at_parts,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=PartsAnswer,
             codes=OF_PARTS,
         ),
-        Route(
+        route(
             method="DELETE",
             path="/parts/{id}",
             handler=do.close_parts,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=EndedAnswer,
             ends_with_client=False,
             codes=OF_PARTS,
         ),
-        Route(
+        route(
             method="PUT",
             path="/parts/{id}/calls/{number}",
             handler=do.make_call,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=CallAnswer,
             reads=CallRequest,
             takes_body=True,
@@ -215,59 +207,47 @@ def parts_routes(service: PartsService) -> tuple[Route, ...]:
             later=LATER,
             example={"after": 0, "do": {"verb": "discard"}},
         ),
-        Route(
+        route(
             method="GET",
             path="/parts/{id}/calls/{number}",
             handler=do.look_at_call,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=CallAnswer,
             codes=(*OF_PARTS, *OF_CALLS),
             later=LATER,
         ),
-        Route(
+        route(
             method="DELETE",
             path="/parts/{id}/calls/{number}",
             handler=do.give_up_call,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=CallAnswer,
             codes=(*OF_PARTS, *OF_CALLS, "too_busy"),
             later="The call goes on, because it changes something.",
         ),
-        Route(
+        route(
             method="GET",
             path="/parts/{id}/folders/{path:path}",
             handler=do.look_into_folder,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=FolderAnswer,
             codes=(*OF_PARTS, "unknown_file"),
         ),
-        Route(
+        route(
             method="DELETE",
             path="/parts/{id}/folders/{path:path}",
             handler=do.delete_folder,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=EndedAnswer,
             codes=OF_PARTS,
         ),
-        Route(
+        route(
             method="GET",
             path="/parts/{id}/files/{path:path}",
             handler=do.get_file,
-            role=Role.TRAIN,
-            tag=TAG,
             media_type="application/octet-stream",
             codes=(*OF_PARTS, "unknown_file"),
         ),
-        Route(
+        route(
             method="PUT",
             path="/parts/{id}/files/{path:path}",
             handler=do.put_file,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=FolderAnswer,
             takes_body=True,
             takes_bytes=True,

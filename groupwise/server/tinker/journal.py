@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any, Concatenate, ParamSpec, Protocol
 
 from groupwise.core.errors import StoreError
-from groupwise.server.engine.adapter_port import ModelSpec, Stored
+from groupwise.server.engine.verb_protocol import ModelSpec, Stored
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import CallRow, Everything, Outcome
 from groupwise.server.ledger.transaction import Transaction

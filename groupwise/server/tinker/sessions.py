@@ -15,7 +15,7 @@ from typing import Any
 
 from groupwise.api.schemas import activity as wire
 from groupwise.core.errors import UsageError
-from groupwise.server.engine.adapter_port import ModelSpec, Stored, VerbEngine
+from groupwise.server.engine.verb_protocol import ModelSpec, Stored, VerbEngine
 from groupwise.server.ledger.calls import Everything
 from groupwise.server.tinker.futures import CallQueue, Futures
 from groupwise.server.tinker.journal import Journal

@@ -36,6 +36,17 @@ from groupwise.core.processes.family import MARK, end_family, has_ended, how_it_
 from groupwise.core.processes.output import Output
 from groupwise.core.types import Prompt
 from groupwise.engine.models.memory import REMEDY
+from groupwise.server.engine.engine_protocol import (
+    EngineLost,
+    Opened,
+    OpenRun,
+    Plan,
+    Probe,
+    Sampled,
+    SampleOrder,
+    Saved,
+    StepDone,
+)
 from groupwise.server.engine.messages import (
     CANCELLED_VERBS,
     MAKING,
@@ -49,17 +60,6 @@ from groupwise.server.engine.messages import (
     packed,
     unpacked,
     unpacked_error,
-)
-from groupwise.server.engine.port import (
-    EngineLost,
-    Opened,
-    OpenRun,
-    Plan,
-    Probe,
-    Sampled,
-    SampleOrder,
-    Saved,
-    StepDone,
 )
 
 LIMITS: Mapping[str, float] = {
@@ -126,7 +126,7 @@ class _Pending:
 
 
 class EngineProcess:
-    """A `groupwise.server.engine.port.Engine` in a process of its own. Call `start` first, once.
+    """A `groupwise.server.engine.engine_protocol.Engine` in a process of its own. Call `start` first, once.
 
     Every call raises what the engine raises (an error of ours as it is, any other as RunError), `CallTimedOutError`, and `EngineLost`.
     """
@@ -335,7 +335,7 @@ class EngineProcess:
         """Start the engine, and listen until it is gone with all that it started, however this returns. Returns how it ended."""
         beat_every = min(_BEAT_EVERY, self._silence_limit / 4)
         level = logging.getLogger("groupwise").getEffectiveLevel()
-        module = "groupwise.server.engine.process"
+        module = "groupwise.server.engine.child_process"
         try:
             with self._theirs:  # from then on the engine's alone, so that its end is noticed
                 number = self._theirs.fileno()

@@ -186,7 +186,7 @@ class OpenModels:
 
 @dataclass(frozen=True, slots=True)
 class OpenParts:
-    """Sampler and learner for a loop that runs elsewhere; see `groupwise.server.engine.parts`."""
+    """Sampler and learner for a loop that runs elsewhere; see `groupwise.server.engine.hosted_parts`."""
 
     kind: PartsKind
     config: Mapping[str, Any]

@@ -21,9 +21,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from groupwise.core.errors import ConfigError, NonFiniteError, RunError
+from groupwise.server.engine.engine_process import EngineProcess
+from groupwise.server.engine.engine_protocol import EngineLost
 from groupwise.server.engine.messages import CallTimedOutError
-from groupwise.server.engine.port import EngineLost
-from groupwise.server.engine.remote import EngineProcess
 from tests.processes import all_gone
 from tests.unit.server.engine.toy_engine import FACTORY
 
@@ -179,7 +179,7 @@ async def test_nothing_is_left_after_close(how):
 
 PARENT = f"""
 import asyncio
-from groupwise.server.engine.remote import EngineProcess
+from groupwise.server.engine.engine_process import EngineProcess
 
 async def main():
     engine = await EngineProcess({FACTORY!r}).start()
@@ -207,7 +207,7 @@ def test_the_end_of_the_socket_is_the_end_of_the_engine():
     with ours, theirs:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-P", "-m", "groupwise.server.engine.process"),
+                *(sys.executable, "-P", "-m", "groupwise.server.engine.child_process"),
                 *(str(theirs.fileno()), FACTORY, str(os.getpid()), "30", "0.5"),
             ],
             pass_fds=[theirs.fileno()],

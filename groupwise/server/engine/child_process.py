@@ -1,9 +1,9 @@
-"""The engine's process: `python -m groupwise.server.engine.process FD FACTORY PARENT LOG_LEVEL BEAT_SECONDS`.
+"""The engine's process: `python -m groupwise.server.engine.child_process FD FACTORY PARENT LOG_LEVEL BEAT_SECONDS`.
 
-An event loop in the main thread makes the engine (FACTORY, `package.module:function` or a class, gives a
-`groupwise.server.engine.port.Engine`) and answers calls of it on the socket FD, each in a task of its own. A thread reads the socket, so
-that its end is noticed whatever the loop is doing: then the parent is gone, or wants this process to be, and the whole process group
-ends at once. The beats come from the loop, so that one that hangs is silent.
+An event loop in the main thread makes the engine (FACTORY, `package.module:function` or a class, gives an
+`engine_protocol.Engine`) and answers calls of it on the socket FD, each in a task of its own. A thread reads the socket, so that its end is
+noticed whatever the loop is doing: then the parent is gone, or wants this process to be, and the whole process group ends at once. The
+beats come from the loop, so that one that hangs is silent.
 
 The kernel ends this process with its parent, too, and a guard ends all that it has started with it. Ctrl-C and SIGTERM go
 unheeded: a terminal or a service manager sends them to every process, and the parent ends this one when it is time.
@@ -43,7 +43,7 @@ from groupwise.server.engine.messages import (
 )
 
 logger = logging.getLogger(
-    "groupwise.server.engine.process"
+    "groupwise.server.engine.child_process"
 )  # run as a program, its name is __main__
 
 

@@ -34,13 +34,13 @@ from groupwise.engine.distributed import prefork
 from groupwise.engine.models.files import check_sent
 from groupwise.engine.models.identity import identity
 from groupwise.engine.models.machine import available_cores
+from groupwise.server.engine.engine_protocol import OpenParts, PartsOpened
 from groupwise.server.engine.part_checks import (
     check_loss,
     check_optimiser,
     check_request,
     check_rows,
 )
-from groupwise.server.engine.port import OpenParts, PartsOpened
 from groupwise.training import build, placement
 from groupwise.training.config import RunConfig, load_config
 from groupwise.training.placement import Layout

@@ -27,7 +27,9 @@ from groupwise.engine.distributed.multi_adapter import ModelParts, Models, NewMo
 from groupwise.engine.models.bundled import BUNDLED
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.tokenizer import resolve
-from groupwise.server.engine.adapter_port import (
+from groupwise.server.engine.engine_protocol import OpenModels
+from groupwise.server.engine.saved_adapters import Saved, SavedFolders
+from groupwise.server.engine.verb_protocol import (
     Base,
     Computed,
     ModelSpec,
@@ -35,8 +37,6 @@ from groupwise.server.engine.adapter_port import (
     VerbSample,
     VerbSampled,
 )
-from groupwise.server.engine.port import OpenModels
-from groupwise.server.engine.saved_adapters import Saved, SavedFolders
 from groupwise.training import build, placement
 from groupwise.training.config import load_config
 from groupwise.training.placement import Layout
