@@ -27,8 +27,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 from starlette.types import ASGIApp
 
-from groupwise.api.http.listening import Uvicorn, bound, check_tls, uvicorn_config
-from groupwise.api.http.listening import address as listening_at
+from groupwise.api.http.listening import Uvicorn, bind, check_tls, url_at, uvicorn_config
 from groupwise.api.http.logs import configure
 from groupwise.api.schemas.keys import LOCAL, Keyring
 from groupwise.api.schemas.problems import field_errors
@@ -180,7 +179,7 @@ def serve(
     lock = _take(config.folder)
     handler = configure(config.log_format)
     try:
-        with bound(config.host, config.port) as listening:
+        with bind(config.host, config.port) as listening:
             return asyncio.run(_Server(config, keys, start_with, build, listening, in_front).run())
     finally:
         logging.getLogger().removeHandler(handler)
@@ -265,7 +264,7 @@ class _Server:
             await self._end(built, serving, http)
             await answering
         finally:
-            await _cancelled(answering)
+            await _cancel(answering)
         if self._refused is not None:
             raise self._refused
         return 0
@@ -285,7 +284,7 @@ class _Server:
         try:
             await asyncio.wait((ending, answering), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancelled(ending, *beside)
+            await _cancel(ending, *beside)
 
     async def _end(self, built: Built, serving: Serving, http: Uvicorn) -> None:
         began = time.monotonic()
@@ -330,7 +329,7 @@ class _Server:
         config = self._config
         host, port = self._listening.getsockname()[:2]
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        address = listening_at(config.scheme, shown, port)
+        address = url_at(config.scheme, shown, port)
         need = (
             "no key is needed, and only this machine can ask"
             if self._keys is None
@@ -352,7 +351,7 @@ class _Server:
         sys.stderr.flush()
 
 
-async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks that are no longer needed, and wait for them."""
     for task in tasks:
         task.cancel()

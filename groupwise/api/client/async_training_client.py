@@ -33,7 +33,7 @@ from groupwise.api.client.connection import (
     network_failure,
     read_answer,
     refusal,
-    stream_ended,
+    stream_end_error,
 )
 from groupwise.api.client.errors import BrokenDownload, ClientError
 from groupwise.api.client.request_bodies import (
@@ -252,7 +252,7 @@ class AsyncTrainingClient:
             headers = {"Accept": "text/event-stream"}
             if reader.last_id is not None:
                 headers["Last-Event-ID"] = str(reader.last_id)
-            error: ClientError = stream_ended(self.connection)
+            error: ClientError = stream_end_error(self.connection)
             try:
                 response = await self.send("GET", "/events", headers=headers, stream=True)
                 async with aclosing(response):

@@ -22,7 +22,13 @@ from urllib.parse import urlsplit
 import httpx2
 from pydantic import BaseModel, ValidationError
 
-from groupwise.api.client.errors import ClientError, NoAnswer, StrangeAnswer, Unavailable, refused
+from groupwise.api.client.errors import (
+    ClientError,
+    NoAnswer,
+    StrangeAnswer,
+    Unavailable,
+    refused_error,
+)
 from groupwise.api.openai_client.waiting import retry_after
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.problems import KINDS, Problem
@@ -203,10 +209,10 @@ def refusal(response: httpx2.Response, connection: Connection) -> tuple[ClientEr
     if seconds is not None:
         problem = problem.model_copy(update={"retry_after": seconds})
     kind = KINDS.get(problem.code)
-    return refused(problem), kind.retry if kind else problem.status in MAY_PASS
+    return refused_error(problem), kind.retry if kind else problem.status in MAY_PASS
 
 
-def stream_ended(connection: Connection) -> NoAnswer:
+def stream_end_error(connection: Connection) -> NoAnswer:
     """The caller's error for an endless stream that has ended."""
     return NoAnswer(f"{connection.url} ends the event stream again and again.")
 

@@ -34,7 +34,7 @@ from groupwise.api.client.connection import (
     network_failure,
     read_answer,
     refusal,
-    stream_ended,
+    stream_end_error,
 )
 from groupwise.api.client.errors import BrokenDownload, ClientError
 from groupwise.api.client.request_bodies import (
@@ -270,7 +270,7 @@ class TrainingClient:
             headers = {"Accept": "text/event-stream"}
             if reader.last_id is not None:
                 headers["Last-Event-ID"] = str(reader.last_id)
-            error: ClientError = stream_ended(self.connection)
+            error: ClientError = stream_end_error(self.connection)
             try:
                 response = self.send("GET", "/events", headers=headers, stream=True)
                 with closing(response):

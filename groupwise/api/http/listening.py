@@ -63,7 +63,7 @@ def check_tls(certificate: str | None, key: str | None) -> None:
 
 
 @contextlib.contextmanager
-def bound(host: str, port: int) -> Generator[socket.socket]:
+def bind(host: str, port: int) -> Generator[socket.socket]:
     """A socket that listens there; port 0 takes any that is free. Raises UsageError."""
     host = host.strip("[]")
     try:
@@ -81,7 +81,7 @@ def bound(host: str, port: int) -> Generator[socket.socket]:
         yield bound
 
 
-def address(scheme: str, host: str, port: int) -> str:
+def url_at(scheme: str, host: str, port: int) -> str:
     """URL of an address; IPv6 addresses stand in brackets."""
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 

@@ -77,6 +77,6 @@ class Route:
         return f"{self.method} {self.path}"
 
 
-def sent_model(model: BaseModel, status: int = 200) -> Response:
+def json_response(model: BaseModel, status: int = 200) -> Response:
     """A model as a response."""
     return Response(model.model_dump_json(), status, media_type="application/json")

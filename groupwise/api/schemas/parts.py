@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from groupwise.api.schemas.bodies import FailFast
+from groupwise.api.schemas.fail_fast import FailFast
 from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Policy, PolicyRole, Row
 
 PartsKind = Literal["training", "supervised", "serving"]

@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from groupwise.api.schemas.wording import worded
+from groupwise.api.schemas.wording import explain_detail
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.plugins import printable
 
@@ -441,7 +441,7 @@ def _field_error(detail: Mapping[str, Any], model: Any) -> FieldError:
     if location and location[0] in ("body", "query", "path", "header"):  # FastAPI says where from
         model = model if location[0] == "body" else None
         location = location[1:]
-    message = worded(detail, location, model)
+    message = explain_detail(detail, location, model)
     context = cast("Mapping[str, Any]", detail.get("ctx") or {})
     if detail.get("type") == "json_invalid":  # then the place is an offset in the text
         location = []

@@ -29,7 +29,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from groupwise.api.schemas.bodies import FailFast
+from groupwise.api.schemas.fail_fast import FailFast
 
 MAX_PROMPTS = 256
 """Prompts of one request for completions, and groups of one request with rewards."""

@@ -57,7 +57,7 @@ _COUNTED = re.compile(r" after validation, not \d+$")
 _PYDANTIC = ("Input should ", "String should ", "List should ", "Tuple should ", "Value should ")
 
 
-def worded(detail: Mapping[str, Any], location: Location, model: Any = None) -> str:
+def explain_detail(detail: Mapping[str, Any], location: Location, model: Any = None) -> str:
     """Say what was expected. `model` is the type of the body (or of the value in which `location` begins), if it is known."""
     kind = str(detail.get("type", ""))
     place = _FieldLocation(model, location)

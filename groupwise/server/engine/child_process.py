@@ -37,9 +37,9 @@ from groupwise.server.engine.messages import (
     Cancel,
     Failed,
     MessageChannel,
-    packed,
-    packed_error,
-    unpacked,
+    pack,
+    pack_error,
+    unpack,
 )
 
 logger = logging.getLogger(
@@ -51,7 +51,7 @@ def main(descriptor: int, factory: str, parent: int, log_level: int, beat_every:
     """Be the engine until the connection ends."""
     tie_to_parent(parent, os.environ[MARK])
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _unheeded)
+        signal.signal(number, _ignore_signal)
     line = MessageChannel(socket.socket(fileno=descriptor))
     tell_log(line, log_level)
     try:
@@ -61,7 +61,7 @@ def main(descriptor: int, factory: str, parent: int, log_level: int, beat_every:
     os._exit(1)
 
 
-def _unheeded(number: int, frame: object) -> None:
+def _ignore_signal(number: int, frame: object) -> None:
     """A function and not SIG_IGN, which programs that the engine starts would inherit."""
 
 
@@ -82,7 +82,7 @@ class _Serving:
         try:
             self._engine = load(factory, kind="engine", instantiate=False).object()
         except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
-            self._send(Failed(MAKING, packed_error(error)))
+            self._send(Failed(MAKING, pack_error(error)))
             return
         while True:
             self._send(Beat(self._progress, len(self._tasks)))
@@ -109,20 +109,20 @@ class _Serving:
         del self._tasks[number]
         self._progress += 1
         if task.cancelled():  # before it began, so that no caller was answered
-            self._send(Failed(number, packed_error(asyncio.CancelledError())))
+            self._send(Failed(number, pack_error(asyncio.CancelledError())))
 
     async def _answer(self, call: Call) -> None:
         try:
-            answer = Answered(call.id, packed(await self._done(call)))
+            answer = Answered(call.id, pack(await self._carry_out(call)))
         except BaseException as error:  # belongs to the caller
             # Callers get errors in words only, so log the traceback of any that was not raised on purpose.
             if not isinstance(error, GroupwiseError | asyncio.CancelledError):
                 logger.error("`%s` failed in the engine", call.verb, exc_info=error)
-            answer = Failed(call.id, packed_error(error))
+            answer = Failed(call.id, pack_error(error))
         self._send(answer)
 
-    async def _done(self, call: Call) -> Any:
-        arguments = unpacked(call.body)
+    async def _carry_out(self, call: Call) -> Any:
+        arguments = unpack(call.body)
         work = attrgetter(call.verb)(self._engine)(*arguments)
         if call.verb not in CANCELLED_VERBS:
             return await work

@@ -146,10 +146,10 @@ class EngineCore:
         build.expect_ranks(loaded.config)
         self._scope.callback(prefork.give_up)
         point = find_resume_point(loaded, True, order.run) if order.run is not None else None
-        manifests, self._undone = _committed(point)
+        manifests, self._undone = _committed_steps(point)
         if point is not None:
             loaded = with_start_of(loaded, point)
-        prepared = _prepared(loaded, order.longest_prompt)
+        prepared = _prepare(loaded, order.longest_prompt)
         resumption = check_resume(point, prepared) if point is not None else None
         folder, prepared = self._folder(prepared, point)
         config = prepared.config
@@ -159,7 +159,7 @@ class EngineCore:
         self._scope.callback(progress.close)
         parts = await build.start_training(config, prepared.layout, folder.name, publications)
         self._scope.callback(parts.close)
-        run = _assembled(prepared, folder, parts, progress, publications)
+        run = _assemble_run(prepared, folder, parts, progress, publications)
         if resumption is not None:
             restore_checkpoint(run, prepared, resumption)
         elif order.start_from is not None:
@@ -257,7 +257,7 @@ class EngineCore:
             seed, draw = order.sampling.seed, 0
         members = range(order.members or training.num_generations)
         seeds = [member_seed(seed, draw, member) for member in members]
-        await run.gate.entered()
+        await run.gate.enter()
         try:
             step, policy = run.step, run.serving
             example = Example(order.draw, order.prompt, dict(order.columns))
@@ -266,7 +266,7 @@ class EngineCore:
                 lambda token_ids: completion_text(run.tokenizer, token_ids),
             )
         finally:
-            run.gate.left()
+            run.gate.leave()
         check_served(policy, group)
         written = sum(rollout.written for rollout in group.rollouts)
         self._sampled_tokens += written
@@ -468,7 +468,7 @@ class EngineCore:
 # --- from an order to a run ----------------------------------------------------------------------
 
 
-def _committed(
+def _committed_steps(
     point: ResumePoint | None,
 ) -> tuple[tuple[StepRecord, ...], dict[int, dict[str, float]]]:
     """All steps that a run has committed, and the metrics of those that are about to be undone."""
@@ -480,7 +480,7 @@ def _committed(
         return steps, {step: store.step_metrics(step) for step in undone}
 
 
-def _prepared(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
+def _prepare(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
     """Everything that can be wrong with a config is found here, before the model is loaded."""
     config = loaded.config
     check_start(loaded)
@@ -513,7 +513,7 @@ def _prepared(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
     )
 
 
-def _assembled(
+def _assemble_run(
     prepared: _Prepared, folder: RunFolder, parts: build.Parts, progress: Phase, publications: Path
 ) -> ServedRun:
     config = prepared.config

@@ -57,9 +57,9 @@ from groupwise.server.engine.messages import (
     Failed,
     LogRecordMessage,
     MessageChannel,
-    packed,
-    unpacked,
-    unpacked_error,
+    pack,
+    unpack,
+    unpack_error,
 )
 
 LIMITS: Mapping[str, float] = {
@@ -285,7 +285,7 @@ class EngineProcess:
         limit = self._limits.get(verb, self._limits["step"])
         pending = _Pending(verb, time.monotonic() + limit, limit)
         number = next(self._numbers)
-        call = Call(number, verb, pending.deadline, packed(arguments))
+        call = Call(number, verb, pending.deadline, pack(arguments))
         with self._lock:
             if self._reason is not None:
                 raise EngineLost(self._reason)
@@ -294,7 +294,7 @@ class EngineProcess:
             self._output.begin_call()
         self._outbox.put(call)
         try:
-            return unpacked(await asyncio.wrap_future(pending.answer))
+            return unpack(await asyncio.wrap_future(pending.answer))
         except asyncio.CancelledError:
             if verb in CANCELLED_VERBS:
                 self._outbox.put(Cancel(number))
@@ -316,7 +316,7 @@ class EngineProcess:
     def _attend(self) -> None:
         """Start the engine, listen as long as it lives, and fail open calls with the reason of its end."""
         try:
-            reason = self._lived()
+            reason = self._run_process()
         except BaseException as error:  # noqa: BLE001 — callers would wait for ever
             reason = f"The engine sent what cannot be read:\n{explain(error)}"
         self._outbox.put(None)
@@ -331,7 +331,7 @@ class EngineProcess:
             _fail(each.answer, EngineLost(reason))
         self._gone.set_result(reason)
 
-    def _lived(self) -> str:
+    def _run_process(self) -> str:
         """Start the engine, and listen until it is gone with all that it started, however this returns. Returns how it ended."""
         beat_every = min(_BEAT_EVERY, self._silence_limit / 4)
         level = logging.getLogger("groupwise").getEffectiveLevel()
@@ -358,7 +358,7 @@ class EngineProcess:
             self._listen(process)
         finally:
             self._line.end()
-            how = self._reaped(process)
+            how = self._reap(process)
         words = self._output.last_words()
         if self._stop is not None:
             return self._stop if self._stop == _CLOSED else self._stop + words
@@ -401,17 +401,17 @@ class EngineProcess:
                 except Exception:  # noqa: BLE001 — a handler of the log has no part in the run; reported as the standard library does
                     logging.Handler().handleError(record)
             case Answered(number, body):
-                pending = self._answered(number)
+                pending = self._take_pending(number)
                 if pending is not None:
                     with suppress(InvalidStateError):  # its caller no longer waits
                         pending.answer.set_result(body)
             case Failed(number, error):
-                pending = self._answered(number)
+                pending = self._take_pending(number)
                 failed = self._ready if number == MAKING else pending and pending.answer
                 if failed is not None:
-                    _fail(failed, unpacked_error(error))
+                    _fail(failed, unpack_error(error))
 
-    def _answered(self, number: int) -> _Pending | None:
+    def _take_pending(self, number: int) -> _Pending | None:
         with self._lock:
             return self._pending.pop(number, None)
 
@@ -439,7 +439,7 @@ class EngineProcess:
                 return f"The engine was killed: `{pending.verb}` was not done {self._grace:g} s after its limit of {pending.limit:g} s."
         return None
 
-    def _reaped(self, process: Popen[bytes]) -> str:
+    def _reap(self, process: Popen[bytes]) -> str:
         """Kill the engine, unless it is about to end by itself, and all that it started; how it ended."""
         deadline = time.monotonic() + (_LAST_BREATH if self._stop is None else 0.0)
         while not has_ended(process) and time.monotonic() < deadline:

@@ -15,11 +15,11 @@ NO_REWARD = "its client gave it no reward (null)"
 def scored_group(group: Group, rewards: Sequence[float | None]) -> Group:
     """Each rollout with its reward; one without has failed and does not teach."""
 
-    def scored(rollout: Rollout, reward: float | None) -> Rollout:
+    def score(rollout: Rollout, reward: float | None) -> Rollout:
         if reward is None:
             return replace(rollout, outcome="failed", reason=NO_REWARD)
         return replace(rollout, outcome="scored", reward=reward, parts=(RewardPart(PART, reward),))
 
     return replace(
-        group, rollouts=tuple(scored(*each) for each in zip(group.rollouts, rewards, strict=True))
+        group, rollouts=tuple(score(*each) for each in zip(group.rollouts, rewards, strict=True))
     )

@@ -122,13 +122,13 @@ class EngineModels:
                 _refuse_other(order.base, shared.model.name, f"the run {shared.name}")
             if self._opened is None:
                 if shared is not None:
-                    self._opened = self._sharing(order, shared)
+                    self._opened = self._share_base(order, shared)
                 else:
-                    self._opened = await self._loaded(order)
+                    self._opened = await self._load_base(order)
             _refuse_other(order.base, self._opened.base.name, "other models")
             return self._opened.base
 
-    def _sharing(self, order: OpenModels, shared: Shared) -> _Open:
+    def _share_base(self, order: OpenModels, shared: Shared) -> _Open:
         if shared.trains_all:
             raise FullFineTuning(
                 f"The run {shared.name} trains all weights of {shared.model.name}, so nothing else can be trained beside it. Stop "
@@ -139,7 +139,7 @@ class EngineModels:
         stops = shared.parts.stop_token_ids
         return _open(order, shared.model, shared.layout, models, stops, order.most - 1)
 
-    async def _loaded(self, order: OpenModels) -> _Open:
+    async def _load_base(self, order: OpenModels) -> _Open:
         config = load_config(
             {
                 "model": {"name": order.base},
@@ -309,7 +309,7 @@ class EngineModels:
             )
         _check_tokens(order.prompt_ids, here, "prompt")
         request = GroupRequest(next(self._numbers), order.prompt_ids, order.seeds, order.params)
-        sampler = await self._taken(stored)
+        sampler = await self._take_sampler(stored)
         try:
             completions = await sampler.parts.sampler.generate(request)
             if not order.prompt_logprobs:
@@ -326,7 +326,7 @@ class EngineModels:
             sampler.users -= 1
             self._free.beat()
 
-    async def _taken(self, weights: Stored | None) -> _Sampler:
+    async def _take_sampler(self, weights: Stored | None) -> _Sampler:
         """A sampler that serves these weights, in use."""
         while True:
             beat = self._free.next
@@ -336,7 +336,7 @@ class EngineModels:
                     each.users for each in self._samplers
                 )
                 if sampler is None and not is_full:
-                    sampler = await self._placed(weights)
+                    sampler = await self._place(weights)
                 if sampler is not None:
                     sampler.users += 1
                     self._samplers.remove(sampler)
@@ -344,7 +344,7 @@ class EngineModels:
                     return sampler
             await beat.wait()
 
-    async def _placed(self, weights: Stored | None) -> _Sampler:
+    async def _place(self, weights: Stored | None) -> _Sampler:
         """A sampler with these weights: an idle one, or a new one."""
         saved = None if weights is None else self._here.folders.read(weights)
         shape = _PLAIN if saved is None else await self._shape(saved.spec)

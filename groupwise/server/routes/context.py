@@ -206,7 +206,7 @@ class RequestContext:
         when the work was done.
         """
         if (given := await self.serving.under_way.answer(self.caller)) is not None:
-            return sent(given, replayed=True)
+            return response_of(given, replayed=True)
         async with self.serving.under_way.first(self.caller) as future:
             if self.caller.answer_key is not None:
                 before = await self.service.remembered(self.caller)
@@ -214,10 +214,10 @@ class RequestContext:
                     if wait_on is not None:
                         before = await wait_on(before)
                     future.set_result(before)
-                    return sent(before, replayed=True)
+                    return response_of(before, replayed=True)
             answer = await work()
             future.set_result(answer)
-        return sent(answer)
+        return response_of(answer)
 
 
 async def request_context(request: Request) -> RequestContext:
@@ -234,7 +234,7 @@ async def request_context(request: Request) -> RequestContext:
 Context = Annotated[RequestContext, Depends(request_context)]
 
 
-def sent(answer: StoredResponse, *, replayed: bool = False) -> Response:
+def response_of(answer: StoredResponse, *, replayed: bool = False) -> Response:
     """An answer as a response."""
     headers = {REPLAYED: "true"} if replayed else None
     return Response(answer.body, answer.status, headers, "application/json")

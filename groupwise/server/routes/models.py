@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from groupwise.api.http.bodies import ClientGone
-from groupwise.api.http.route import Route, sent_model
+from groupwise.api.http.route import Route, json_response
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.training import (
     MAX_ADDRESS,
@@ -96,12 +96,12 @@ async def post_model(
 
 async def tokenizer(context: Context) -> Response:
     """Tokenizer and chat template of the run, with the hash that requests may give."""
-    return sent_model(await context.service.tokenizer())
+    return json_response(await context.service.tokenizer())
 
 
 async def checkpoints(context: Context) -> Response:
     """All checkpoints that can be gone on from."""
-    return sent_model(await context.service.checkpoints())
+    return json_response(await context.service.checkpoints())
 
 
 async def save_checkpoint(body: CheckpointRequest, context: Context) -> Response:

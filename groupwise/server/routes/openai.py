@@ -16,7 +16,7 @@ from fastapi import Depends, FastAPI, Header, Path
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from groupwise.api.http.route import Route, sent_model
+from groupwise.api.http.route import Route, json_response
 from groupwise.api.schemas.idempotency import HEADER as IDEMPOTENCY_KEY
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.openai import (
@@ -142,11 +142,11 @@ def openai_routes(service: OpenAIService) -> tuple[Route, ...]:
 
     async def list_models(context: Context) -> Response:
         """The policies that serve: the newest one, under its address and as `latest`."""
-        return sent_model(ModelList(data=await service.models()))
+        return json_response(ModelList(data=await service.models()))
 
     async def retrieve_model(context: Context, model: ModelName) -> Response:
         """One of them."""
-        return sent_model(await service.model(model))
+        return json_response(await service.model(model))
 
     async def chat_completions(body: ChatRequest, context: Context, storage: Storage) -> Response:
         """A chat to be gone on with."""

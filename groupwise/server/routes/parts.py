@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from groupwise.api.http import strict_json
-from groupwise.api.http.route import Route, sent_model
+from groupwise.api.http.route import Route, json_response
 from groupwise.api.http.strict_json import NotStrict
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.parts import (
@@ -62,20 +62,20 @@ class _Handlers:
 
     async def plan_parts(self, body: PlanRequest, context: Context) -> Response:
         """How the work of a loop would be laid out on this machine: device, number format, processes, slots."""
-        return sent_model(await self.service.plan(body))
+        return json_response(await self.service.plan(body))
 
     async def open_parts(self, id: Id, body: PartsRequest, context: Context) -> Response:
         """Have sampler and learner of this server for a loop; again, to hear that it is so. They are ended by DELETE, or by silence."""
-        return sent_model(await self.service.open(id, body))
+        return json_response(await self.service.open(id, body))
 
     async def look_at_parts(self, id: Id, context: Context) -> Response:
         """Say that the loop is there, and hear whether its parts are."""
-        return sent_model(self.service.look(id))
+        return json_response(self.service.look(id))
 
     async def close_parts(self, id: Id, context: Context) -> Response:
         """Let go of them, with all of their files. Repeating it is harmless."""
         await self.service.close(id)
-        return sent_model(EndedAnswer(id=id))
+        return json_response(EndedAnswer(id=id))
 
     async def make_call(
         self,
@@ -97,26 +97,26 @@ class _Handlers:
             raise Refusal.of_fields(
                 error.errors(include_url=False, include_input=False)  # type: ignore[arg-type]
             ) from None
-        return _sent(await self.service.call(id, number, call, content, wait))
+        return _call_response(await self.service.call(id, number, call, content, wait))
 
     async def look_at_call(
         self, id: Id, number: Number, context: Context, wait: Wait = DEFAULT_CALL_WAIT
     ) -> Response:
         """The state of a call."""
-        return _sent(await self.service.answer(id, number, wait))
+        return _call_response(await self.service.answer(id, number, wait))
 
     async def give_up_call(self, id: Id, number: Number, context: Context) -> Response:
         """Wait for a call no longer. Samples end; what changes the learner goes on to its end; what has not come yet is not done."""
-        return _sent(await self.service.give_up(id, number))
+        return _call_response(await self.service.give_up(id, number))
 
     async def look_into_folder(self, id: Id, path: Place, context: Context) -> Response:
         """The files of a folder, with their sizes."""
-        return sent_model(await asyncio.to_thread(self.service.files(id).list, path))
+        return json_response(await asyncio.to_thread(self.service.files(id).list, path))
 
     async def delete_folder(self, id: Id, path: Place, context: Context) -> Response:
         """Delete a folder that is needed no longer. Repeating it is harmless."""
         await asyncio.to_thread(self.service.files(id).delete, path)
-        return sent_model(EndedAnswer(id=id))
+        return json_response(EndedAnswer(id=id))
 
     async def get_file(self, id: Id, path: Place, context: Context, offset: Offset = 0) -> Response:
         """A piece of a file, of at most 8 MiB."""
@@ -131,10 +131,10 @@ class _Handlers:
         """A piece of a file, which is as long afterwards as `offset` and the piece together."""
         content = await request.body()
         files = self.service.files(id)
-        return sent_model(await asyncio.to_thread(files.write, path, offset, content))
+        return json_response(await asyncio.to_thread(files.write, path, offset, content))
 
 
-def _sent(answer: CallAnswer) -> Response:
+def _call_response(answer: CallAnswer) -> Response:
     """Numbers that are not finite as texts; see `groupwise.api.schemas.parts`."""
     status = 202 if answer.state == "working" else 200
     plain = {

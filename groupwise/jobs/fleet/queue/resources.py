@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from groupwise.api.schemas.bodies import FailFast
+from groupwise.api.schemas.fail_fast import FailFast
 from groupwise.api.schemas.fleet import MOST_GPUS
 from groupwise.api.schemas.problems import field_errors
 from groupwise.core.errors import UsageError
