@@ -29,7 +29,6 @@ from groupwise.api.client.connection import (
     TIMEOUT,
     Connection,
     Patience,
-    Timing,
     network_failure,
     read_answer,
     refusal,
@@ -47,6 +46,7 @@ from groupwise.api.client.request_bodies import (
     without_none,
 )
 from groupwise.api.client.streams import Download, EventReader, checked_target
+from groupwise.api.openai_client.waiting import Timing
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.training import (
@@ -95,7 +95,7 @@ class AsyncTrainingClient:
         `transport` replaces the network.
         """
         self.connection = Connection.of(url, api_key, patience, timeout, timing)
-        self._transport = transport
+        self._transport = transport  # for `asynchronous` of the synchronous client
         self._http = httpx2.AsyncClient(transport=transport, **self.connection.http_options)
 
     def __repr__(self) -> str:
@@ -339,4 +339,4 @@ class AsyncTrainingClient:
             await self._sleep(wait)
 
     async def _sleep(self, seconds: float) -> None:
-        await self.connection.timing.sleep_async(seconds)
+        await self.connection.timing.sleep(seconds)

@@ -30,7 +30,6 @@ from groupwise.api.client.connection import (
     TIMEOUT,
     Connection,
     Patience,
-    Timing,
     network_failure,
     read_answer,
     refusal,
@@ -48,6 +47,7 @@ from groupwise.api.client.request_bodies import (
     without_none,
 )
 from groupwise.api.client.streams import Download, EventReader, checked_target
+from groupwise.api.openai_client.waiting import Timing
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.training import (
@@ -97,7 +97,7 @@ class TrainingClient:
         `transport` replaces the network.
         """
         self.connection = Connection.of(url, api_key, patience, timeout, timing)
-        self._transport = transport
+        self._transport = transport  # for `asynchronous` of the synchronous client
         self._http = httpx2.Client(transport=transport, **self.connection.http_options)
 
     def __repr__(self) -> str:
@@ -353,4 +353,4 @@ class TrainingClient:
             self._sleep(wait)
 
     def _sleep(self, seconds: float) -> None:
-        self.connection.timing.sleep(seconds)
+        self.connection.timing.sleep_blocking(seconds)

@@ -48,7 +48,7 @@ def most_connections() -> int:
 
 
 def check_tls(certificate: str | None, key: str | None) -> None:
-    """Raise UsageError if they cannot be used, or there is but one of them."""
+    """Raise UsageError if the two files cannot be used, or only one is given."""
     if (certificate is None) != (key is None):
         raise UsageError("TLS needs both: --tls-certificate and --tls-key.")
     if certificate is None or key is None:
@@ -97,7 +97,7 @@ class BoundedProtocol(HTTPProtocol):
     """Bytes since the last headers or piece of a body."""
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
-    """Runs while the client's side takes nothing."""
+    """Runs while the client reads nothing."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Begin to wait for a request."""
@@ -124,7 +124,7 @@ class BoundedProtocol(HTTPProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, unless it is too much."""
+        """Parse the bytes, unless they are too many."""
         before = self.cycle
         self._unparsed += len(data)
         super().data_received(data)
@@ -138,7 +138,7 @@ class BoundedProtocol(HTTPProtocol):
             self._hang_up("431 Request Header Fields Too Large")
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body is there."""
+        """A piece of the body has arrived."""
         self._unparsed = 0
         super().on_body(body)
 

@@ -38,7 +38,7 @@ async def metrics(context: Context) -> Response:
 
 
 GROUP_STATES = "open rewarded held planned trained expired given_up stale quarantined".split()
-"""Fields of `Counters`."""
+"""States of groups: fields of `Counters`."""
 
 
 def render(requests: RequestMetrics, status: StatusAnswer) -> str:

@@ -1,4 +1,4 @@
-"""The model itself: a version as a zip file, its tokenizer, and the checkpoints that can be gone on from."""
+"""The model itself: a version as a zip file, its tokenizer, and the checkpoints from which a run can continue."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FINGERPRINT_HEADER = "X-Model-Fingerprint"
 KIND_HEADER = "X-Model-Kind"
 """`adapter` or `full`."""
 STALLED = 120.0
-"""Seconds in which a client that downloads takes nothing; then it is left."""
+"""Seconds after which a client that reads nothing of its download is disconnected."""
 
 
 class ZipResponse(Response):
@@ -100,7 +100,7 @@ async def tokenizer(context: Context) -> Response:
 
 
 async def checkpoints(context: Context) -> Response:
-    """All checkpoints that can be gone on from."""
+    """All checkpoints from which a run can continue."""
     return json_response(await context.service.checkpoints())
 
 

@@ -138,22 +138,22 @@ async def _send_body(send: Send, body: bytes) -> None:
 
 
 def openai_routes(service: OpenAIService) -> tuple[Route, ...]:
-    """Those under /v1."""
+    """The routes under /v1."""
 
     async def list_models(context: Context) -> Response:
         """The policies that serve: the newest one, under its address and as `latest`."""
         return json_response(ModelList(data=await service.models()))
 
     async def retrieve_model(context: Context, model: ModelName) -> Response:
-        """One of them."""
+        """One policy that serves."""
         return json_response(await service.model(model))
 
     async def chat_completions(body: ChatRequest, context: Context, storage: Storage) -> Response:
-        """A chat to be gone on with."""
+        """Continue a chat."""
         return await _complete(service, "chat", body, storage, context)
 
     async def text_completions(body: TextRequest, context: Context, storage: Storage) -> Response:
-        """A text to be gone on with."""
+        """Continue a text."""
         return await _complete(service, "text", body, storage, context)
 
     chat = {"model": "latest", "messages": [{"role": "user", "content": "Sort: pear, apple"}]}
@@ -208,6 +208,6 @@ def _sampling(path: str, handler: Any, answer: Any, example: Any) -> Route:
 
 
 def attach(app: FastAPI) -> None:
-    """Have what is refused under /v1 look as OpenAI's clients read it; to be called before the first request."""
+    """Answer refusals under /v1 in OpenAI's form. Call it before the first request."""
     app.add_middleware(cast("Any", OpenAIErrors))
     as_documented(app.openapi())

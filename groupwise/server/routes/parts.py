@@ -56,7 +56,7 @@ Offset = Annotated[int, Query(description="Where the piece begins in the file.",
 
 @dataclass(frozen=True, slots=True)
 class _Handlers:
-    """Over one service."""
+    """The handlers of one service's routes."""
 
     service: PartsService
 
@@ -65,15 +65,15 @@ class _Handlers:
         return json_response(await self.service.plan(body))
 
     async def open_parts(self, id: Id, body: PartsRequest, context: Context) -> Response:
-        """Have sampler and learner of this server for a loop; again, to hear that it is so. They are ended by DELETE, or by silence."""
+        """Take sampler and learner of this server for a loop. Repeating it is harmless. They are ended by DELETE, or after a silence."""
         return json_response(await self.service.open(id, body))
 
     async def look_at_parts(self, id: Id, context: Context) -> Response:
-        """Say that the loop is there, and hear whether its parts are."""
+        """Sign of life of the loop; answers whether its parts are still there."""
         return json_response(self.service.look(id))
 
     async def close_parts(self, id: Id, context: Context) -> Response:
-        """Let go of them, with all of their files. Repeating it is harmless."""
+        """End the parts, and delete all of their files. Repeating it is harmless."""
         await self.service.close(id)
         return json_response(EndedAnswer(id=id))
 
@@ -85,7 +85,7 @@ class _Handlers:
         context: Context,
         wait: Wait = DEFAULT_CALL_WAIT,
     ) -> Response:
-        """Have something done. Sent again with the same content, it is done once, and gives the same answer."""
+        """Call the sampler or the learner. A call that is sent again with the same content is done once, and gets the same answer."""
         content = await request.body()
         try:
             call = CallRequest.model_validate(await strict_json.parse_aside(content))
@@ -106,7 +106,7 @@ class _Handlers:
         return _call_response(await self.service.answer(id, number, wait))
 
     async def give_up_call(self, id: Id, number: Number, context: Context) -> Response:
-        """Wait for a call no longer. Samples end; what changes the learner goes on to its end; what has not come yet is not done."""
+        """Give a call up. Sampling ends; a call that changes the learner goes on to its end; one that has not begun is not done."""
         return _call_response(await self.service.give_up(id, number))
 
     async def look_into_folder(self, id: Id, path: Place, context: Context) -> Response:
@@ -128,14 +128,14 @@ class _Handlers:
     async def put_file(
         self, id: Id, path: Place, request: Request, context: Context, offset: Offset = 0
     ) -> Response:
-        """A piece of a file, which is as long afterwards as `offset` and the piece together."""
+        """Write a piece of a file, which then ends with this piece."""
         content = await request.body()
         files = self.service.files(id)
         return json_response(await asyncio.to_thread(files.write, path, offset, content))
 
 
 def _call_response(answer: CallAnswer) -> Response:
-    """Numbers that are not finite as texts; see `groupwise.api.schemas.parts`."""
+    """The answer as JSON, with numbers that are not finite as texts; see `groupwise.api.schemas.parts`."""
     status = 202 if answer.state == "working" else 200
     plain = {
         "number": answer.number,
