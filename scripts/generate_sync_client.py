@@ -26,7 +26,7 @@ REPLACEMENTS = (
     (r"\bAsync(TrainingClient|Client|BaseTransport|Iterator)\b", r"\1"),
     (r"\b__a(enter|exit)__\b", r"__\1__"),
     (r"\ba(read|close|closing|iter_bytes)\b", r"\1"),
-    (r"\bsleep_async\b", "sleep"),
+    (r"\btiming\.sleep\(", "timing.sleep_blocking("),
     (r"(from groupwise\.api\.client\.connection import)", r"{IMPORTS}\1"),
     (r"(    def start\()", r"{METHOD}\1"),
 )
@@ -66,21 +66,12 @@ def generated() -> str:
             raise SystemExit(f"{pattern} is not in {SOURCE} any more: change REPLACEMENTS.")
     for mark, own in OWN.items():
         text = text.replace(mark, own)
-    tidy = (
-        "check",
-        "--quiet",
-        "--no-cache",
-        "--fix",
-        "--unsafe-fixes",
-        "--select",
-        "F401,I,SIM117,UP028",
-    )
     text = HEADER + text
-    for arguments in (tidy, ("format", "--quiet", "--no-cache")):
-        command = [sys.executable, "-m", "ruff", *arguments, "--stdin-filename", str(TARGET), "-"]
-        text = subprocess.run(
-            command, input=text, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout
+    for verb in ("check --fix --unsafe-fixes --select F401,I,SIM117,UP028", "format"):
+        command = [sys.executable, "-m", "ruff", *verb.split(), "--quiet", "--no-cache"]
+        command += ["--stdin-filename", str(TARGET), "-"]
+        done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=True)
+        text = done.stdout
     return text
 
 

@@ -1,8 +1,8 @@
 """An engine small enough to read, for tests of whatever drives one: the fakes in place of a model, faults where they are asked for.
 
-`FakeEngine` keeps the contract of `groupwise.server.engine.port.Engine`: seeds that follow from the draw, a plan that is learnt from with
-centred advantages, manifests and checkpoints on the disk (all of them atomic), and the way back to the last checkpoint. It needs no
-torch and reads, of a config, only what `_Settings` names. Its run folder:
+`FakeEngine` keeps the contract of `engine_protocol.Engine`: seeds that follow from the draw, a plan that is learnt from with centred
+advantages, manifests and checkpoints on the disk (all of them atomic), and the way back to the last checkpoint. It needs no torch and
+reads, of a config, only what `_Settings` names. Its run folder:
 
     <run.dir>/<name>/run.json         what is read of its config, the manifests of its steps, and their metrics
     <run.dir>/<name>/checkpoints/     step-N/table.json
@@ -53,7 +53,7 @@ from groupwise.core.types import (
 from groupwise.engine.models.tokens import prompt_ids
 from groupwise.runs import checkpoints
 from groupwise.runs.records import StepRecord
-from groupwise.server.engine.port import (
+from groupwise.server.engine.engine_protocol import (
     EngineLost,
     Opened,
     OpenRun,

@@ -18,7 +18,7 @@ from groupwise.core.types import (
     Row,
     UpdateResult,
 )
-from groupwise.server.engine.port import OpenParts, PartsOpened
+from groupwise.server.engine.engine_protocol import OpenParts, PartsOpened
 
 SUMS = {"loss/policy": 0.1 + 0.2, "tokens": 3.0, "ratio/max": float("inf")}
 TRAINED = [(-0.1 - 0.2, float("-inf")), ()]
@@ -26,7 +26,7 @@ LAYOUT = {"device": "cpu", "slots": 8}
 
 
 class FakeParts:
-    """Has the methods of `groupwise.server.engine.parts.EngineParts` that the tests call."""
+    """Has the methods of `groupwise.server.engine.hosted_parts.EngineParts` that the tests call."""
 
     def __init__(self) -> None:
         self.done: list[str] = []

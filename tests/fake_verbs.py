@@ -1,7 +1,7 @@
 """An engine for the verbs that is small enough to read: several adapters, each the table of logits of `groupwise.testing`.
 
-It keeps the contract of `groupwise.server.engine.adapter_port` with the true gradient of the loss `given`, plain steps in place of AdamW's,
-and what is saved as files. `calls` lists its calls in order.
+It keeps the contract of `groupwise.server.engine.verb_protocol` with the true gradient of the loss `given`, plain steps in place of
+AdamW's, and what is saved as files. `calls` lists its calls in order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from groupwise.core.types import (
     Row,
     UpdateResult,
 )
-from groupwise.server.engine.adapter_port import (
+from groupwise.server.engine.verb_protocol import (
     Base,
     Computed,
     ModelSpec,
@@ -38,7 +38,7 @@ BASE = Base("letters", 64, (END_ID,), "table", "letters")
 
 @dataclass
 class FakeVerbs:
-    """A `groupwise.server.engine.adapter_port.VerbEngine` of one base, in a folder."""
+    """A `groupwise.server.engine.verb_protocol.VerbEngine` of one base, in a folder."""
 
     folder: Path
     max_models: int = 4

@@ -13,8 +13,8 @@ import httpx2
 
 from groupwise.server.app import make_app
 from groupwise.server.engine.core import EngineCore
-from groupwise.server.engine.messages import packed, packed_error, unpacked, unpacked_error
-from groupwise.server.engine.port import EngineLost
+from groupwise.server.engine.engine_protocol import EngineLost
+from groupwise.server.engine.messages import pack, pack_error, unpack, unpack_error
 from groupwise.server.parts.service import PartsService
 from groupwise.server.routes.parts import parts_routes
 from groupwise.server.run.run_config import Allowed
@@ -42,13 +42,13 @@ class EngineHere:
         self._check()
         self.calls.append(verb)
         try:
-            result = await attrgetter(verb)(self.core)(*unpacked(packed(arguments)))
+            result = await attrgetter(verb)(self.core)(*unpack(pack(arguments)))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 — as in the engine's process
-            raise unpacked_error(packed_error(error)) from None
+            raise unpack_error(pack_error(error)) from None
         self._check()
-        return unpacked(packed(result))
+        return unpack(pack(result))
 
     async def close(self) -> None:
         self.closed = True

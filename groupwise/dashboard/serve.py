@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from groupwise.api.http.listening import Uvicorn, address, bound, check_tls, uvicorn_config
+from groupwise.api.http.listening import Uvicorn, bind, check_tls, url_at, uvicorn_config
 from groupwise.api.http.logs import configure
 from groupwise.api.http.origins import is_loopback
 from groupwise.api.schemas.keys import VARIABLE, Keyring, read_keys_in
@@ -85,7 +85,7 @@ def serve(
     check_tls(settings.certificate, settings.key)
     door = Door(keys_of(settings, plain), acts=settings.acts)
     place = DashboardContext(RunsIndex(settings.runs), door, fleet, server)
-    with bound(settings.host, settings.port) as listening:
+    with bind(settings.host, settings.port) as listening:
         return asyncio.run(_served(place, settings, listening, say))
 
 
@@ -112,7 +112,7 @@ async def _served(
     answering = asyncio.create_task(http.serve(sockets=[listening]))
     await http.listening.wait()
     host, port = listening.getsockname()[:2]
-    say(address("http" if settings.certificate is None else "https", host, port))
+    say(url_at("http" if settings.certificate is None else "https", host, port))
     log = configure("text")
     try:
         await ended.wait()

@@ -27,18 +27,17 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.types import ASGIApp
 
-from groupwise.api.http.listening import Uvicorn, bound, check_tls, uvicorn_config
-from groupwise.api.http.listening import address as listening_at
+from groupwise.api.http.listening import Uvicorn, bind, check_tls, url_at, uvicorn_config
 from groupwise.api.http.logs import configure
 from groupwise.api.schemas.keys import LOCAL, Keyring
-from groupwise.api.schemas.training import EventData, EventKind, StartRequest
+from groupwise.api.schemas.training import EventKind, StartRequest
 from groupwise.core.errors import ConfigError, GroupwiseError, RunInUseError, UsageError
 from groupwise.core.settings.field_errors import field_errors
 from groupwise.core.settings.tree import read_yaml
 from groupwise.runs.lock import RunLock, holder
 from groupwise.server.app import make_app
-from groupwise.server.engine.port import Engine
-from groupwise.server.engine.remote import EngineProcess, log_here
+from groupwise.server.engine.engine_process import EngineProcess, log_here
+from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.parts.service import NAME as PARTS
@@ -117,12 +116,17 @@ InFrontOf = Callable[[ASGIApp, Serving], ASGIApp]
 
 
 async def build_service(config: ServerConfig, factory: str = ENGINE) -> Built:
-    """Over the folder of these settings, not begun yet; engines are processes of their own, made by `factory`."""
+    """The services over the folder of these settings, which have not begun. Engines are processes of their own, made by `factory`."""
+
+    def log_warnings(record: logging.LogRecord) -> None:
+        """The rest is in the run's own log, and steps have lines here."""
+        if record.levelno >= logging.WARNING:
+            log_here(record)
 
     async def make_engine() -> Engine:
-        return await EngineProcess.start(
+        engine = EngineProcess(
             factory,
-            log=_warnings,
+            log=log_warnings,
             silence_limit=config.engine_silence_limit,
             limits={
                 "open": config.start_time_limit,
@@ -134,6 +138,7 @@ async def build_service(config: ServerConfig, factory: str = ENGINE) -> Built:
                 "parts.generate": config.sampling_time_limit,
             },
         )
+        return await engine.start()
 
     ledger = Ledger.open(config.folder / LEDGER)
     service = Service(config, ledger, make_engine)
@@ -162,12 +167,6 @@ def _parts(
     return parts
 
 
-def _warnings(record: logging.LogRecord) -> None:
-    """Log the engine's warnings; the rest is in the run's own log, and steps have lines here."""
-    if record.levelno >= logging.WARNING:
-        log_here(record)
-
-
 def serve(
     config: ServerConfig,
     keys: Keyring | None,
@@ -180,7 +179,7 @@ def serve(
     lock = _take(config.folder)
     handler = configure(config.log_format)
     try:
-        with bound(config.host, config.port) as listening:
+        with bind(config.host, config.port) as listening:
             return asyncio.run(_Server(config, keys, start_with, build, listening, in_front).run())
     finally:
         logging.getLogger().removeHandler(handler)
@@ -236,10 +235,10 @@ class _Server:
         self._listening = listening
         self._in_front = in_front
         self._refused: UsageError | None = None
-        """Why `start_with` was."""
+        """Why `start_with` was refused."""
 
     async def run(self) -> int:
-        """Run until it has ended."""
+        """Serve until the end; returns the exit code."""
         built = await self._build(self._config)
         await built.begin()
         serving, answers = built.application(self._config, self._keys)
@@ -265,7 +264,7 @@ class _Server:
             await self._end(built, serving, http)
             await answering
         finally:
-            await _cancelled(answering)
+            await _cancel(answering)
         if self._refused is not None:
             raise self._refused
         return 0
@@ -274,13 +273,18 @@ class _Server:
         beside = [asyncio.create_task(_log_events(serving.service))]
         if self._start_with is not None:
             beside.append(asyncio.create_task(self._start(serving, self._start_with)))
+
+        def log_failure(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.error("a task beside the requests failed", exc_info=error)
+
         for task in beside:
-            task.add_done_callback(_tell_failure)
+            task.add_done_callback(log_failure)
         ending = asyncio.create_task(serving.ending.wait())
         try:
             await asyncio.wait((ending, answering), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancelled(ending, *beside)
+            await _cancel(ending, *beside)
 
     async def _end(self, built: Built, serving: Serving, http: Uvicorn) -> None:
         began = time.monotonic()
@@ -299,14 +303,14 @@ class _Server:
     def _listen_for_signals(self, ending: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
 
-        def asked(number: int) -> None:
+        def end(number: int) -> None:
             if ending.is_set():
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             ending.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, asked, number)
+            loop.add_signal_handler(number, end, number)
 
     async def _start(self, serving: Serving, request: StartRequest) -> None:
         """Start the run as if an admin had posted the request."""
@@ -325,7 +329,7 @@ class _Server:
         config = self._config
         host, port = self._listening.getsockname()[:2]
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        address = listening_at(config.scheme, shown, port)
+        address = url_at(config.scheme, shown, port)
         need = (
             "no key is needed, and only this machine can ask"
             if self._keys is None
@@ -347,16 +351,11 @@ class _Server:
         sys.stderr.flush()
 
 
-async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks that are no longer needed, and wait for them."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _tell_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a task beside the requests failed", exc_info=error)
 
 
 async def _log_events(service: ServiceLike) -> None:
@@ -367,11 +366,7 @@ async def _log_events(service: ServiceLike) -> None:
             after = event.id
             if event.kind != EventKind.STEP:
                 level = logging.WARNING if event.kind in WARNINGS else logging.INFO
-                logger.log(level, "%s", _told(event), extra={"facts": {"event": event.kind}})
+                step = "" if event.step is None else f" {event.step}"
+                line = f"{event.run_id or 'server'}: {event.kind}{step} {event.message or ''}"
+                logger.log(level, "%s", line.rstrip(), extra={"facts": {"event": event.kind}})
         await service.next_event(after, LONGEST_WAIT)
-
-
-def _told(event: EventData) -> str:
-    where = event.run_id or "server"
-    at = "" if event.step is None else f" {event.step}"
-    return " ".join(part for part in (f"{where}: {event.kind}{at}", event.message) if part)

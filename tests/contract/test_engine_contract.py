@@ -1,4 +1,4 @@
-"""What every engine keeps (`groupwise.server.engine.port.Engine`):
+"""What every engine keeps (`groupwise.server.engine.engine_protocol.Engine`):
 
 1. A new run gets the name that the config has, or the next free one; what is wrong is refused, and nothing is left.
 2. A group has the members asked for, each with the seed of its draw, and says which policy drew it, after how many steps.
@@ -26,7 +26,14 @@ import pytest
 
 from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.core.types import Group
-from groupwise.server.engine.port import Engine, OpenRun, Plan, Sampled, SampleOrder, Sampling
+from groupwise.server.engine.engine_protocol import (
+    Engine,
+    OpenRun,
+    Plan,
+    Sampled,
+    SampleOrder,
+    Sampling,
+)
 from groupwise.tasks.rollouts.seeds import member_seed
 
 LONGEST_PROMPT = 16
@@ -56,9 +63,9 @@ async def _fake() -> Engine:
 
 
 async def _process() -> Engine:
-    from groupwise.server.engine.remote import EngineProcess
+    from groupwise.server.engine.engine_process import EngineProcess
 
-    return await EngineProcess.start("tests.fake_engine:make")
+    return await EngineProcess("tests.fake_engine:make").start()
 
 
 async def _core() -> Engine:

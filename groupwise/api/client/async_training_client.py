@@ -29,11 +29,10 @@ from groupwise.api.client.connection import (
     TIMEOUT,
     Connection,
     Patience,
-    Timing,
     network_failure,
     read_answer,
     refusal,
-    stream_ended,
+    stream_end_error,
 )
 from groupwise.api.client.errors import BrokenDownload, ClientError
 from groupwise.api.client.request_bodies import (
@@ -47,6 +46,7 @@ from groupwise.api.client.request_bodies import (
     without_none,
 )
 from groupwise.api.client.streams import Download, EventReader, checked_target
+from groupwise.api.openai_client.waiting import Timing
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.training import (
@@ -95,7 +95,7 @@ class AsyncTrainingClient:
         `transport` replaces the network.
         """
         self.connection = Connection.of(url, api_key, patience, timeout, timing)
-        self._transport = transport
+        self._transport = transport  # for `asynchronous` of the synchronous client
         self._http = httpx2.AsyncClient(transport=transport, **self.connection.http_options)
 
     def __repr__(self) -> str:
@@ -252,7 +252,7 @@ class AsyncTrainingClient:
             headers = {"Accept": "text/event-stream"}
             if reader.last_id is not None:
                 headers["Last-Event-ID"] = str(reader.last_id)
-            error: ClientError = stream_ended(self.connection)
+            error: ClientError = stream_end_error(self.connection)
             try:
                 response = await self.send("GET", "/events", headers=headers, stream=True)
                 async with aclosing(response):
@@ -339,4 +339,4 @@ class AsyncTrainingClient:
             await self._sleep(wait)
 
     async def _sleep(self, seconds: float) -> None:
-        await self.connection.timing.sleep_async(seconds)
+        await self.connection.timing.sleep(seconds)

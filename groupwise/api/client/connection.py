@@ -7,13 +7,10 @@ after that. A server that does not answer is logged as a warning, once, and once
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import random
 import ssl
-import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -22,12 +19,18 @@ from urllib.parse import urlsplit
 import httpx2
 from pydantic import BaseModel, ValidationError
 
-from groupwise.api.client.errors import ClientError, NoAnswer, StrangeAnswer, Unavailable, refused
-from groupwise.api.openai_client.waiting import retry_after
+from groupwise.api.client.errors import (
+    ClientError,
+    NoAnswer,
+    StrangeAnswer,
+    Unavailable,
+    refused_error,
+)
+from groupwise.api.openai_client.response_parsing import excerpt
+from groupwise.api.openai_client.waiting import Timing, retry_after
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.problems import KINDS, Problem
 from groupwise.core.errors import UsageError
-from groupwise.core.plugins import printable
 
 log = logging.getLogger(__name__)
 
@@ -42,23 +45,8 @@ TIMEOUT = 300.0
 CONNECT_TIMEOUT = 10.0
 FIRST, LONGEST = 0.5, 30.0
 """Seconds: bound of the wait before the second attempt, and what doubling ends at."""
-MAX_CHARACTERS_IN_MESSAGE = 300
-"""Characters of a strange answer that a message shows."""
 MAY_PASS = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses of answers that are no problem of ours, which a proxy gives and which may pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Clocks, sleep and random numbers. Tests replace them and need not wait."""
-
-    clock: Callable[[], float] = time.monotonic
-    today: Callable[[], float] = time.time
-    """Seconds since 1970, for a `Retry-After` that is a date."""
-    sleep: Callable[[float], None] = time.sleep
-    sleep_async: Callable[[float], Awaitable[None]] = asyncio.sleep
-    chance: Callable[[], float] = random.random
-    """Uniform in [0, 1)."""
 
 
 @dataclass(slots=True)
@@ -203,10 +191,10 @@ def refusal(response: httpx2.Response, connection: Connection) -> tuple[ClientEr
     if seconds is not None:
         problem = problem.model_copy(update={"retry_after": seconds})
     kind = KINDS.get(problem.code)
-    return refused(problem), kind.retry if kind else problem.status in MAY_PASS
+    return refused_error(problem), kind.retry if kind else problem.status in MAY_PASS
 
 
-def stream_ended(connection: Connection) -> NoAnswer:
+def stream_end_error(connection: Connection) -> NoAnswer:
     """The caller's error for an endless stream that has ended."""
     return NoAnswer(f"{connection.url} ends the event stream again and again.")
 
@@ -221,11 +209,8 @@ def read_answer(kind: type[A], response: httpx2.Response) -> A:
 
 def strange(response: httpx2.Response, why: str) -> StrangeAnswer:
     """The caller's error for an answer that is not of this protocol."""
-    text = " ".join(printable(response.content.decode("utf-8", "replace")).split())
-    if len(text) > MAX_CHARACTERS_IN_MESSAGE:
-        text = f"{text[:MAX_CHARACTERS_IN_MESSAGE]}… ({len(response.content)} bytes)"
     return StrangeAnswer(
         f"{response.request.method} {response.request.url.path} was answered with {response.status_code} and what is {why}: "
-        f"{text or 'an empty body'}. Look whether the URL is that of a training server, and whether a proxy stands before it.",
+        f"{excerpt(response.content)}. Look whether the URL is that of a training server, and whether a proxy stands before it.",
         status=response.status_code,
     )

@@ -167,7 +167,7 @@ BY_STATUS: dict[int, type[Refused]] = {
 }
 
 
-def refused(problem: Problem) -> Refused:
+def refused_error(problem: Problem) -> Refused:
     """The error for a problem: by its code, else by its status."""
     kind = BY_CODE.get(problem.code) or BY_STATUS.get(problem.status, Refused)
     return kind.about(problem)

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from groupwise.api.client.async_training_client import AsyncTrainingClient
@@ -138,9 +138,8 @@ async def train_async(
         )
     done = status.step or 0
     target = min(done + steps, status.max_steps or done + steps)
-    summary = TrainingSummary(status.run_id)
     if target <= done:
-        return summary
+        return TrainingSummary(status.run_id)
     first = done * status.groups_per_step if first_draw is None else first_draw
     draws = _Draws(first, (target - done) * status.groups_per_step)
     name = f"{status.run_id} on {client.connection.url}"
@@ -150,11 +149,9 @@ async def train_async(
             shown.enter_context(view)
             shown.enter_context(client.connection.outage.reported_to(view.note))
         scoring = _Scoring(reward_function, thread, status.groups_per_step, target, len(examples))
-        loop = _Loop(
-            client, examples, scoring, draws, sampling or {}, status, target, view, summary.metrics
-        )
+        loop = _Loop(client, examples, scoring, draws, sampling or {}, status, target, view)
         await loop.run(concurrency)
-    return replace(summary, failed_groups=scoring.failed)
+    return TrainingSummary(status.run_id, loop.metrics, scoring.failed)
 
 
 def _check(examples: Sequence[Example], function: object, steps: int, concurrency: int) -> None:
@@ -276,9 +273,10 @@ class _Loop:
         status: StatusAnswer,
         target: int,
         view: Progress | None,
-        metrics: dict[int, Metrics],
     ) -> None:
-        """`status` is that before the first draw; `metrics` receives those of each step."""
+        """`status` is that before the first draw."""
+        self.metrics: dict[int, Metrics] = {}
+        """Metrics of each step that was seen."""
         self._client = client
         self._examples = examples
         self._scoring = scoring
@@ -287,7 +285,6 @@ class _Loop:
         self._begun = status
         self._target = target
         self._view = view
-        self._metrics = metrics
         self._open: set[str] = set()
         self._late = 0
 
@@ -376,7 +373,7 @@ class _Loop:
         if event.step is None or event.step < (self._begun.step or 0):
             return
         metrics = event.metrics or {}
-        self._metrics[event.step] = metrics
+        self.metrics[event.step] = metrics
         if self._view is not None:
             known = {name: value for name, value in metrics.items() if value is not None}
             self._view.step(event.step, known)

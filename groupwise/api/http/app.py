@@ -101,7 +101,7 @@ def assemble(
 
     @cache
     def document() -> dict[str, Any]:
-        app.openapi_schema = _completed(make(), routes, before or {})
+        app.openapi_schema = _complete_document(make(), routes, before or {})
         return app.openapi_schema
 
     @cache
@@ -254,7 +254,7 @@ async def _no_such_route(request: Request, error: HTTPException) -> NoReturn:
 # The document
 
 
-def _completed(
+def _complete_document(
     document: dict[str, Any], routes: Sequence[Route], before: Mapping[str, Any]
 ) -> dict[str, Any]:
     """FastAPI's document with what FastAPI cannot know: problems, keys, bodies that handlers read themselves, and other protocols."""

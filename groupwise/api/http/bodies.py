@@ -31,17 +31,17 @@ class ClientGone(Exception):
 
 
 class Bodies:
-    """All that are being read."""
+    """The bodies that are being read."""
 
     def __init__(self, most: int) -> None:
-        """`most`: bytes of one."""
+        """`most`: bytes of one body."""
         self._most = most
         self._limits: set[asyncio.Timeout] = set()
         self._given_up = False
 
     @property
     def coming(self) -> int:
-        """How many."""
+        """How many are being read."""
         return len(self._limits)
 
     async def read(self, headers: Mapping[str, str], receive: Receive) -> bytes:
@@ -80,7 +80,7 @@ class Bodies:
         return b"".join(parts)
 
     def give_up(self) -> None:
-        """The server ends: what is not here yet is not waited for."""
+        """The server ends: stop waiting for bodies that are not complete."""
         self._given_up = True
         now = asyncio.get_running_loop().time()
         for limit in self._limits:

@@ -31,9 +31,9 @@ MOST_PIPELINED = 8
 MOST_FILES = 65_536
 """Files and connections that a server may have open, if the system lets it."""
 UNREAD_SECONDS = 60.0
-"""A client that has so many seconds taken nothing of what waits for it is left."""
+"""Seconds after which a client that reads nothing of its answer is disconnected."""
 HEADER_SECONDS = 60.0
-"""A client has so long to send the headers of a request, from when it connects or sends the first byte of the next one."""
+"""Seconds in which a client must send the headers of a request, from when it connects or sends the first byte of the next one."""
 
 
 @cache
@@ -48,7 +48,7 @@ def most_connections() -> int:
 
 
 def check_tls(certificate: str | None, key: str | None) -> None:
-    """Raise UsageError if they cannot be used, or there is but one of them."""
+    """Raise UsageError if the two files cannot be used, or only one is given."""
     if (certificate is None) != (key is None):
         raise UsageError("TLS needs both: --tls-certificate and --tls-key.")
     if certificate is None or key is None:
@@ -63,7 +63,7 @@ def check_tls(certificate: str | None, key: str | None) -> None:
 
 
 @contextlib.contextmanager
-def bound(host: str, port: int) -> Generator[socket.socket]:
+def bind(host: str, port: int) -> Generator[socket.socket]:
     """A socket that listens there; port 0 takes any that is free. Raises UsageError."""
     host = host.strip("[]")
     try:
@@ -81,14 +81,14 @@ def bound(host: str, port: int) -> Generator[socket.socket]:
         yield bound
 
 
-def address(scheme: str, host: str, port: int) -> str:
+def url_at(scheme: str, host: str, port: int) -> str:
     """URL of an address; IPv6 addresses stand in brackets."""
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class BoundedProtocol(HTTPProtocol):
-    """Hangs up on a client whose headers are too large or take too long, who asks on and on before it is answered, or who does not read its
-    answers; before any key is looked at.
+    """Hangs up on a client whose headers are too large or take too long, which sends ever more requests before it is answered, or does not
+    read its answers. All of this comes before any key is checked.
 
     h11 counts the bytes by itself (`h11_max_incomplete_event_size`), and takes one request at a time; httptools does neither.
     """
@@ -97,7 +97,7 @@ class BoundedProtocol(HTTPProtocol):
     """Bytes since the last headers or piece of a body."""
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
-    """Runs while the client's side takes nothing."""
+    """Runs while the client reads nothing."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Begin to wait for a request."""
@@ -108,7 +108,7 @@ class BoundedProtocol(HTTPProtocol):
             self._start_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no longer."""
+        """Stop the timers."""
         self._stop_waiting()
         self._stop_unread()
         super().connection_lost(exc)
@@ -119,12 +119,12 @@ class BoundedProtocol(HTTPProtocol):
         self._unread = self._unread or self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It was."""
+        """The client reads again."""
         self._stop_unread()
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, unless it is too much."""
+        """Parse the bytes, unless they are too many."""
         before = self.cycle
         self._unparsed += len(data)
         super().data_received(data)
@@ -138,7 +138,7 @@ class BoundedProtocol(HTTPProtocol):
             self._hang_up("431 Request Header Fields Too Large")
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body is there."""
+        """A piece of the body has arrived."""
         self._unparsed = 0
         super().on_body(body)
 
@@ -181,7 +181,7 @@ class Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Do not."""
+        """Leave signals alone."""
         yield
 
 

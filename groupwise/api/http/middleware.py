@@ -56,7 +56,7 @@ class RouteTable:
 
 
 class Observed:
-    """The outermost."""
+    """The outermost layer; see the module."""
 
     def __init__(
         self, app: ASGIApp, shared: Shared, table: RouteTable, others: str = "other"
@@ -137,14 +137,14 @@ class _Response:
         self._facts = facts
 
     async def send(self, message: Message) -> None:
-        """Pass it on, with the request's id."""
+        """Send a message, with the request's id."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             MutableHeaders(scope=message)[REQUEST_ID] = self._facts.request_id
         await self._send(message)
 
     async def refuse(self, refusal: Refusal) -> None:
-        """Answer with a problem, unless an answer has begun: then all that can be done is to break it off."""
+        """Answer with a problem, unless an answer has begun: then the only way is to break it off."""
         self._facts.code = refusal.code
         if self.status is not None:
             raise BrokenOff(refusal.code)
@@ -192,7 +192,7 @@ class Guarded:
 
 
 class BodyRead:
-    """The innermost."""
+    """The innermost layer; see the module."""
 
     def __init__(self, app: ASGIApp, shared: Shared) -> None:
         self._app = app

@@ -74,7 +74,7 @@ class RequestMetrics:
         self.seconds.setdefault(route, Histogram()).observe(seconds)
 
     def lines(self) -> Iterator[str]:
-        """All of it in the text format."""
+        """All metrics in the text format."""
         answered = [
             ({"route": route, "status": status}, count)
             for (route, status), count in sorted(self.requests.items())
@@ -116,7 +116,7 @@ def one(name: str, kind: str, meaning: str, value: float | None) -> Iterator[str
 
 
 def plain(name: str, kind: str, meaning: str, value: float) -> Iterator[str]:
-    """Under a name that all programs use, without ours before it."""
+    """A family under a name that all programs use, without our prefix."""
     yield from _head(name, kind, meaning)
     yield f"{name} {_number(value)}"
 

@@ -34,7 +34,7 @@ class Route:
     path: str
     handler: Callable[..., Any]
     role: Role | None
-    """The lowest role that may ask; None: no key is needed."""
+    """The lowest role that may call it; None: no key is needed."""
     tag: str
     """The section of the document that describes it."""
     answer: Any = None
@@ -59,7 +59,7 @@ class Route:
     later: str = ""
     """Meaning of a 202 answer; empty if it never answers so."""
     example: Any = None
-    """A body."""
+    """An example of a body."""
     response_class: type[Response] = Response
 
     @property
@@ -77,6 +77,6 @@ class Route:
         return f"{self.method} {self.path}"
 
 
-def sent_model(model: BaseModel, status: int = 200) -> Response:
-    """A model as a response."""
+def json_response(model: BaseModel, status: int = 200) -> Response:
+    """A model as a JSON response."""
     return Response(model.model_dump_json(), status, media_type="application/json")

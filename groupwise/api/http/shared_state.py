@@ -15,7 +15,7 @@ from groupwise.api.schemas.keys import WORDS, Caller, Role
 from groupwise.api.schemas.problems import Refusal
 
 LOOKS = frozenset({"GET /status", "GET /activity", "GET /metrics"})
-"""Routes that tell how a server is doing."""
+"""Routes that show the state of a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Limits:
 
 
 class Buckets:
-    """How many requests each key has left: `burst` at once, and so many more each second."""
+    """How many requests each key has left: `burst` at once, and `per_second` more each second."""
 
     def __init__(
         self, per_second: float, burst: int, clock: Callable[[], float] = time.monotonic
@@ -42,7 +42,7 @@ class Buckets:
         self._burst = burst
         self._clock = clock
         self._left: dict[str, tuple[float, float]] = {}
-        """Key id -> what was left, and when; those last that have asked last, and none that is full again."""
+        """Key id -> requests left, and when that was; ordered by last use, and without keys that have all of them again."""
 
     def take(self, key_id: str) -> float:
         """Take one; 0 if there was one, else the seconds until there is."""
@@ -64,7 +64,7 @@ class Seen:
     key_id: str
     role: Role
     last: float
-    """When their last request was answered, in seconds of the clock."""
+    """When the key's last request was answered, in seconds of the clock."""
     requests: int = 0
     refused: int = 0
     last_request: str = ""
@@ -72,14 +72,14 @@ class Seen:
 
 
 class Clients:
-    """All of them; as many as there are keys."""
+    """The records of all keys that have sent a request."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._seen: dict[str, Seen] = {}
 
     def note(self, caller: Caller, request: str, code: str) -> None:
-        """A request of theirs was answered; `code` of the problem, if it was one. `LOOKS` are passed over."""
+        """Record an answered request; `code`: of the problem, or empty. `LOOKS` are not counted."""
         if request in LOOKS:
             return
         now = self.clock()
@@ -91,7 +91,7 @@ class Clients:
             seen.last_problem = code
 
     def all(self) -> list[Seen]:
-        """The last first."""
+        """All records, the most recently active key first."""
         return sorted(self._seen.values(), key=lambda seen: -seen.last)
 
 
@@ -114,12 +114,12 @@ class Shared:
         self._buckets = None if rate is None else Buckets(rate, limits.burst)
 
     def count(self, key_id: str) -> None:
-        """A key has made a request, whatever protocol it speaks. Raises `rate_limited`."""
+        """Count a request of a key, in any protocol. Raises `rate_limited`."""
         if self._buckets is not None and (seconds := self._buckets.take(key_id)):
             raise Refusal("rate_limited", retry_after=seconds)
 
     def end(self) -> None:
-        """Take no new work, and none whose body is not here yet."""
+        """Accept no new work, and none whose body is not complete."""
         self.ending.set()
         self.bodies.give_up()
         self.json_bodies.give_up()
@@ -130,7 +130,7 @@ class Shared:
         return None
 
     async def refused(self, facts: Facts) -> None:
-        """A request was answered with a problem."""
+        """Called when a request was answered with a problem."""
 
 
 @dataclass(slots=True)

@@ -51,7 +51,7 @@ class Choices:
         )
 
     def first(self, count: int) -> Choices:
-        """The answer with so many of its choices; the usage is that of all, because all are billed."""
+        """The answer with the first `count` choices; the usage is that of all, because all are billed."""
         return Choices(
             self.texts[:count],
             self.finish_reasons[:count],
@@ -66,9 +66,9 @@ def read_json(body: bytes) -> Mapping[str, Any]:
     try:
         value: object = json.loads(body)
     except ValueError:
-        raise EndpointError(f"answered no JSON, but {shown(body)}") from None
+        raise EndpointError(f"answered no JSON, but {excerpt(body)}") from None
     if not isinstance(value, Mapping):
-        raise EndpointError(f"answered no JSON object, but {shown(body)}")
+        raise EndpointError(f"answered no JSON object, but {excerpt(body)}")
     return cast("Mapping[str, Any]", value)
 
 
@@ -77,7 +77,7 @@ def read_answer(body: bytes, requested_model: str) -> Choices:
     value = read_json(body)
     listed: object = value.get("choices")
     if not isinstance(listed, list) or not listed:
-        raise EndpointError(f"answered without choices: {shown(body)}")
+        raise EndpointError(f"answered without choices: {excerpt(body)}")
     choices = [_mapping(choice) for choice in cast("list[Any]", listed)]
     # `index` says where a choice belongs: services may write them as they finish.
     indices = [choice.get("index") for choice in choices]
@@ -88,7 +88,7 @@ def read_answer(body: bytes, requested_model: str) -> Choices:
     for choice in choices:
         message, text = _mapping(choice.get("message")), choice.get("text")
         if not message and not isinstance(text, str):
-            raise EndpointError(f"answered a choice without message or text: {shown(body)}")
+            raise EndpointError(f"answered a choice without message or text: {excerpt(body)}")
         texts.append(printable(_content(message.get("content"), body) if message else str(text)))
         reason = choice.get("finish_reason")
         reasons.append(reason if isinstance(reason, str) else None)
@@ -106,7 +106,7 @@ def read_models(body: bytes) -> tuple[str, ...]:
     """The ids in a body of /models. Raises EndpointError."""
     entries: object = read_json(body).get("data")
     if not isinstance(entries, list):
-        raise EndpointError(f"answered no list of models, but {shown(body)}")
+        raise EndpointError(f"answered no list of models, but {excerpt(body)}")
     listed = [_mapping(entry).get("id") for entry in cast("list[Any]", entries)]
     return tuple(printable(name) for name in listed if isinstance(name, str))
 
@@ -127,7 +127,7 @@ def error_in(body: bytes) -> tuple[str, str | None, int | None]:
     try:
         value = _mapping(json.loads(body))
     except ValueError:
-        return shown(body), None, None
+        return excerpt(body), None, None
     error: object = value.get("error") or value.get("message") or value.get("detail")
     fields = _mapping(error)
     code: object = fields.get("code")
@@ -135,13 +135,13 @@ def error_in(body: bytes) -> tuple[str, str | None, int | None]:
     text = (
         printable(message)[:MAX_CHARACTERS_IN_MESSAGE]
         if isinstance(message, str) and message
-        else shown(body)
+        else excerpt(body)
     )
     number = isinstance(code, int) and not isinstance(code, bool)
     return text, code if isinstance(code, str) else None, cast("int", code) if number else None
 
 
-def shown(body: bytes) -> str:
+def excerpt(body: bytes) -> str:
     """A body for a message: its beginning, on one line, and how long it is."""
     if not body:
         return "an empty body"
@@ -160,7 +160,7 @@ def _content(content: Any, body: bytes) -> str:
     if isinstance(content, list):  # parts; those of another kind, as thoughts, are no text
         parts = [_mapping(part) for part in cast("list[Any]", content)]
         return "".join(str(part.get("text", "")) for part in parts if part.get("type") == "text")
-    raise EndpointError(f"answered content that is no text: {shown(body)}")
+    raise EndpointError(f"answered content that is no text: {excerpt(body)}")
 
 
 def _reasoning(message: Mapping[str, Any]) -> str | None:

@@ -34,12 +34,13 @@ TOO_FAST = frozenset({429, 503})
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Clocks, sleep and chance. Tests give their own and need not wait."""
+    """Clocks, sleep and random numbers. Tests replace them and need not wait."""
 
     clock: Callable[[], float] = time.monotonic
     today: Callable[[], float] = time.time
     """Seconds since 1970, for a `Retry-After` that is a date."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    sleep_blocking: Callable[[float], None] = time.sleep
     chance: Callable[[], float] = random.random
     """Uniform in [0, 1)."""
 
@@ -52,7 +53,7 @@ class Pause:
         self._from = self._until = -math.inf
 
     def extend(self, seconds: float) -> bool:
-        """Let all callers wait from now on for so many seconds; True if that prolongs the pause."""
+        """Let all callers wait for `seconds` from now on; True if that prolongs the pause."""
         now = self._timing.clock()
         if now + seconds <= self._until:
             return False

@@ -10,7 +10,7 @@ from groupwise.api.schemas.training import EventData, ResponseModel
 
 LivingState = Literal["open", "rewarded", "held", "planned"]
 MOST_GROUPS = 200
-"""Living groups that are told one by one; GET /status counts all of them."""
+"""Living groups that are listed one by one; GET /status counts all of them."""
 MOST_EVENTS = 30
 PROMPT_SHOWN = 300
 """Characters of a group's prompt."""
@@ -91,7 +91,7 @@ class Session(ResponseModel):
     id: str = Field(description="The session's id, as its client knows it.")
     silent_seconds: float = Field(description="Since it was heard of.")
     let_go_seconds: float = Field(
-        description="Until its models may be let go of, unless it is heard of again."
+        description="Until its models may be released, unless the session sends another request."
     )
     models: list[SessionModel] = Field(default=[], description="Its models.")
     samplers: int = Field(default=0, description="Weights that it samples with.")

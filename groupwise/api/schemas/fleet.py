@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from groupwise.api.schemas.bodies import FailFast
+from groupwise.api.schemas.fail_fast import FailFast
 from groupwise.core.errors import UsageError
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"

@@ -129,7 +129,7 @@ class Keyring:
     def __init__(self, stored: Iterable[StoredKey] = (), plain: str | None = None) -> None:
         """`plain` is the key from the environment. Raises UsageError where it is too short."""
         self._stored = {key.id: key for key in stored}
-        self._plain = _NOBODY if plain is None else hashlib.sha256(_checked(plain)).digest()
+        self._plain = _NOBODY if plain is None else hashlib.sha256(_check_plain_key(plain)).digest()
         self._has_plain = plain is not None
 
     def __repr__(self) -> str:
@@ -270,7 +270,7 @@ def _identity(name: str, secret: str) -> bytes:
     return f"{name}-{secret}".encode()
 
 
-def _checked(plain: str) -> bytes:
+def _check_plain_key(plain: str) -> bytes:
     if not SHORTEST_PLAIN <= len(plain) <= LONGEST:
         raise UsageError(
             f"{VARIABLE} has {len(plain)} characters; a key has {SHORTEST_PLAIN} to {LONGEST}. "

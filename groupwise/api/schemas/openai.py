@@ -5,8 +5,8 @@ parameter is honoured, or changes nothing (`user`, `service_tier`), or is refuse
 there are a few fields of ours: `top_k` and `min_p` in requests; `token_ids`, `policy_version` and `group_id` in answers; and what
 `metadata` says of a completion that is kept to be rewarded.
 
-Tools are told of by the chat template, and their calls read from the text of an answer, where they stand as Hermes and Qwen write them.
-Nothing forces the model to call one, or to keep to a schema.
+The chat template describes tools to the model, and their calls are read from the text of an answer, where they stand as Hermes and
+Qwen write them. Nothing forces the model to call one, or to keep to a schema.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class _Request(Body):
     )
     top_k: int | None = Field(
         default=None,
-        description="Draw from so many of the most probable tokens; -1 or 0: from all. Not with `store`.",
+        description="Draw from this many of the most probable tokens; -1 or 0: from all. Not with `store`.",
         ge=-1,
         lt=2**31,
     )
@@ -339,7 +339,7 @@ class ChatRequest(_Request):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Schemas of the tools that the model is told of."""
+        """Schemas of the tools that the model may call."""
         given = [] if self.tool_choice == "none" else self.tools or []
         return [tool.model_dump(exclude_none=True) for tool in given]
 

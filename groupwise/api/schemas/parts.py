@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from groupwise.api.schemas.bodies import FailFast
+from groupwise.api.schemas.fail_fast import FailFast
 from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Policy, PolicyRole, Row
 
 PartsKind = Literal["training", "supervised", "serving"]
@@ -35,9 +35,9 @@ PATH_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*){0,
 """Relative paths of files and folders; no part of a path begins with a dot."""
 MAX_PATH = 200
 DEFAULT_CALL_WAIT, MAX_CALL_WAIT = 20.0, 60.0
-"""Seconds for which an answer is waited for before the client is told to ask again."""
+"""Seconds for which an answer is awaited before the client has to ask again."""
 PIECE = 8 << 20
-"""Bytes of a file that are sent or asked for at once, where the server takes so many."""
+"""Bytes of a file that are sent or requested at once, if the server takes that many."""
 HEARTBEAT = 10.0
 """Seconds between two words of a client that has nothing to ask; see `parts_silence` of the server."""
 

@@ -69,12 +69,12 @@ KINDS: Mapping[str, Kind] = {
     "unknown_parts": Kind(
         404,
         "No such parts",
-        "No sampler and learner are open under this id: they never were, or the server was started anew since.",
+        "No sampler and learner are open under this id: they never were, or the server has restarted since.",
     ),
     "unknown_call": Kind(
         404,
         "No such call",
-        "No call of these parts has this number, or its answer was told some minutes ago and is kept no longer.",
+        "No call of these parts has this number, or its answer was given some minutes ago and is no longer kept.",
     ),
     "unknown_file": Kind(
         404, "No such file", "There is no file or folder of this name, or no longer."
@@ -82,12 +82,12 @@ KINDS: Mapping[str, Kind] = {
     "parts_gone": Kind(
         410,
         "The parts have ended",
-        "Sampler and learner are no more, and `detail` says why. The loop that drove them goes on from its own last checkpoint.",
+        "Sampler and learner have ended, and `detail` says why. The loop that drove them goes on from its own last checkpoint.",
     ),
     "parts_taken": Kind(
         410,
         "The parts were taken away",
-        "Somebody closed them, or the same run has opened others from elsewhere. A loop does not go on by itself then.",
+        "Another client closed them, or the same run has opened others from elsewhere. The loop does not continue by itself then.",
     ),
     "version_gone": Kind(
         410,
@@ -269,7 +269,7 @@ KINDS: Mapping[str, Kind] = {
     "file_busy": Kind(
         503,
         "The file is being received",
-        "Somebody else sends the same file at this moment. Ask after `Retry-After` seconds how much of it is there, and go on from there.",
+        "Another client is sending the same file. Ask after `Retry-After` seconds how much of it is there, and continue from there.",
         retry=True,
     ),
     "unknown_job": Kind(404, "No such job", "No job of the projects that you may see has this id."),
@@ -354,7 +354,7 @@ class Refusal(GroupwiseError):
         errors: Sequence[FieldError] = (),
         retry_after: float | None = None,
     ) -> None:
-        """`code` is one of `KINDS`. Without `detail` its meaning is told; `retry_after` is in seconds."""
+        """`code` is one of `KINDS`. Without `detail` its meaning is given; `retry_after` is in seconds."""
         assert code in KINDS, f"{code!r} is no row of groupwise.api.schemas.problems.KINDS"
         super().__init__(printable(detail) if detail is not None else KINDS[code].meaning)
         self.code = code

@@ -35,11 +35,11 @@ def for_template(columns: Mapping[str, Any], where: str) -> ForTemplate:
                 f"{where}: the column `{name}` has no effect: what the chat template receives stands in the column `{ARGUMENTS}`, such as "
                 '{"enable_thinking": false}. Rename the column, or leave it out.'
             )
-    tools = _parsed(columns.get(TOOLS), TOOLS, where)
+    tools = _parse_cell(columns.get(TOOLS), TOOLS, where)
     if not isinstance(tools, list | tuple | None):
         raise TaskError(f"{where}: `tools` is {type(tools).__name__}. Expected a list of schemas.")
-    schemas = [_parsed(entry, TOOLS, where) for entry in cast("Sequence[Any]", tools or ())]
-    arguments = _parsed(columns.get(ARGUMENTS), ARGUMENTS, where)
+    schemas = [_parse_cell(entry, TOOLS, where) for entry in cast("Sequence[Any]", tools or ())]
+    arguments = _parse_cell(columns.get(ARGUMENTS), ARGUMENTS, where)
     if not isinstance(arguments, Mapping | None):
         raise TaskError(
             f"{where}: `{ARGUMENTS}` is {type(arguments).__name__}. Expected a dict, such as "
@@ -58,7 +58,7 @@ def _nearly_arguments(name: str) -> bool:
     return name != ARGUMENTS and likeness >= ALIKE
 
 
-def _parsed(value: Any, name: str, where: str) -> Any:
+def _parse_cell(value: Any, name: str, where: str) -> Any:
     """The value of a cell, parsed if it is JSON text, which tables prefer; None if the cell is empty, which tables write as "" or NaN."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(plain, str):

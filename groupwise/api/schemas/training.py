@@ -29,7 +29,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from groupwise.api.schemas.bodies import FailFast
+from groupwise.api.schemas.fail_fast import FailFast
 from groupwise.core.settings.field_errors import GROUP_ID_PATTERN, NAME_PATTERN
 
 MAX_PROMPTS = 256
@@ -52,7 +52,7 @@ MAX_MESSAGES = 1024
 MAX_STOPS = 16
 """Texts that may end a completion."""
 MAX_STOP = 256
-"""Characters of one of them."""
+"""Characters of one such text."""
 MAX_STALENESS = 64
 MAX_DRAW = 2**53
 """Draws are below this, so that every JSON library reads them exactly."""
@@ -314,7 +314,7 @@ class StartRequest(Body):
     )
     resume_from: str | None = Field(
         default=None,
-        description="Go on from a checkpoint: its name, `run@step`, or the name of a run for its last one.",
+        description="Continue from a checkpoint: its name, `run@step`, or the name of a run for its last one.",
         min_length=1,
         max_length=2 * MAX_NAME,
     )
@@ -325,7 +325,7 @@ class StartRequest(Body):
     )
     save_steps: int = Field(
         default=10,
-        description="Steps between checkpoints; a crash costs the time of at most so many.",
+        description="Steps between checkpoints; a crash costs the time of at most that many.",
         ge=1,
     )
     save_total_limit: int | None = Field(
@@ -604,7 +604,7 @@ class RewardsOfOne(GroupRewards):
 
     @property
     def all_groups(self) -> tuple[GroupRewards, ...]:
-        """The one."""
+        """The one group."""
         return (self,)
 
 
@@ -736,7 +736,7 @@ class Counters(ResponseModel):
 
 
 class Throughput(ResponseModel):
-    """How fast it goes."""
+    """Speed of sampling and training."""
 
     sampled_tokens: int = Field(default=0, description="Tokens sampled since the engine began.")
     sampled_tokens_per_second: float | None = Field(

@@ -1,4 +1,4 @@
-"""The real engine: a model with its sampler and learner, and one run that takes the steps it is given.
+"""The real engine: a model with its sampler and learner, and one run, which takes the steps that its driver plans.
 
 It is opened once, hosts that run until its process ends, and owns no maths: a step is `groupwise.training.loops.rl.take_step`, completions
 come from the same `sample_group` as in `groupwise rl`, with seeds that follow from the draw. What it leaves on the disk is an ordinary run
@@ -14,12 +14,11 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import ConfigError, TaskError, UsageError
@@ -33,9 +32,7 @@ from groupwise.runs import checkpoints
 from groupwise.runs.folder import RECORD, RunFolder
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
-from groupwise.server.engine.models import EngineModels, Shared
-from groupwise.server.engine.parts import EngineParts
-from groupwise.server.engine.port import (
+from groupwise.server.engine.engine_protocol import (
     EngineLost,
     Opened,
     OpenRun,
@@ -48,8 +45,10 @@ from groupwise.server.engine.port import (
     StepDone,
     WrongOrder,
 )
+from groupwise.server.engine.hosted_parts import EngineParts
 from groupwise.server.engine.scored_group import PART
 from groupwise.server.engine.served_run import Phase, ServedRun
+from groupwise.server.engine.trained_adapters import EngineModels, Shared
 from groupwise.tasks.contract import Task
 from groupwise.tasks.data.messages import Unusable, messages_of
 from groupwise.tasks.data.reward_hacking import Signals
@@ -112,7 +111,7 @@ class _Prepared(Prepared):
 
 
 class EngineCore:
-    """A `groupwise.server.engine.port.Engine` that does what it says in this process."""
+    """A `groupwise.server.engine.engine_protocol.Engine` that does what it says in this process."""
 
     def __init__(self) -> None:
         self._opened: _Open | None = None
@@ -147,10 +146,10 @@ class EngineCore:
         build.expect_ranks(loaded.config)
         self._scope.callback(prefork.give_up)
         point = find_resume_point(loaded, True, order.run) if order.run is not None else None
-        manifests, self._undone = _committed(point)
+        manifests, self._undone = _committed_steps(point)
         if point is not None:
             loaded = with_start_of(loaded, point)
-        prepared = _prepared(loaded, order.longest_prompt)
+        prepared = _prepare(loaded, order.longest_prompt)
         resumption = check_resume(point, prepared) if point is not None else None
         folder, prepared = self._folder(prepared, point)
         config = prepared.config
@@ -160,7 +159,7 @@ class EngineCore:
         self._scope.callback(progress.close)
         parts = await build.start_training(config, prepared.layout, folder.name, publications)
         self._scope.callback(parts.close)
-        run = _assembled(prepared, folder, parts, progress, publications)
+        run = _assemble_run(prepared, folder, parts, progress, publications)
         if resumption is not None:
             restore_checkpoint(run, prepared, resumption)
         elif order.start_from is not None:
@@ -179,6 +178,11 @@ class EngineCore:
             time.perf_counter(),
         )
         self._look_for_checkpoints()
+        inexact = None
+        if prepared.layout.device != "cpu":
+            inexact = f"steps taken again on {prepared.layout.device} differ in their last bits"
+        elif resumption is not None and resumption.warnings:
+            inexact = "the layout of the work has changed since the run was started"
         return Opened(
             run=folder.name,
             folder=str(folder.path),
@@ -190,13 +194,13 @@ class EngineCore:
             longest_completion=config.sampler.max_completion_length,
             tokenizer_hash=self._tokenizer_hash,
             stop_token_ids=parts.stop_token_ids,
-            inexact=_why_inexact(prepared, resumption is not None and bool(resumption.warnings)),
+            inexact=inexact,
         )
 
     def _folder(
         self, prepared: _Prepared, point: ResumePoint | None
     ) -> tuple[RunFolder, _Prepared]:
-        """Held until the engine ends, with the adapter in it that a new run goes on with. One that does not come about leaves none."""
+        """The run's folder, held until the engine ends, with the adapter in it that a new run goes on with."""
         adapter = prepared.config.model.adapter
         noted = {
             "kind": KIND,
@@ -206,7 +210,13 @@ class EngineCore:
             "packages": packages_used(),
         }
         folder = open_folder(prepared, point, noted)
-        self._scope.callback(self._let_go, folder, new=point is None)
+
+        def release() -> None:
+            folder.close()
+            if point is None and self._opened is None:  # a new run that could not begin
+                atomic_files.remove_folder(folder.path)
+
+        self._scope.callback(release)
         weights = start_to_keep(point) if point is not None else adapter
         if weights is not None:
             kept = keep_start(folder, prepared.loaded, Path(weights))
@@ -228,12 +238,6 @@ class EngineCore:
             layout=prepared.layout,
         )
 
-    def _let_go(self, folder: RunFolder, *, new: bool) -> None:
-        """A new run that could not begin leaves nothing; any other one can be gone on with."""
-        folder.close()
-        if new and self._opened is None:
-            atomic_files.remove_folder(folder.path)
-
     @property
     def _current(self) -> _Open:
         if self._opened is None:
@@ -247,13 +251,22 @@ class EngineCore:
         run = self._current.run
         ids = self._ids(order)
         params = self._params(order, len(ids))
-        seeds = self._seeds(order)
-        async with self._inside():
+        training = run.config.training
+        seed, draw = training.seed, order.draw
+        if order.sampling.seed is not None:  # the same completions, whatever the draw
+            seed, draw = order.sampling.seed, 0
+        members = range(order.members or training.num_generations)
+        seeds = [member_seed(seed, draw, member) for member in members]
+        await run.gate.enter()
+        try:
             step, policy = run.step, run.serving
             example = Example(order.draw, order.prompt, dict(order.columns))
             group = await sample_group(
-                run.sampler, example, order.draw, ids, seeds, params, self._text
+                *(run.sampler, example, order.draw, ids, seeds, params),
+                lambda token_ids: completion_text(run.tokenizer, token_ids),
             )
+        finally:
+            run.gate.leave()
         check_served(policy, group)
         written = sum(rollout.written for rollout in group.rollouts)
         self._sampled_tokens += written
@@ -269,29 +282,34 @@ class EngineCore:
             return ()
         found = so_far(draw)
         members: tuple[tuple[int, ...], ...] = await found if inspect.isawaitable(found) else found
-        return tuple(self._text(ids).rstrip(INCOMPLETE) for ids in members)
+        tokenizer = self._current.run.tokenizer
+        return tuple(completion_text(tokenizer, ids).rstrip(INCOMPLETE) for ids in members)
 
     async def token_texts(self, token_ids: tuple[int, ...]) -> tuple[str, ...]:
         """See `Engine.token_texts`."""
         tokenizer = self._current.run.tokenizer
         return tuple(rendered(tokenizer, [token]) for token in token_ids)
 
-    @asynccontextmanager
-    async def _inside(self) -> AsyncGenerator[None]:
-        gate = self._current.run.gate
-        await gate.entered()
-        try:
-            yield
-        finally:
-            gate.left()
-
     def _ids(self, order: SampleOrder) -> tuple[int, ...]:
-        prompt = order.prompt
+        """The prompt's tokens. Raises WrongOrder if they are too many, or not the client's."""
+        prompt, current = order.prompt, self._current
+        longest = current.longest_prompt
         try:
             if not isinstance(prompt, str):
                 prompt = messages_of(prompt)
-            self._check_characters(prompt)
-            ids = first_ids(self._current.run.tokenizer, prompt, (), order.columns)
+            # Tokenising megabytes takes seconds while others wait, so what cannot be short enough is refused before.
+            texts = (
+                [prompt] if isinstance(prompt, str) else [str(each["content"]) for each in prompt]
+            )
+            count, most = sum(map(len, texts)), longest * current.longest_token
+            if count > most:
+                raise WrongOrder(
+                    f"The prompt has {count:,} characters, and this run takes at most {longest} tokens (max_prompt_length), which are "
+                    f"never more than {most:,} characters. Shorten it, or start the run with a higher one.",
+                    "prompt",
+                    "prompt_too_long",
+                )
+            ids = first_ids(current.run.tokenizer, prompt, (), order.columns)
         except (TaskError, Unusable) as error:  # no tokens, or not what the chat template takes
             raise WrongOrder(str(error), "prompt") from None
         if order.prompt_ids is not None and order.prompt_ids != ids:
@@ -301,7 +319,6 @@ class EngineCore:
                 "prompt_ids",
                 "tokenizer_mismatch",
             )
-        longest = self._current.longest_prompt
         if len(ids) > longest:
             raise WrongOrder(
                 f"The prompt has {len(ids)} tokens, and this run takes at most {longest} (max_prompt_length). Shorten it, or start "
@@ -311,25 +328,12 @@ class EngineCore:
             )
         return ids
 
-    def _check_characters(self, prompt: Prompt) -> None:
-        """Refuse what cannot be short enough before it is tokenised, which takes seconds for megabytes while others wait."""
-        said = [prompt] if isinstance(prompt, str) else [str(each["content"]) for each in prompt]
-        longest = self._current.longest_prompt
-        count, most = sum(map(len, said)), longest * self._current.longest_token
-        if count > most:
-            raise WrongOrder(
-                f"The prompt has {count:,} characters, and this run takes at most {longest} tokens (max_prompt_length), which are never "
-                f"more than {most:,} characters. Shorten it, or start the run with a higher one.",
-                "prompt",
-                "prompt_too_long",
-            )
-
-    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        return prompt_ids(self._current.run.tokenizer, prompt)
-
-    def _params(self, order: SampleOrder, prompt: int) -> SamplingParams:
-        current = self._current
-        sampler, asked = current.run.config.sampler, order.sampling
+    def _params(self, order: SampleOrder, prompt_length: int) -> SamplingParams:
+        """The run's sampling settings with those of the order over them. Raises UsageError for what cannot be."""
+        current, wanted = self._current, order.sampling
+        if order.trains:
+            _refuse_unlearnable(wanted)
+        sampler = current.run.config.sampler
         params = SamplingParams(
             max_tokens=sampler.max_completion_length,
             temperature=sampler.temperature_at(current.run.step),
@@ -337,35 +341,22 @@ class EngineCore:
             stop=sampler.stop,
             min_tokens=sampler.min_completion_length,
         )
-        given = {
-            key: value
-            for key in (
-                "temperature",
+        names = ("temperature", "max_tokens", "min_tokens", "stop", "top_p", "top_k", "min_p")
+        own = {name: getattr(wanted, name) for name in names}
+        params = replace(params, **{name: each for name, each in own.items() if each is not None})
+        room = current.prepared.layout.key_length - prompt_length
+        if params.max_tokens > room:
+            raise WrongOrder(
+                f"A completion of up to {params.max_tokens} tokens was asked for, but beside this prompt there is room for {room}. Ask "
+                "for fewer, or start the run with a higher max_completion_length.",
                 "max_tokens",
-                "min_tokens",
-                "stop",
-                "top_p",
-                "top_k",
-                "min_p",
             )
-            if (value := getattr(asked, key)) is not None
-        }
-        if order.trains:
-            _refuse_unlearnable(asked)
-        params = replace(params, **given)
-        _refuse_impossible(params, current.prepared.layout.key_length - prompt)
+        if params.min_tokens > params.max_tokens:
+            raise WrongOrder(
+                f"A completion was to have at least {params.min_tokens} tokens and at most {params.max_tokens}.",
+                "min_tokens",
+            )
         return params
-
-    def _seeds(self, order: SampleOrder) -> list[int]:
-        training = self._current.run.config.training
-        seed, draw = training.seed, order.draw
-        if order.sampling.seed is not None:
-            seed, draw = order.sampling.seed, 0
-        members = order.members or training.num_generations
-        return [member_seed(seed, draw, member) for member in range(members)]
-
-    def _text(self, token_ids: Any) -> str:
-        return completion_text(self._current.run.tokenizer, token_ids)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -378,7 +369,10 @@ class EngineCore:
                     f"The plan is for step {plan.step}, but the run stands after {run.step} steps."
                 )
             run.timings = Timings()
-            drawn = self._drawn(plan)
+            shaped = [run.algorithm.shaped(group, run.longest_completion) for group in plan.groups]
+            # What was sampled since the step before, which may be groups of later ones.
+            tokens, self._fresh_tokens = self._fresh_tokens, 0
+            drawn = StepBatch(shaped, sampling=run.gate.busy(), sampled_tokens=tokens)
             with run.taking_a_step():
                 metrics = await take_step(run, drawn, time.perf_counter(), plan.learning_rate)
             if run.step % run.config.run.save_steps == 0:
@@ -386,13 +380,6 @@ class EngineCore:
             self._current.progress.phase("ready")
             record = run.folder.store.step(run.step - 1)
             return StepDone(record, metrics, run.policy, self._oldest, tuple(run.warned))
-
-    def _drawn(self, plan: Plan) -> StepBatch:
-        """The groups of a plan, with what was sampled since the step before, which may be groups of later ones."""
-        run = self._current.run
-        shaped = [run.algorithm.shaped(group, run.longest_completion) for group in plan.groups]
-        tokens, self._fresh_tokens = self._fresh_tokens, 0
-        return StepBatch(shaped, sampling=run.gate.busy(), sampled_tokens=tokens)
 
     def _save(self) -> None:
         save_checkpoint(self._current.run)
@@ -419,8 +406,13 @@ class EngineCore:
             current = self._current
             run = current.run
             self._save()
+
+            def write_final(folder: Path) -> None:
+                shutil.copytree(run.policy.path, folder, dirs_exist_ok=True)
+                run.tokenizer.save_pretrained(folder)
+
             if finished:
-                run.folder.write_final(self._write_final)
+                run.folder.write_final(write_final)
             write_curve(run, METRIC)
             summary = summarise(run, current.prepared, current.begun)
             first, last = first_and_last(run, METRIC)
@@ -429,16 +421,11 @@ class EngineCore:
             await end(run, "finished" if finished else "interrupted", summary)
             return str(run.folder.path)
 
-    def _write_final(self, folder: Path) -> None:
-        run = self._current.run
-        shutil.copytree(run.policy.path, folder, dirs_exist_ok=True)
-        run.tokenizer.save_pretrained(folder)
-
-    # --- what else is asked ----------------------------------------------------------------------
+    # --- tokenizer, state, end -------------------------------------------------------------------
 
     async def tokens_of(self, prompt: Prompt) -> tuple[int, ...]:
         """See `Engine.tokens_of`."""
-        return self._tokens(prompt)
+        return prompt_ids(self._current.run.tokenizer, prompt)
 
     async def tokenizer_files(self) -> Mapping[str, bytes]:
         """See `Engine.tokenizer_files`."""
@@ -481,7 +468,7 @@ class EngineCore:
 # --- from an order to a run ----------------------------------------------------------------------
 
 
-def _committed(
+def _committed_steps(
     point: ResumePoint | None,
 ) -> tuple[tuple[StepRecord, ...], dict[int, dict[str, float]]]:
     """All steps that a run has committed, and the metrics of those that are about to be undone."""
@@ -493,13 +480,22 @@ def _committed(
         return steps, {step: store.step_metrics(step) for step in undone}
 
 
-def _prepared(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
+def _prepare(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
     """Everything that can be wrong with a config is found here, before the model is loaded."""
     config = loaded.config
     check_start(loaded)
     tokenizer = prefork.load_tokenizer(config.model)
     build.check_stop_tokens(config, tokenizer)
-    _check_algorithm(config)
+    algorithm = build.build_algorithm(config)
+    try:
+        algorithm.check(rollout_builder.longest_written(config), (PART,))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if algorithm.resample_rounds:
+        raise ConfigError(
+            f"algorithm {config.algorithm.type} as it is set draws other groups in place of those without signal, which only the "
+            "client can do here. Set dynamic_sampling to false, and give such groups up (DELETE /completions/{group_id})."
+        )
     room = prefork.prompt_room(config.model, rollout_builder.longest_completion(config))
     if longest_prompt > room:
         raise ConfigError(
@@ -517,20 +513,7 @@ def _prepared(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
     )
 
 
-def _check_algorithm(config: RunConfig) -> None:
-    algorithm = build.build_algorithm(config)
-    try:
-        algorithm.check(rollout_builder.longest_written(config), (PART,))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if algorithm.resample_rounds:
-        raise ConfigError(
-            f"algorithm {config.algorithm.type} as it is set draws other groups in place of those without signal, which only the "
-            "client can do here. Set dynamic_sampling to false, and give such groups up (DELETE /completions/{group_id})."
-        )
-
-
-def _assembled(
+def _assemble_run(
     prepared: _Prepared, folder: RunFolder, parts: build.Parts, progress: Phase, publications: Path
 ) -> ServedRun:
     config = prepared.config
@@ -552,40 +535,17 @@ def _assembled(
     )
 
 
-def _why_inexact(prepared: _Prepared, changed: bool) -> str | None:
-    if prepared.layout.device != "cpu":
-        return f"steps that are taken again on {prepared.layout.device} differ in their last bits"
-    return "the layout of the work has changed since the run was started" if changed else None
-
-
-# --- what cannot be asked -------------------------------------------------------------------------
-
-
-def _refuse_unlearnable(asked: Sampling) -> None:
-    restricting = [key for key in ("top_p", "top_k", "min_p") if getattr(asked, key) is not None]
+def _refuse_unlearnable(wanted: Sampling) -> None:
+    restricting = [key for key in ("top_p", "top_k", "min_p") if getattr(wanted, key) is not None]
     if restricting:
         raise UsageError(
             f"{', '.join(restricting)} would draw completions from another distribution than the one whose log-probabilities the learner "
             "computes, so nothing could be learnt from them. Leave it out, or ask for completions that are not kept."
         )
-    if asked.temperature == 0:
+    if wanted.temperature == 0:
         raise WrongOrder(
             "temperature 0 draws the same completion each time, from which nothing can be learnt. Give one above 0.",
             "temperature",
-        )
-
-
-def _refuse_impossible(params: SamplingParams, room: int) -> None:
-    if params.max_tokens > room:
-        raise WrongOrder(
-            f"A completion of up to {params.max_tokens} tokens was asked for, but beside this prompt there is room for {room}. Ask for "
-            "fewer, or start the run with a higher max_completion_length.",
-            "max_tokens",
-        )
-    if params.min_tokens > params.max_tokens:
-        raise WrongOrder(
-            f"A completion was to have at least {params.min_tokens} tokens and at most {params.max_tokens}.",
-            "min_tokens",
         )
 
 

@@ -30,10 +30,10 @@ __all__ = [
     "Failed",
     "LogRecordMessage",
     "MessageChannel",
-    "packed",
-    "packed_error",
-    "unpacked",
-    "unpacked_error",
+    "pack",
+    "pack_error",
+    "unpack",
+    "unpack_error",
 ]
 
 MAKING = 0
@@ -72,7 +72,7 @@ class Call:
     deadline: float
     """Seconds of `time.monotonic`, which is the same for all processes of a machine."""
     body: bytes
-    """Its arguments, a tuple, `packed`."""
+    """Its arguments, a tuple, as `pack` writes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Answered:
 
     id: int
     body: bytes
-    """`packed`."""
+    """Written by `pack`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Failed:
 
     id: int
     error: bytes
-    """`packed_error`."""
+    """Written by `pack_error`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,36 +110,36 @@ class Beat:
     """Calls under way."""
 
 
-def packed(value: Any) -> bytes:
+def pack(value: Any) -> bytes:
     """Pickle a value for the socket. Raises any error that pickling raises."""
     return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 
-def unpacked(data: bytes) -> Any:
-    """The inverse of `packed`."""
+def unpack(data: bytes) -> Any:
+    """The inverse of `pack`."""
     return pickle.loads(data)
 
 
-def packed_error(error: BaseException) -> bytes:
+def pack_error(error: BaseException) -> bytes:
     """An error of ours as it is; any other one as a RunError that explains it, of the kind that lack of memory or disk space has."""
     if isinstance(error, GroupwiseError):
         try:
-            written = packed(error)
-            unpacked(written)
+            written = pack(error)
+            unpack(written)
         except Exception:  # noqa: BLE001 — user code may have derived one that refuses in any way
-            return packed(RunError(f"The engine failed: {error}"))
+            return pack(RunError(f"The engine failed: {error}"))
         return written
     if lacks_memory(error):
-        return packed(out_of_memory(error))
+        return pack(out_of_memory(error))
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return packed(StoreError(f"The engine could not write: {error}"))
-    return packed(RunError(f"The engine failed:\n{explain(error)}"))
+        return pack(StoreError(f"The engine could not write: {error}"))
+    return pack(RunError(f"The engine failed:\n{explain(error)}"))
 
 
-def unpacked_error(data: bytes) -> BaseException:
-    """The inverse of `packed_error`."""
+def unpack_error(data: bytes) -> BaseException:
+    """The inverse of `pack_error`."""
     try:
-        return unpacked(data)
+        return unpack(data)
     except Exception as error:  # noqa: BLE001 — its class may be known to the engine alone, and do anything when it is made
         return RunError(
             f"The engine failed, with an error that cannot be read here:\n{explain(error)}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from groupwise.algorithms.registry import from_spec
 from groupwise.core.errors import UsageError
-from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
+from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Row
 
 PER_TOKEN = ("mask", "sampling_logprobs", "reference_logprobs", "proximal_logprobs", "credits")
 """Fields of a row that are as long as its completion."""
@@ -25,19 +25,6 @@ def check_request(request: GroupRequest, vocabulary: int, longest: int) -> None:
     )
     _require(len({*seeds}) == len(seeds), "seeds", "are not distinct")
     _require(all(0 <= seed < 2**64 for seed in seeds), "seeds", "are not all of 64 bits")
-    _check_params(params)
-    needed = len(request.prompt_ids) + params.max_tokens
-    _require(
-        needed <= longest,
-        "max_tokens",
-        f"would make up to {needed} tokens with the prompt; the parts were opened for {longest} (longest_prompt and "
-        "sampler.max_completion_length)",
-    )
-    check_tokens(request.prompt_ids, vocabulary, "prompt_ids")
-    check_tokens(params.stop_token_ids, vocabulary, "stop_token_ids")
-
-
-def _check_params(params: SamplingParams) -> None:
     _require(params.max_tokens >= 1, "max_tokens", f"is {params.max_tokens}; at least 1 is needed")
     _require(
         0 <= params.temperature < math.inf,
@@ -52,47 +39,55 @@ def _check_params(params: SamplingParams) -> None:
         _require(
             value is None or 0 < value <= 1, name, f"is {value}; above 0 and at most 1 is needed"
         )
+    needed = len(request.prompt_ids) + params.max_tokens
+    _require(
+        needed <= longest,
+        "max_tokens",
+        f"would make up to {needed} tokens with the prompt; the parts were opened for {longest} (longest_prompt and "
+        "sampler.max_completion_length)",
+    )
+    check_tokens(request.prompt_ids, vocabulary, "prompt_ids")
+    check_tokens(params.stop_token_ids, vocabulary, "stop_token_ids")
 
 
 def check_rows(rows: Sequence[Row], vocabulary: int) -> None:
     """Check rows given to a learner."""
     for index, row in enumerate(rows):
-        _check_row(row, vocabulary, f"rows.{index}")
-
-
-def _check_row(row: Row, vocabulary: int, where: str) -> None:
-    length = len(row.completion_ids)
-    for name in PER_TOKEN:
-        values = getattr(row, name)
+        where = f"rows.{index}"
+        length = len(row.completion_ids)
+        for name in PER_TOKEN:
+            values = getattr(row, name)
+            _require(
+                values is None or len(values) == length,
+                f"{where}.{name}",
+                f"has {0 if values is None else len(values)} entries, but completion_ids has {length}; they go together",
+            )
         _require(
-            values is None or len(values) == length,
-            f"{where}.{name}",
-            f"has {0 if values is None else len(values)} entries, but completion_ids has {length}; they go together",
+            bool(row.prompt_ids), f"{where}.prompt_ids", "is empty; at least one token is needed"
         )
-    _require(bool(row.prompt_ids), f"{where}.prompt_ids", "is empty; at least one token is needed")
-    _require(bool(length), f"{where}.completion_ids", "is empty; at least one token is needed")
-    _require({*row.mask} <= {0, 1}, f"{where}.mask", "has other entries than 0 and 1")
-    _require(
-        0 < row.temperature < math.inf,
-        f"{where}.temperature",
-        f"is {row.temperature}; a number above 0 is needed",
-    )
-    check_tokens((*row.prompt_ids, *row.completion_ids), vocabulary, where)
-    others = row.others
-    _require(
-        others is None or 0 <= others.tokens < 2**53,
-        f"{where}.others.tokens",
-        "is no number of tokens",
-    )
-    end = 0
-    for each in sorted(row.withheld, key=lambda withheld: withheld.start):
+        _require(bool(length), f"{where}.completion_ids", "is empty; at least one token is needed")
+        _require({*row.mask} <= {0, 1}, f"{where}.mask", "has other entries than 0 and 1")
         _require(
-            end <= each.start < each.end <= length,
-            f"{where}.withheld",
-            f"names the tokens {each.start} to {each.end} of {length}; stretches lie within the completion and do not overlap",
+            0 < row.temperature < math.inf,
+            f"{where}.temperature",
+            f"is {row.temperature}; a number above 0 is needed",
         )
-        check_tokens(each.token_ids, vocabulary, f"{where}.withheld")
-        end = each.end
+        check_tokens((*row.prompt_ids, *row.completion_ids), vocabulary, where)
+        others = row.others
+        _require(
+            others is None or 0 <= others.tokens < 2**53,
+            f"{where}.others.tokens",
+            "is no number of tokens",
+        )
+        end = 0
+        for each in sorted(row.withheld, key=lambda withheld: withheld.start):
+            _require(
+                end <= each.start < each.end <= length,
+                f"{where}.withheld",
+                f"names the tokens {each.start} to {each.end} of {length}; stretches lie within the completion and do not overlap",
+            )
+            check_tokens(each.token_ids, vocabulary, f"{where}.withheld")
+            end = each.end
 
 
 def check_loss(loss: LossSpec, denominators: Mapping[str, float]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
-from groupwise.server.engine.adapter_port import ModelSpec, Stored
+from groupwise.server.engine.verb_protocol import ModelSpec, Stored
 
 DESCRIPTION = "saved.json"
 AUTOMATIC = "automatic"

@@ -14,11 +14,12 @@ NO_REWARD = "its client gave it no reward (null)"
 
 def scored_group(group: Group, rewards: Sequence[float | None]) -> Group:
     """Each rollout with its reward; one without has failed and does not teach."""
-    rollouts = zip(group.rollouts, rewards, strict=True)
-    return replace(group, rollouts=tuple(_scored(*each) for each in rollouts))
 
+    def score(rollout: Rollout, reward: float | None) -> Rollout:
+        if reward is None:
+            return replace(rollout, outcome="failed", reason=NO_REWARD)
+        return replace(rollout, outcome="scored", reward=reward, parts=(RewardPart(PART, reward),))
 
-def _scored(rollout: Rollout, reward: float | None) -> Rollout:
-    if reward is None:
-        return replace(rollout, outcome="failed", reason=NO_REWARD)
-    return replace(rollout, outcome="scored", reward=reward, parts=(RewardPart(PART, reward),))
+    return replace(
+        group, rollouts=tuple(score(*each) for each in zip(group.rollouts, rewards, strict=True))
+    )

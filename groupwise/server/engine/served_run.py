@@ -35,7 +35,7 @@ class Gate:
         self._empty = asyncio.Event()
         self._empty.set()
 
-    async def entered(self) -> None:
+    async def enter(self) -> None:
         """Return once the gate is open, inside of it."""
         await self._open.wait()
         if not self.inside:
@@ -43,7 +43,7 @@ class Gate:
         self.inside += 1
         self._empty.clear()
 
-    def left(self) -> None:
+    def leave(self) -> None:
         """Count one request out."""
         self.inside -= 1
         if not self.inside:

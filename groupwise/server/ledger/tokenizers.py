@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.api.schemas.training import TokenizerAnswer
-from groupwise.server.engine.port import Opened
+from groupwise.server.engine.engine_protocol import Opened
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 TEMPLATE = "chat_template.jinja"

@@ -16,13 +16,13 @@ from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.template_columns import columns_of
 from groupwise.api.schemas.training import MAX_COMPLETIONS
 from groupwise.core.types import Prompt
-from groupwise.server.engine.port import Sampling
+from groupwise.server.engine.engine_protocol import Sampling
 from groupwise.tasks.data.messages import with_arguments
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """Options given in headers."""
+class StorageHeaders:
+    """The headers that say whether a completion is stored for training, and in which group."""
 
     store: bool = False
     group: str | None = None
@@ -74,7 +74,7 @@ class Ask:
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
-def ask_of(request: ChatRequest | TextRequest, said: Said) -> Ask:
+def ask_of(request: ChatRequest | TextRequest, headers: StorageHeaders) -> Ask:
     """Convert a request. Raises a refusal that names the field if the completions cannot be kept as requested."""
     columns: dict[str, Any] = {}
     read_calls: ReadCalls = "none"
@@ -85,9 +85,9 @@ def ask_of(request: ChatRequest | TextRequest, said: Said) -> Ask:
             read_calls = "first" if request.parallel_tool_calls is False else "all"
     else:
         prompts = request.prompts
-    store = bool(request.store) or said.store
+    store = bool(request.store) or headers.store
     restrictions: Mapping[str, Any] = request.restrictions
-    gather = _gather(request, said, store)
+    gather = _gather(request, headers, store)
     if store:
         _refuse_unlearnable(request, restrictions, len(prompts))
     sampling = Sampling(
@@ -117,11 +117,13 @@ def _for_template(given: ChatMessage) -> dict[str, Any]:
     return message
 
 
-def _gather(request: ChatRequest | TextRequest, said: Said, store: bool) -> Gather | None:
+def _gather(
+    request: ChatRequest | TextRequest, headers: StorageHeaders, store: bool
+) -> Gather | None:
     metadata = request.metadata or {}
     given = {
-        "X-Groupwise-Group": said.group,
-        "X-Groupwise-Size": said.size,
+        "X-Groupwise-Group": headers.group,
+        "X-Groupwise-Size": headers.size,
         f"metadata.{GROUP}": metadata.get(GROUP),
         f"metadata.{SIZE}": metadata.get(SIZE),
     }
@@ -137,10 +139,10 @@ def _gather(request: ChatRequest | TextRequest, said: Said, store: bool) -> Gath
             )
     if not store or request.choices > 1:
         return None
-    name = said.group or metadata.get(GROUP)
+    name = headers.group or metadata.get(GROUP)
     if name == "":
         raise _wrong(f"metadata.{GROUP}", "is empty; give a name, or leave it out")
-    return Gather(name, said.size or _size(metadata.get(SIZE)))
+    return Gather(name, headers.size or _size(metadata.get(SIZE)))
 
 
 def _size(given: str | None) -> int | None:

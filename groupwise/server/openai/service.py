@@ -27,7 +27,7 @@ from groupwise.api.schemas.training import MAX_DRAW
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Rollout
-from groupwise.server.engine.port import Engine, Sampled, SampleOrder
+from groupwise.server.engine.engine_protocol import Engine, Sampled, SampleOrder
 from groupwise.server.ledger import runs
 from groupwise.server.ledger.answers import StoredResponse
 from groupwise.server.ledger.members import Gathering

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from groupwise.api.schemas.keys import Caller
 from groupwise.core.types import Group, Rollout, from_json
-from groupwise.server.engine.port import Sampled
+from groupwise.server.engine.engine_protocol import Sampled
 from groupwise.server.ledger import counters, groups, members
 from groupwise.server.ledger.answers import StoredResponse, once
 from groupwise.server.ledger.groups import GroupRow, NewGroup

@@ -40,7 +40,7 @@ from groupwise.api.schemas.parts import (
 )
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError, UsageError
-from groupwise.server.engine.port import Engine, EngineLost, OpenParts, PartsOpened
+from groupwise.server.engine.engine_protocol import Engine, EngineLost, OpenParts, PartsOpened
 from groupwise.server.parts.calls import Calls
 from groupwise.server.parts.files import Files
 from groupwise.server.run.engine_errors import refusal_of

@@ -1,9 +1,9 @@
-"""The context that handlers of routes are given, and the protocols of the service behind them.
+"""What handlers of routes receive: the context of a request, and the protocol of the service behind them.
 
 Each module of this folder has a tuple `ROUTES`.
 
-A handler takes `RequestContext`: the service, and who asks. It returns bytes that the service may have kept before, so that a request that
-comes twice gets the same answer to the byte.
+A handler takes `RequestContext`: the service, and the caller. It returns bytes that the service may have stored before, so that a request
+that comes twice gets the same answer to the byte.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ REPLAYED = "Idempotency-Replayed"
 
 
 class ServiceLike(Protocol):
-    """Everything that the routes ask for. What a client can get is raised as `Refusal`.
+    """Everything that the routes call. Errors for the client are raised as `Refusal`.
 
     Calls may be cancelled at any point, because their client has gone; what has been committed stands all the same.
     """
 
     async def begin(self) -> None:
-        """Open what was left by the last server; an engine that has to be started first is started behind it."""
+        """Open the run that the last server left. An engine that it needs is started in the background."""
         ...
 
     async def shut_down(self, seconds: float) -> None:
-        """Answer everybody who waits, save, and end the engine, within so many seconds."""
+        """Answer all waiting requests, save, and end the engine, within `seconds`."""
         ...
 
     def ready(self) -> str | None:
-        """Why requests are not answered; None: they are."""
+        """Why requests are not answered; None if they are."""
         ...
 
     async def start(self, request: StartRequest, caller: Caller) -> StartAnswer:
@@ -74,7 +74,7 @@ class ServiceLike(Protocol):
         ...
 
     async def stop(self) -> StopAnswer:
-        """End it."""
+        """End the run."""
         ...
 
     async def completions(
@@ -90,13 +90,13 @@ class ServiceLike(Protocol):
     async def rewards(
         self, request: RewardsOfOne | RewardsOfSeveral, caller: Caller
     ) -> Sequence[RewardAnswer]:
-        """One answer for each group."""
+        """Store rewards; one answer for each group."""
         ...
 
     async def rewards_trained(
         self, answers: Sequence[RewardAnswer], seconds: float
     ) -> Sequence[RewardAnswer]:
-        """The answers to a post that came before, after the step that learns from it, or after so many seconds."""
+        """The answers to a post that came before, after the step that learns from it, or after `seconds`."""
         ...
 
     async def step(self, request: StepRequest, caller: Caller) -> StepAnswer:
@@ -104,7 +104,7 @@ class ServiceLike(Protocol):
         ...
 
     async def step_taken(self, answer: StepAnswer, seconds: float) -> StepAnswer:
-        """The answer about a step that was planned before, after it, or after so many seconds."""
+        """The answer about a step that was planned before: after it, or after `seconds`."""
         ...
 
     async def status(self) -> StatusAnswer:
@@ -132,11 +132,11 @@ class ServiceLike(Protocol):
         ...
 
     async def checkpoints(self) -> CheckpointsAnswer:
-        """Those there are."""
+        """All checkpoints of the run."""
         ...
 
     async def save_checkpoint(self, name: str, caller: Caller, /) -> CheckpointAnswer:
-        """Write one now."""
+        """Write a checkpoint now."""
         ...
 
     async def tokenizer(self) -> TokenizerAnswer:
@@ -144,7 +144,7 @@ class ServiceLike(Protocol):
         ...
 
     async def count_refusal(self, code: str) -> None:
-        """A request for work was refused; told by `status`."""
+        """Count a refused request for work; `status` shows the number."""
         ...
 
     async def remembered(self, caller: Caller) -> StoredResponse | None:
@@ -168,14 +168,14 @@ class Serving(Shared):
         return (await self.service.activity()).model_copy(update={"clients": clients})
 
     def refusal_of(self, error: Exception) -> Refusal | None:
-        """A full disk is no mistake."""
+        """A full disk is no mistake of the server's."""
         if not isinstance(error, DiskFull):
             return None
         logger.error("%s", error)
         return Refusal("disk_full", retry_after=FULL_SECONDS)
 
     async def refused(self, facts: Facts) -> None:
-        """Count it with the run: only of work, and only where the caller may ask; it is a write to the disk."""
+        """Count the refusal with the run, which writes to the disk: only refusals of work, to callers who may ask for it."""
         known = facts.caller is not None and facts.route is not None and facts.route.works
         if known and facts.code not in ("", "forbidden", "rate_limited", "internal"):
             await self.service.count_refusal(facts.code)
@@ -198,24 +198,25 @@ class RequestContext:
         work: Callable[[], Awaitable[StoredResponse]],
         wait_on: Callable[[StoredResponse], Awaitable[StoredResponse]] | None = None,
     ) -> Response:
-        """The answer of the work; where the request names itself and was answered before, or is being answered, that answer.
+        """Answer with what the work returns. A request with an Idempotency-Key that was answered before, or is being answered, gets
+        that answer.
 
-        `wait_on`, of a request that waits for more than its work: from the answer that was kept when the work was done to the one
-        that a client which asks again is given.
+        `wait_on`: for a request that waits for more than its work. It makes the answer to a repeated request of the one that was stored
+        when the work was done.
         """
         if (given := await self.serving.under_way.answer(self.caller)) is not None:
-            return sent(given, replayed=True)
-        async with self.serving.under_way.first(self.caller) as told:
+            return response_of(given, replayed=True)
+        async with self.serving.under_way.first(self.caller) as future:
             if self.caller.answer_key is not None:
                 before = await self.service.remembered(self.caller)
                 if before is not None:
                     if wait_on is not None:
                         before = await wait_on(before)
-                    told.set_result(before)
-                    return sent(before, replayed=True)
+                    future.set_result(before)
+                    return response_of(before, replayed=True)
             answer = await work()
-            told.set_result(answer)
-        return sent(answer)
+            future.set_result(answer)
+        return response_of(answer)
 
 
 async def request_context(request: Request) -> RequestContext:
@@ -232,7 +233,7 @@ async def request_context(request: Request) -> RequestContext:
 Context = Annotated[RequestContext, Depends(request_context)]
 
 
-def sent(answer: StoredResponse, *, replayed: bool = False) -> Response:
+def response_of(answer: StoredResponse, *, replayed: bool = False) -> Response:
     """An answer as a response."""
     headers = {REPLAYED: "true"} if replayed else None
     return Response(answer.body, answer.status, headers, "application/json")

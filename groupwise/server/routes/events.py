@@ -22,7 +22,7 @@ TAG = "training"
 AT_ONCE = 100
 """Events that are read from the ledger at a time."""
 LONGEST_WAIT = 60.0
-"""Seconds; then the ledger is looked at again, whatever was heard."""
+"""Seconds after which the ledger is read again, even if no event was announced."""
 TRY_AGAIN = 5.0
 """Seconds after which there may be room for another stream."""
 RECONNECT = 2000
@@ -39,10 +39,10 @@ LastEventId = Annotated[
 ]
 
 
-async def a_place(context: Context, last_event_id: LastEventId = None) -> AsyncGenerator[int]:
-    """One of the streams that may be open at once, held until the answer is over; gives the event after which it begins.
+async def stream_slot(context: Context, last_event_id: LastEventId = None) -> AsyncGenerator[int]:
+    """One of the streams that may be open at once, held until the answer is over; yields the event after which it begins.
 
-    What can be refused is refused here: once a stream has begun, it is too late.
+    Refusals are raised here: once a stream has begun, it is too late.
     """
     metrics, most = context.serving.metrics, context.serving.config.max_event_streams
     if context.serving.ending.is_set():
@@ -64,7 +64,7 @@ async def a_place(context: Context, last_event_id: LastEventId = None) -> AsyncG
 
 
 async def events(
-    context: Context, after: Annotated[int, Depends(a_place)]
+    context: Context, after: Annotated[int, Depends(stream_slot)]
 ) -> AsyncGenerator[ServerSentEvent]:
     """Stream events from now on, or after `Last-Event-ID`; each has an id, a kind, and data as in `EventData`."""
     service, serving = context.service, context.serving

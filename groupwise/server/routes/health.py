@@ -8,7 +8,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from groupwise.api.http.prometheus import MEDIA_TYPE, RequestMetrics, family, one
-from groupwise.api.http.route import Route, sent_model
+from groupwise.api.http.route import Route, json_response
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.training import HealthAnswer, StatusAnswer
 from groupwise.server.routes.context import Context, Serving
@@ -18,7 +18,7 @@ TAG = "health"
 
 async def healthz() -> Response:
     """Answer while the process lives."""
-    return sent_model(HealthAnswer(status="ok"))
+    return json_response(HealthAnswer(status="ok"))
 
 
 async def readyz(request: Request) -> Response:
@@ -27,8 +27,8 @@ async def readyz(request: Request) -> Response:
     ending = "the server is shutting down" if serving.ending.is_set() else None
     why = ending or serving.service.ready()
     if why is None:
-        return sent_model(HealthAnswer(status="ok"))
-    return sent_model(HealthAnswer(status="not_ready", detail=why), 503)
+        return json_response(HealthAnswer(status="ok"))
+    return json_response(HealthAnswer(status="not_ready", detail=why), 503)
 
 
 async def metrics(context: Context) -> Response:
@@ -38,7 +38,7 @@ async def metrics(context: Context) -> Response:
 
 
 GROUP_STATES = "open rewarded held planned trained expired given_up stale quarantined".split()
-"""Fields of `Counters`."""
+"""States of groups: fields of `Counters`."""
 
 
 def render(requests: RequestMetrics, status: StatusAnswer) -> str:

@@ -1,4 +1,4 @@
-"""The model itself: a version as a zip file, its tokenizer, and the checkpoints that can be gone on from."""
+"""The model itself: a version as a zip file, its tokenizer, and the checkpoints from which a run can continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from groupwise.api.http.bodies import ClientGone
-from groupwise.api.http.route import Route, sent_model
+from groupwise.api.http.route import Route, json_response
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.training import (
     MAX_ADDRESS,
@@ -35,7 +35,7 @@ FINGERPRINT_HEADER = "X-Model-Fingerprint"
 KIND_HEADER = "X-Model-Kind"
 """`adapter` or `full`."""
 STALLED = 120.0
-"""Seconds in which a client that downloads takes nothing; then it is left."""
+"""Seconds after which a client that reads nothing of its download is disconnected."""
 
 
 class ZipResponse(Response):
@@ -96,12 +96,12 @@ async def post_model(
 
 async def tokenizer(context: Context) -> Response:
     """Tokenizer and chat template of the run, with the hash that requests may give."""
-    return sent_model(await context.service.tokenizer())
+    return json_response(await context.service.tokenizer())
 
 
 async def checkpoints(context: Context) -> Response:
-    """All checkpoints that can be gone on from."""
-    return sent_model(await context.service.checkpoints())
+    """All checkpoints from which a run can continue."""
+    return json_response(await context.service.checkpoints())
 
 
 async def save_checkpoint(body: CheckpointRequest, context: Context) -> Response:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
 from fastapi import Depends, FastAPI, Header, Path
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from groupwise.api.http.route import Route, sent_model
+from groupwise.api.http.route import Route, json_response
 from groupwise.api.schemas.idempotency import HEADER as IDEMPOTENCY_KEY
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.openai import (
@@ -33,7 +32,7 @@ from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.training import MAX_ADDRESS, MAX_COMPLETIONS
 from groupwise.server.ledger.answers import StoredResponse
 from groupwise.server.openai.answers import Kind, Pieces, event, whole
-from groupwise.server.openai.asking import Ask, Said, ask_of
+from groupwise.server.openai.asking import StorageHeaders, ask_of
 from groupwise.server.openai.completed import Completed
 from groupwise.server.openai.errors import OpenAIErrors, as_documented, error_of_refusal
 from groupwise.server.openai.service import Begun, OpenAIService, Piece
@@ -43,7 +42,7 @@ from groupwise.server.routes.training import OF_ENGINE, OF_RUN
 TAG = "openai"
 
 
-def said(
+def storage_headers(
     x_groupwise_store: Annotated[
         bool, Header(description="As `store: true` of the body, for clients that cannot add to it.")
     ] = False,
@@ -55,59 +54,41 @@ def said(
         int | None,
         Header(description="As `metadata.size` of the body.", ge=1, le=MAX_COMPLETIONS),
     ] = None,
-) -> Said:
-    """The headers that say whether the completion is stored for training, and in which group."""
-    return Said(x_groupwise_store, x_groupwise_group, x_groupwise_size)
+) -> StorageHeaders:
+    """Read the headers of a request."""
+    return StorageHeaders(x_groupwise_store, x_groupwise_group, x_groupwise_size)
 
 
-SaidHere = Annotated[Said, Depends(said)]
+Storage = Annotated[StorageHeaders, Depends(storage_headers)]
 ModelName = Annotated[
     str, Path(description="`run@step`, or `latest`.", min_length=1, max_length=MAX_ADDRESS)
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Handlers:
-    """Over one service."""
-
-    service: OpenAIService
-
-    async def models(self) -> Response:
-        return sent_model(ModelList(data=await self.service.models()))
-
-    async def model(self, name: str) -> Response:
-        return sent_model(await self.service.model(name))
-
-    async def complete(
-        self, kind: Kind, body: ChatRequest | TextRequest, given: Said, context: RequestContext
-    ) -> Response:
-        """Whole, or as a stream."""
-        ask = ask_of(body, given)
-        if body.stream:
-            return await self._streamed(kind, body, ask, context)
-
-        async def work() -> StoredResponse:
-            return await self.service.answer(
-                ask,
-                context.caller,
-                lambda done: StoredResponse(200, whole(kind, done).model_dump_json().encode()),
-            )
-
-        return await context.once(work)
-
-    async def _streamed(
-        self, kind: Kind, body: ChatRequest | TextRequest, ask: Ask, context: RequestContext
-    ) -> Response:
-        if context.caller.answer_key is not None:
-            problem = "names an answer that can be sent again, which a stream cannot; leave it out, or ask without `stream`"
-            raise Refusal(
-                "invalid_request",
-                f"{IDEMPOTENCY_KEY} {problem}.",
-                errors=[FieldError(field=IDEMPOTENCY_KEY, message=problem)],
-            )
+async def _complete(
+    service: OpenAIService,
+    kind: Kind,
+    body: ChatRequest | TextRequest,
+    storage: StorageHeaders,
+    context: RequestContext,
+) -> Response:
+    ask = ask_of(body, storage)
+    if body.stream and context.caller.answer_key is not None:
+        problem = "names an answer that can be sent again, which a stream cannot; leave it out, or ask without `stream`"
+        raise Refusal(
+            "invalid_request",
+            f"{IDEMPOTENCY_KEY} {problem}.",
+            errors=[FieldError(field=IDEMPOTENCY_KEY, message=problem)],
+        )
+    if body.stream:
         pieces = Pieces(kind, body.model, int(time.time()), usage=body.includes_usage)
         choices = len(ask.prompts) * ask.n
-        return StreamedResponse(self.service.stream(ask, context.caller), pieces, choices)
+        return StreamedResponse(service.stream(ask, context.caller), pieces, choices)
+
+    def stored(done: Completed) -> StoredResponse:
+        return StoredResponse(200, whole(kind, done).model_dump_json().encode())
+
+    return await context.once(lambda: service.answer(ask, context.caller, stored))
 
 
 class StreamedResponse(Response):
@@ -130,13 +111,8 @@ class StreamedResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._stream) as stream:
             first = await anext(stream)  # refused: an ordinary error
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
+            head = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **head})
             await self._send(send, first)
             try:
                 async for each in stream:
@@ -162,24 +138,23 @@ async def _send_body(send: Send, body: bytes) -> None:
 
 
 def openai_routes(service: OpenAIService) -> tuple[Route, ...]:
-    """Those under /v1."""
-    handlers = _Handlers(service)
+    """The routes under /v1."""
 
     async def list_models(context: Context) -> Response:
         """The policies that serve: the newest one, under its address and as `latest`."""
-        return await handlers.models()
+        return json_response(ModelList(data=await service.models()))
 
     async def retrieve_model(context: Context, model: ModelName) -> Response:
-        """One of them."""
-        return await handlers.model(model)
+        """One policy that serves."""
+        return json_response(await service.model(model))
 
-    async def chat_completions(body: ChatRequest, context: Context, given: SaidHere) -> Response:
-        """A chat to be gone on with."""
-        return await handlers.complete("chat", body, given, context)
+    async def chat_completions(body: ChatRequest, context: Context, storage: Storage) -> Response:
+        """Continue a chat."""
+        return await _complete(service, "chat", body, storage, context)
 
-    async def text_completions(body: TextRequest, context: Context, given: SaidHere) -> Response:
-        """A text to be gone on with."""
-        return await handlers.complete("text", body, given, context)
+    async def text_completions(body: TextRequest, context: Context, storage: Storage) -> Response:
+        """Continue a text."""
+        return await _complete(service, "text", body, storage, context)
 
     chat = {"model": "latest", "messages": [{"role": "user", "content": "Sort: pear, apple"}]}
     text = {"model": "latest", "prompt": "Sort these words: pear, apple"}
@@ -233,6 +208,6 @@ def _sampling(path: str, handler: Any, answer: Any, example: Any) -> Route:
 
 
 def attach(app: FastAPI) -> None:
-    """Have what is refused under /v1 look as OpenAI's clients read it; to be called before the first request."""
+    """Answer refusals under /v1 in OpenAI's form. Call it before the first request."""
     app.add_middleware(cast("Any", OpenAIErrors))
     as_documented(app.openapi())

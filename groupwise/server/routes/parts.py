@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from fastapi import Path as PathOf
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from groupwise.api.http import strict_json
-from groupwise.api.http.route import Route, sent_model
+from groupwise.api.http.route import Route, json_response
 from groupwise.api.http.strict_json import NotStrict
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.parts import (
@@ -55,26 +56,26 @@ Offset = Annotated[int, Query(description="Where the piece begins in the file.",
 
 @dataclass(frozen=True, slots=True)
 class _Handlers:
-    """Over one service."""
+    """The handlers of one service's routes."""
 
     service: PartsService
 
     async def plan_parts(self, body: PlanRequest, context: Context) -> Response:
         """How the work of a loop would be laid out on this machine: device, number format, processes, slots."""
-        return sent_model(await self.service.plan(body))
+        return json_response(await self.service.plan(body))
 
     async def open_parts(self, id: Id, body: PartsRequest, context: Context) -> Response:
-        """Have sampler and learner of this server for a loop; again, to hear that it is so. They are ended by DELETE, or by silence."""
-        return sent_model(await self.service.open(id, body))
+        """Take sampler and learner of this server for a loop. Repeating it is harmless. They are ended by DELETE, or after a silence."""
+        return json_response(await self.service.open(id, body))
 
     async def look_at_parts(self, id: Id, context: Context) -> Response:
-        """Say that the loop is there, and hear whether its parts are."""
-        return sent_model(self.service.look(id))
+        """Sign of life of the loop; answers whether its parts are still there."""
+        return json_response(self.service.look(id))
 
     async def close_parts(self, id: Id, context: Context) -> Response:
-        """Let go of them, with all of their files. Repeating it is harmless."""
+        """End the parts, and delete all of their files. Repeating it is harmless."""
         await self.service.close(id)
-        return sent_model(EndedAnswer(id=id))
+        return json_response(EndedAnswer(id=id))
 
     async def make_call(
         self,
@@ -84,7 +85,7 @@ class _Handlers:
         context: Context,
         wait: Wait = DEFAULT_CALL_WAIT,
     ) -> Response:
-        """Have something done. Sent again with the same content, it is done once, and gives the same answer."""
+        """Call the sampler or the learner. A call that is sent again with the same content is done once, and gets the same answer."""
         content = await request.body()
         try:
             call = CallRequest.model_validate(await strict_json.parse_aside(content))
@@ -94,26 +95,26 @@ class _Handlers:
             ) from None
         except ValidationError as error:
             raise Refusal.of_fields(error) from None
-        return _sent(await self.service.call(id, number, call, content, wait))
+        return _call_response(await self.service.call(id, number, call, content, wait))
 
     async def look_at_call(
         self, id: Id, number: Number, context: Context, wait: Wait = DEFAULT_CALL_WAIT
     ) -> Response:
         """The state of a call."""
-        return _sent(await self.service.answer(id, number, wait))
+        return _call_response(await self.service.answer(id, number, wait))
 
     async def give_up_call(self, id: Id, number: Number, context: Context) -> Response:
-        """Wait for a call no longer. Samples end; what changes the learner goes on to its end; what has not come yet is not done."""
-        return _sent(await self.service.give_up(id, number))
+        """Give a call up. Sampling ends; a call that changes the learner goes on to its end; one that has not begun is not done."""
+        return _call_response(await self.service.give_up(id, number))
 
     async def look_into_folder(self, id: Id, path: Place, context: Context) -> Response:
         """The files of a folder, with their sizes."""
-        return sent_model(await asyncio.to_thread(self.service.files(id).list, path))
+        return json_response(await asyncio.to_thread(self.service.files(id).list, path))
 
     async def delete_folder(self, id: Id, path: Place, context: Context) -> Response:
         """Delete a folder that is needed no longer. Repeating it is harmless."""
         await asyncio.to_thread(self.service.files(id).delete, path)
-        return sent_model(EndedAnswer(id=id))
+        return json_response(EndedAnswer(id=id))
 
     async def get_file(self, id: Id, path: Place, context: Context, offset: Offset = 0) -> Response:
         """A piece of a file, of at most 8 MiB."""
@@ -125,14 +126,14 @@ class _Handlers:
     async def put_file(
         self, id: Id, path: Place, request: Request, context: Context, offset: Offset = 0
     ) -> Response:
-        """A piece of a file, which is as long afterwards as `offset` and the piece together."""
+        """Write a piece of a file, which then ends with this piece."""
         content = await request.body()
         files = self.service.files(id)
-        return sent_model(await asyncio.to_thread(files.write, path, offset, content))
+        return json_response(await asyncio.to_thread(files.write, path, offset, content))
 
 
-def _sent(answer: CallAnswer) -> Response:
-    """Numbers that are not finite as texts; see `groupwise.api.schemas.parts`."""
+def _call_response(answer: CallAnswer) -> Response:
+    """The answer as JSON, with numbers that are not finite as texts; see `groupwise.api.schemas.parts`."""
     status = 202 if answer.state == "working" else 200
     plain = {
         "number": answer.number,
@@ -151,13 +152,12 @@ LATER = "The call is under way; GET the same address for its answer."
 def parts_routes(service: PartsService) -> tuple[Route, ...]:
     """All routes of parts."""
     do = _Handlers(service)
+    route = partial(Route, role=Role.TRAIN, tag=TAG)
     return (
-        Route(
+        route(
             method="POST",
             path="/parts/plan",
             handler=do.plan_parts,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=PlanAnswer,
             takes_body=True,
             works=True,
@@ -167,12 +167,10 @@ def parts_routes(service: PartsService) -> tuple[Route, ...]:
             ),
             example={"kind": "supervised", "config": {"model": {"name": "tiny"}}},
         ),
-        Route(
+        route(
             method="PUT",
             path="/parts/{id}",
             handler=do.open_parts,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=PartsAnswer,
             takes_body=True,
             works=True,
@@ -180,31 +178,25 @@ def parts_routes(service: PartsService) -> tuple[Route, ...]:
             codes=("run_active", "parts_gone", "parts_taken", "engine_failed", "engine_recovering"),
             example={"owner": "sorting on laptop"},
         ),
-        Route(
+        route(
             method="GET",
             path="/parts/{id}",
             handler=do.look_at_parts,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=PartsAnswer,
             codes=OF_PARTS,
         ),
-        Route(
+        route(
             method="DELETE",
             path="/parts/{id}",
             handler=do.close_parts,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=EndedAnswer,
             ends_with_client=False,
             codes=OF_PARTS,
         ),
-        Route(
+        route(
             method="PUT",
             path="/parts/{id}/calls/{number}",
             handler=do.make_call,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=CallAnswer,
             reads=CallRequest,
             takes_body=True,
@@ -213,59 +205,47 @@ def parts_routes(service: PartsService) -> tuple[Route, ...]:
             later=LATER,
             example={"after": 0, "do": {"verb": "discard"}},
         ),
-        Route(
+        route(
             method="GET",
             path="/parts/{id}/calls/{number}",
             handler=do.look_at_call,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=CallAnswer,
             codes=(*OF_PARTS, *OF_CALLS),
             later=LATER,
         ),
-        Route(
+        route(
             method="DELETE",
             path="/parts/{id}/calls/{number}",
             handler=do.give_up_call,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=CallAnswer,
             codes=(*OF_PARTS, *OF_CALLS, "too_busy"),
             later="The call goes on, because it changes something.",
         ),
-        Route(
+        route(
             method="GET",
             path="/parts/{id}/folders/{path:path}",
             handler=do.look_into_folder,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=FolderAnswer,
             codes=(*OF_PARTS, "unknown_file"),
         ),
-        Route(
+        route(
             method="DELETE",
             path="/parts/{id}/folders/{path:path}",
             handler=do.delete_folder,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=EndedAnswer,
             codes=OF_PARTS,
         ),
-        Route(
+        route(
             method="GET",
             path="/parts/{id}/files/{path:path}",
             handler=do.get_file,
-            role=Role.TRAIN,
-            tag=TAG,
             media_type="application/octet-stream",
             codes=(*OF_PARTS, "unknown_file"),
         ),
-        Route(
+        route(
             method="PUT",
             path="/parts/{id}/files/{path:path}",
             handler=do.put_file,
-            role=Role.TRAIN,
-            tag=TAG,
             answer=FolderAnswer,
             takes_body=True,
             takes_bytes=True,

@@ -13,7 +13,7 @@ from fastapi import Body as BodyOf
 from fastapi import Path
 from fastapi.responses import Response
 
-from groupwise.api.http.route import Route, sent_model
+from groupwise.api.http.route import Route, json_response
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.training import (
@@ -70,7 +70,7 @@ async def stop(
     body: Annotated[Nothing | None, BodyOf()] = None,
 ) -> Response:
     """End the training cleanly, with a checkpoint. Asking again is harmless."""
-    return sent_model(await context.service.stop())
+    return json_response(await context.service.stop())
 
 
 async def completions(body: CompletionsRequest, context: Context) -> Response:
@@ -91,7 +91,7 @@ GroupIdInPath = Annotated[
 async def give_up(group_id: GroupIdInPath, context: Context) -> Response:
     """Give a group up, which will not be rewarded: its place is free for another."""
     await context.service.give_up(group_id)
-    return sent_model(GivenUpAnswer(group_id=group_id))
+    return json_response(GivenUpAnswer(group_id=group_id))
 
 
 async def rewards(body: RewardsRequest, context: Context) -> Response:
@@ -123,12 +123,12 @@ async def step(body: StepRequest, context: Context) -> Response:
 
 async def status(context: Context) -> Response:
     """The state of the server and its run."""
-    return sent_model(await context.service.status())
+    return json_response(await context.service.status())
 
 
 async def activity(context: Context) -> Response:
     """The server at this instant: living groups with their leases, waiting clients, steps to come, clients and their sessions."""
-    return sent_model(await context.serving.activity())
+    return json_response(await context.serving.activity())
 
 
 ROUTES = (

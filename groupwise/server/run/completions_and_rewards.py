@@ -24,7 +24,7 @@ from groupwise.api.schemas.training import (
 )
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Prompt
-from groupwise.server.engine.port import OrderField, SampleOrder, Sampling
+from groupwise.server.engine.engine_protocol import OrderField, SampleOrder, Sampling
 from groupwise.server.ledger import groups
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations

@@ -30,7 +30,7 @@ from groupwise.core.condition import Pulse
 from groupwise.core.errors import GroupwiseError, StoreError, UsageError
 from groupwise.core.types import Policy
 from groupwise.runs.folder import CHECKPOINTS
-from groupwise.server.engine.port import Engine, Opened, OpenRun, Plan, StepDone
+from groupwise.server.engine.engine_protocol import Engine, Opened, OpenRun, Plan, StepDone
 from groupwise.server.ledger import events, groups, plans
 from groupwise.server.ledger.plans import PlanRow
 from groupwise.server.ledger.runs import RunState

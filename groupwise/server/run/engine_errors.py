@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from groupwise.api.schemas.problems import KINDS, FieldError, Refusal
 from groupwise.core.errors import GroupwiseError, RunError, UsageError
-from groupwise.server.engine.port import EngineLost, OrderField, WrongOrder
+from groupwise.server.engine.engine_protocol import EngineLost, OrderField, WrongOrder
 from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.engine_supervisor import FULL_SECONDS, is_full
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from groupwise.core.errors import CheckpointError, RunError, StoreError
-from groupwise.server.engine.port import Engine, Opened, OpenRun
+from groupwise.server.engine.engine_protocol import Engine, Opened, OpenRun
 
 logger = logging.getLogger(__name__)
 

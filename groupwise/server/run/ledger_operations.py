@@ -22,7 +22,7 @@ from groupwise.api.schemas.training import (
     StepRequest,
 )
 from groupwise.core.types import Group, from_json
-from groupwise.server.engine.port import Opened, Sampled
+from groupwise.server.engine.engine_protocol import Opened, Sampled
 from groupwise.server.ledger import counters, events, groups, members, plans, runs, uptime
 from groupwise.server.ledger.answers import StoredResponse, once
 from groupwise.server.ledger.group_states import State

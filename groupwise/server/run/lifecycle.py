@@ -22,7 +22,7 @@ from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.training import StartAnswer, StartRequest, StopAnswer
 from groupwise.core import atomic_files
 from groupwise.core.errors import GroupwiseError, UsageError
-from groupwise.server.engine.port import EngineLost, OpenRun
+from groupwise.server.engine.engine_protocol import EngineLost, OpenRun
 from groupwise.server.ledger import runs
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.writer import Ledger

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 
 from groupwise.core.errors import GroupwiseError
-from groupwise.server.engine.port import Probe
+from groupwise.server.engine.engine_protocol import Probe
 from groupwise.server.ledger.answers import forget_old_answers
 from groupwise.server.ledger.uptime import TICK_SECONDS
 from groupwise.server.ledger.writer import Ledger

@@ -19,7 +19,7 @@ from groupwise.core.errors import ConfigError, RunNotFoundError
 from groupwise.engine.models.bundled import ALIASES
 from groupwise.engine.sampler.config import SERVER_KEYS
 from groupwise.runs import find
-from groupwise.server.engine.port import OpenRun
+from groupwise.server.engine.engine_protocol import OpenRun
 from groupwise.training.config import load_config
 
 TINY_RATE = 5e-2

@@ -27,7 +27,7 @@ from groupwise.api.schemas.training import (
     StatusAnswer,
 )
 from groupwise.core.errors import GroupwiseError
-from groupwise.server.engine.port import Engine
+from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.ledger import counters
 from groupwise.server.ledger.answers import StoredResponse, stored_answer
 from groupwise.server.ledger.writer import Ledger

@@ -13,7 +13,7 @@ from groupwise.api.schemas.training import (
     StatusAnswer,
     Throughput,
 )
-from groupwise.server.engine.port import Probe
+from groupwise.server.engine.engine_protocol import Probe
 from groupwise.server.ledger import counters
 from groupwise.server.ledger.runs import RunState
 from groupwise.server.run import steps

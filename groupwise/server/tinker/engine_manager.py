@@ -22,7 +22,9 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.core.types import LossSpec, OptimiserParams, Row, UpdateResult
 from groupwise.engine.models.bundled import ALIASES
-from groupwise.server.engine.adapter_port import (
+from groupwise.server.engine.engine_protocol import EngineLost, OpenModels
+from groupwise.server.engine.saved_adapters import SavedFolders
+from groupwise.server.engine.verb_protocol import (
     Base,
     Computed,
     ModelSpec,
@@ -30,8 +32,6 @@ from groupwise.server.engine.adapter_port import (
     VerbSample,
     VerbSampled,
 )
-from groupwise.server.engine.port import EngineLost, OpenModels
-from groupwise.server.engine.saved_adapters import SavedFolders
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.conductor import Conductor
@@ -98,7 +98,7 @@ class _Model:
 
 
 class Host:
-    """A `groupwise.server.engine.adapter_port.VerbEngine` over whichever engine there is."""
+    """A `groupwise.server.engine.verb_protocol.VerbEngine` over whichever engine there is."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from groupwise.api.http.origins import check_local
 from groupwise.api.http.shared_state import facts_of
 from groupwise.api.schemas.keys import Keyring, Role, caller_of
 from groupwise.api.schemas.problems import Refusal
-from groupwise.server.engine.port import Engine
+from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.routes.context import Serving
 from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits

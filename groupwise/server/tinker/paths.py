@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from groupwise.core.errors import UsageError
-from groupwise.server.engine.adapter_port import Stored, StoredKind
+from groupwise.server.engine.verb_protocol import Stored, StoredKind
 from groupwise.server.tinker import requests
 
 SCHEME = "tinker://"

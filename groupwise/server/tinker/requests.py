@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from groupwise.api.schemas.bodies import FailFast
+from groupwise.api.schemas.fail_fast import FailFast
 
 MOST_CALLS = 2**53
 """Numbers of calls are smaller: up to here every reader of JSON keeps integers exact."""

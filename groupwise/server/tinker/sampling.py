@@ -8,7 +8,7 @@ from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import SamplingParams
-from groupwise.server.engine.adapter_port import Base, VerbEngine, VerbSample
+from groupwise.server.engine.verb_protocol import Base, VerbEngine, VerbSample
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome
 from groupwise.server.ledger.writer import Ledger

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from groupwise.api.http import strict_json
 from groupwise.api.schemas.training import ByVerbs
 from groupwise.core.errors import UsageError
-from groupwise.server.engine.adapter_port import VerbEngine
+from groupwise.server.engine.verb_protocol import VerbEngine
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import CallRow, Outcome
 from groupwise.server.ledger.writer import Ledger

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from groupwise.api.schemas import activity as wire
 from groupwise.core.errors import UsageError
-from groupwise.server.engine.adapter_port import ModelSpec, Stored, VerbEngine
+from groupwise.server.engine.verb_protocol import ModelSpec, Stored, VerbEngine
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import ModelRow, SamplerRow
 from groupwise.server.ledger.writer import Ledger

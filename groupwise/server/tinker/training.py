@@ -14,7 +14,7 @@ from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import OptimiserParams
-from groupwise.server.engine.adapter_port import ModelSpec, Stored, VerbEngine
+from groupwise.server.engine.verb_protocol import ModelSpec, Stored, VerbEngine
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome, StepRow
 from groupwise.server.ledger.writer import Ledger

@@ -20,7 +20,7 @@ from typing import Any, cast
 from groupwise.api.http.strict_json import LARGE
 from groupwise.core.errors import UsageError
 from groupwise.core.types import LossSpec, Row
-from groupwise.server.engine.adapter_port import Computed, VerbSampled
+from groupwise.server.engine.verb_protocol import Computed, VerbSampled
 from groupwise.server.tinker.messages import messages
 
 POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")

@@ -62,7 +62,7 @@ class Server:
     def engine(self) -> int | None:
         """The process that holds the model; None where there is none at the moment."""
         found = _children(self.pid)
-        return next((pid for pid in found if b"engine.process" in _command(pid)), None)
+        return next((pid for pid in found if b"engine.child_process" in _command(pid)), None)
 
     def kill(self) -> None:
         """As the kernel does where memory is short."""

@@ -15,7 +15,7 @@ from groupwise.core.errors import UsageError
 from groupwise.core.types import Group
 from groupwise.runs.store import Store
 from groupwise.server.engine.core import EngineCore
-from groupwise.server.engine.port import OpenModels, OpenRun, Plan, SampleOrder
+from groupwise.server.engine.engine_protocol import OpenModels, OpenRun, Plan, SampleOrder
 from groupwise.server.engine.scored_group import scored_group
 from tests.integration import toy_run
 from tests.integration.toy_run import STEPS, TOY

@@ -156,7 +156,7 @@ def _outside(code: str, key: str | None) -> dict[str, Any]:
 
 def _break(route: Route, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
     if route.path == "/healthz":
-        monkeypatch.setattr(health, "sent_model", _broken)
+        monkeypatch.setattr(health, "json_response", _broken)
     elif route.path == "/readyz":
         monkeypatch.setattr(service, "ready", _broken)
     else:

@@ -22,8 +22,9 @@ from typing import Any, Self, TypeVar
 import httpx2
 
 from groupwise.api.client.async_training_client import AsyncTrainingClient
-from groupwise.api.client.connection import Timing, read_answer
+from groupwise.api.client.connection import read_answer
 from groupwise.api.client.errors import ClientError, NoAnswer, NotAuthorised, Refused
+from groupwise.api.openai_client.waiting import Timing
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.parts import (
     DEFAULT_CALL_WAIT,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise.api.openai_client.response_parsing import read_json, shown
+from groupwise.api.openai_client.response_parsing import excerpt, read_json
 from groupwise.core import atomic_files
 from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.types import Policy
@@ -79,7 +79,7 @@ async def listed(server: Server) -> dict[str, Listed]:
 def _read_listed(body: bytes) -> dict[str, Listed]:
     entries: object = read_json(body).get("data")
     if not isinstance(entries, list):
-        raise EndpointError(f"answered no list of models, but {shown(body)}")
+        raise EndpointError(f"answered no list of models, but {excerpt(body)}")
     found: dict[str, Listed] = {}
     for entry in cast("list[Any]", entries):
         fields = cast("Mapping[str, Any]", entry) if isinstance(entry, Mapping) else {}

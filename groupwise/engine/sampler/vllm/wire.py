@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from groupwise.api.openai_client.response_parsing import read_json, shown
+from groupwise.api.openai_client.response_parsing import excerpt, read_json
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError
 from groupwise.core.types import FinishReason, SamplingParams
 from groupwise.engine.sampler.rules import ends_with_stop
@@ -107,10 +107,10 @@ def read_completion(
     choices: object = value.get("choices")
     count = len(cast("list[Any]", choices)) if isinstance(choices, list) else 0
     if count != 1:
-        raise EndpointError(f"answered {count} choices, where one was asked for: {shown(answer)}")
+        raise EndpointError(f"answered {count} choices, where one was asked for: {excerpt(answer)}")
     (choice,) = cast("list[Any]", choices)
     if not isinstance(choice, Mapping):
-        raise EndpointError(f"answered a choice that is none: {shown(answer)}")
+        raise EndpointError(f"answered a choice that is none: {excerpt(answer)}")
     choice = cast("Mapping[str, Any]", choice)
     seen = choice.get("prompt_token_ids") or value.get("prompt_token_ids")
     if seen is not None and seen != [*prompt_ids]:
@@ -137,7 +137,7 @@ def _tokens(
     if not isinstance(ids, list) or not isinstance(values, list):
         lacking = "log-probabilities" if isinstance(ids, list) else "token ids"
         raise EndpointError(
-            f"answered without {lacking}, of which training is made. vLLM gives both from 0.10.2 on: {shown(answer)}"
+            f"answered without {lacking}, of which training is made. vLLM gives both from 0.10.2 on: {excerpt(answer)}"
         )
     found, numbers = cast("list[Any]", ids), cast("list[Any]", values)
     if len(found) != len(numbers):

@@ -13,8 +13,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from groupwise.api.http.listening import Uvicorn, bound, check_tls, uvicorn_config
-from groupwise.api.http.listening import address as listening_at
+from groupwise.api.http.listening import Uvicorn, bind, check_tls, url_at, uvicorn_config
 from groupwise.api.http.origins import is_loopback
 from groupwise.api.schemas.keys import VARIABLE, Keyring
 from groupwise.core.errors import UsageError
@@ -85,7 +84,7 @@ async def serving(
         environment.get(VARIABLE),
         open_to_this_machine=not _has_keys(database, environment),
     )
-    with bound(address.host, address.port) as listening:
+    with bind(address.host, address.port) as listening:
         http = Uvicorn(
             uvicorn_config(app, certificate=address.certificate, key=address.key, proxy=None)
         )
@@ -94,7 +93,7 @@ async def serving(
         try:
             await http.listening.wait()
             host, port = listening.getsockname()[:2]
-            yield listening_at(address.scheme, host, port)
+            yield url_at(address.scheme, host, port)
         finally:
             shared.end()
             http.should_exit = True

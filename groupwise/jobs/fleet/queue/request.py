@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from groupwise.api.schemas.bodies import FailFast
+from groupwise.api.schemas.fail_fast import FailFast
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
 from groupwise.jobs.fleet.queue.failures import CHARGED_RETRIES, RetryPolicy

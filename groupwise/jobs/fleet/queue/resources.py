@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from groupwise.api.schemas.bodies import FailFast
+from groupwise.api.schemas.fail_fast import FailFast
 from groupwise.api.schemas.fleet import MOST_GPUS
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors

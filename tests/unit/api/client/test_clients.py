@@ -24,7 +24,6 @@ import httpx2
 import pytest
 
 from groupwise.api.client.async_training_client import AsyncTrainingClient
-from groupwise.api.client.connection import Timing
 from groupwise.api.client.errors import (
     BY_CODE,
     AlreadyRewarded,
@@ -40,6 +39,7 @@ from groupwise.api.client.errors import (
 )
 from groupwise.api.client.request_bodies import rewards_for
 from groupwise.api.client.training_client import TrainingClient
+from groupwise.api.openai_client.waiting import Timing
 from groupwise.api.schemas.problems import KINDS, Refusal
 from groupwise.api.schemas.training import GroupAnswer
 from groupwise.core.errors import UsageError
@@ -89,8 +89,8 @@ class Server:
         timing = Timing(
             clock=lambda: self.now,
             today=lambda: 0.0,
-            sleep=self.sleep,
-            sleep_async=self.sleep_async,
+            sleep_blocking=self.sleep,
+            sleep=self.sleep_async,
             chance=lambda: 1.0,
         )
         transport = httpx2.MockTransport(self.answer)

@@ -9,11 +9,11 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from groupwise.api.http import listening
-from groupwise.api.http.listening import HEADER_SIZE, Uvicorn, bound, uvicorn_config
+from groupwise.api.http.listening import HEADER_SIZE, Uvicorn, bind, uvicorn_config
 
 
 def test_small_answers_are_not_held_back_on_their_connections() -> None:
-    with bound("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+    with bind("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
         accepted, _ = listening.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -31,7 +31,7 @@ async def body_length(scope: Scope, receive: Receive, send: Send) -> None:
 async def answer(*pieces: bytes) -> bytes:
     """What comes back for these bytes, until the server hangs up."""
     server = Uvicorn(uvicorn_config(body_length, certificate=None, key=None, proxy=None))
-    with bound("127.0.0.1", 0) as at:
+    with bind("127.0.0.1", 0) as at:
         serving = asyncio.create_task(server.serve([at]))
         await server.listening.wait()
         reader, writer = await asyncio.open_connection(*at.getsockname())
@@ -102,7 +102,7 @@ async def test_who_does_not_read_the_answer_is_left(monkeypatch: pytest.MonkeyPa
         await send({"type": "http.response.body", "body": bytes(64 << 20)})
 
     server = Uvicorn(uvicorn_config(large, certificate=None, key=None, proxy=None))
-    with bound("127.0.0.1", 0) as at, socket.create_connection(at.getsockname()) as client:
+    with bind("127.0.0.1", 0) as at, socket.create_connection(at.getsockname()) as client:
         serving = asyncio.create_task(server.serve([at]))
         await server.listening.wait()
         client.sendall(NEXT)

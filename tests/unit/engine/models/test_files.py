@@ -20,8 +20,8 @@ from groupwise.engine.models.files import (
     write_tensors,
 )
 from groupwise.engine.models.tiny import tiny_model
-from groupwise.server.engine.parts import EngineParts
-from groupwise.server.engine.port import OpenParts
+from groupwise.server.engine.engine_protocol import OpenParts
+from groupwise.server.engine.hosted_parts import EngineParts
 from tests.disks import small_disk
 
 

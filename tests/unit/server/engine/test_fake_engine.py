@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from groupwise.core.errors import RunError
-from groupwise.server.engine.port import EngineLost, OpenRun, Plan, SampleOrder
+from groupwise.server.engine.engine_protocol import EngineLost, OpenRun, Plan, SampleOrder
 from tests.fake_engine import FakeEngine, Fault
 
 PROMPT = "sort these"

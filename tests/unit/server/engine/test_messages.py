@@ -3,17 +3,17 @@
 from typing import Any
 
 from groupwise.core.errors import ConfigError, EndpointError, OutOfMemoryError, RunError, StoreError
-from groupwise.server.engine.messages import packed, packed_error, unpacked, unpacked_error
+from groupwise.server.engine.messages import pack, pack_error, unpack, unpack_error
 from groupwise.server.run.engine_errors import refusal_of
 from groupwise.server.run.engine_supervisor import FULL_SECONDS
 
 
 def crossed(error: BaseException) -> Any:
-    return unpacked_error(packed_error(error))
+    return unpack_error(pack_error(error))
 
 
 def test_values_and_errors_of_ours_come_back_as_they_are_and_others_are_explained():
-    assert unpacked(packed((1, {"a": None}))) == (1, {"a": None})
+    assert unpack(pack((1, {"a": None}))) == (1, {"a": None})
     for error in (ConfigError("a key"), EndpointError("busy", 503)):
         error.add_note("where")
         found = crossed(error)

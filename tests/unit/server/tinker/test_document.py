@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 
-from groupwise.server.engine.port import Engine
+from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.serve import Built
 from groupwise.server.tinker.mount import Verbs

@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.training import ByVerbs
-from groupwise.server.engine.port import Engine
+from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.serve import Built
 from groupwise.server.tinker.mount import Verbs
 from groupwise.server.tinker.sessions import NotThere

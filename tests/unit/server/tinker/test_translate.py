@@ -12,7 +12,7 @@ import pytest
 from groupwise.algorithms.registry import from_spec
 from groupwise.core.errors import UsageError
 from groupwise.core.types import Completion, LossSpec, Row
-from groupwise.server.engine.adapter_port import Computed, VerbSampled
+from groupwise.server.engine.verb_protocol import Computed, VerbSampled
 from groupwise.server.tinker import translate
 from groupwise.server.tinker.messages import messages
 

@@ -12,7 +12,9 @@ from typing import Any, cast
 
 from groupwise.core.errors import RunError
 from groupwise.core.types import Completion, UpdateResult
-from groupwise.server.engine.adapter_port import (
+from groupwise.server.engine.engine_protocol import EngineLost
+from groupwise.server.engine.saved_adapters import Saved, SavedFolders
+from groupwise.server.engine.verb_protocol import (
     Base,
     Computed,
     ModelSpec,
@@ -20,8 +22,6 @@ from groupwise.server.engine.adapter_port import (
     VerbSample,
     VerbSampled,
 )
-from groupwise.server.engine.port import EngineLost
-from groupwise.server.engine.saved_adapters import Saved, SavedFolders
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits, Time
 from groupwise.server.run.run_config import Allowed

@@ -18,8 +18,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.api.client.connection import Timing
 from groupwise.api.client.errors import Refused
+from groupwise.api.openai_client.waiting import Timing
 from groupwise.api.schemas.parts import Discard, FileFacts, FolderAnswer, Update
 from groupwise.core.errors import PolicyMismatchError, RunError, UsageError
 from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
@@ -77,7 +77,7 @@ class Pair:
     def __init__(self, folder: Path, share: float = 0.0, **more: Any) -> None:
         self.server = PartsServer(folder / "server", make_core=FakeCore, **more)
         self.network = Lossy(self.server.transport, share)
-        self.session = Session(HERE, transport=self.network, timing=Timing(sleep_async=at_once))
+        self.session = Session(HERE, transport=self.network, timing=Timing(sleep=at_once))
         asyncio.run(self.session.open("test"))
 
     @property

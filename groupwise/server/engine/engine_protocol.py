@@ -4,8 +4,8 @@ An engine holds one model and at most one run at a time. It samples groups, take
 writes the run's folder; it decides nothing. Its driver (the HTTP process) has every request on disk before it asks, so that an
 engine may end at any instant: its successor opens the run at its last checkpoint and is asked for the later steps again.
 
-Errors: `UsageError` for what was asked wrongly (nothing was done; `WrongOrder` says in which field of a `SampleOrder`), `RunError` for
-what failed on its way, `EngineLost` where the engine ended or was ended before it answered.
+Errors: `UsageError` if the call itself is wrong (nothing was done; `WrongOrder` names the field of a `SampleOrder`), `RunError` if it
+failed on its way, `EngineLost` if the engine ended or was ended before it answered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from groupwise.runs.records import StepRecord
 
 
 class EngineLost(RunError):
-    """The engine ended before it answered. What was asked may or may not have been done; its successor knows."""
+    """The engine ended before it answered. The call may or may not have been carried out; the successor knows."""
 
     code = "engine_lost"
 
@@ -31,7 +31,7 @@ OrderField = Literal["prompt", "prompt_ids", "max_tokens", "min_tokens", "temper
 
 
 class WrongOrder(UsageError):
-    """A prompt that cannot be completed as it is asked for."""
+    """A prompt that cannot be completed with these settings."""
 
     def __init__(self, message: str, field: OrderField, code: str = UsageError.code) -> None:
         """`code`: the code of the client's problem, if it has one of its own."""
@@ -45,14 +45,14 @@ class WrongOrder(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """A run to be begun, or to be gone on with."""
+    """A run to begin, or to continue."""
 
     config: Mapping[str, Any]
     """Config for `groupwise.training.config.load_config`: model, lora, sampler, algorithm, training, run."""
     longest_prompt: int
     """Tokens that a prompt may have; with the longest completion it decides the decode shape."""
     run: str | None = None
-    """The name of the run to go on with; None: a new one, named by `config["run"]["name"]` (with `-2`, `-3` … where finished runs
+    """The name of the run to continue; None: a new one, named by `config["run"]["name"]` (with `-2`, `-3` … where finished runs
     have it)."""
     start_from: str | None = None
     """The folder of a checkpoint with whose weights and optimiser a new run begins."""
@@ -65,12 +65,12 @@ class Opened:
     run: str
     folder: str
     step: int
-    """Steps that stand: those of the checkpoint that it goes on from; 0 for a new one."""
+    """Steps that are done: those of the checkpoint from which it continues; 0 for a new one."""
     max_steps: int
     policy: Policy
     """The policy that serves now."""
     manifests: tuple[StepRecord, ...]
-    """Records of all steps committed before. Those after the checkpoint are undone and must be asked for again."""
+    """Records of all steps committed before. Those after the checkpoint are undone and must be taken again."""
     longest_prompt: int
     longest_completion: int
     tokenizer_hash: str
@@ -82,14 +82,14 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of one request that differ from the run's. None: the run's."""
+    """Sampling settings of one request; None: the run's own."""
 
     temperature: float | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: tuple[str, ...] | None = None
     top_p: float | None = None
-    """Allowed only if nothing is learnt from the group, as are the next two."""
+    """Like the next two, allowed only if nothing is learnt from the group."""
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
@@ -98,10 +98,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """One prompt to be completed."""
+    """One prompt to complete."""
 
     draw: int
-    """Position in the order of draws; the seeds follow from it. Names the request among those that are under way."""
+    """Position in the order of draws; the seeds follow from it. Identifies the request among those under way."""
     prompt: Prompt
     members: int | None = None
     """None: as many as the run's groups have."""
@@ -127,7 +127,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step to be taken: the one after those that are done."""
+    """The next step to take."""
 
     step: int
     groups: tuple[Group, ...]
@@ -145,7 +145,7 @@ class StepDone:
     policy: Policy
     """The policy that serves from now on."""
     oldest_checkpoint: int = 0
-    """The steps of the oldest checkpoint that is kept, 0 if there is none: nothing before it will ever have to be taken again."""
+    """The steps of the oldest checkpoint that is kept, 0 if there is none: no step before it will ever have to be taken again."""
     warnings: tuple[str, ...] = ()
 
 
@@ -159,11 +159,11 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """How the engine is doing."""
+    """The state of the engine."""
 
     phase: str
     memory: int | None
-    """Most bytes held so far, of all its processes; None if the system does not tell."""
+    """Peak memory of all its processes in bytes; None if the system does not say."""
     sampling: int
     """Requests that are being sampled."""
     sampled_tokens: int
@@ -172,7 +172,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class OpenModels:
-    """A base that models are to be trained over by verbs (`groupwise.server.tinker`), beside a run or without one."""
+    """A base over which verbs (`groupwise.server.tinker`) train models, beside a run or without one."""
 
     base: str
     """Model to load, as in `model.name` of a config."""
@@ -186,7 +186,7 @@ class OpenModels:
 
 @dataclass(frozen=True, slots=True)
 class OpenParts:
-    """Sampler and learner for a loop that runs elsewhere; see `groupwise.server.engine.parts`."""
+    """Sampler and learner for a loop that runs elsewhere; see `groupwise.server.engine.hosted_parts`."""
 
     kind: PartsKind
     config: Mapping[str, Any]
@@ -200,7 +200,7 @@ class OpenParts:
     weights: str | None = None
     """Folder served by `serving`; None: the base, with the config's adapter if it has one."""
     base: str | None = None
-    """The fingerprint of the model that the loop means; None: whatever it is here."""
+    """The fingerprint of the model that the loop means; None: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,14 +213,14 @@ class PartsOpened:
     fingerprint: str
     """Fingerprint of the weights that the sampler serves; empty if there are none."""
     tells_trained_logprobs: bool = True
-    """Said to clients, because servers of an earlier version do not."""
+    """Tells clients that this server can, because earlier versions cannot."""
 
 
 class Engine(Protocol):
     """See the module. All calls may be under way at once, but `step`, `open`, `save` and `close_run` are taken one after another."""
 
     async def open(self, order: OpenRun) -> Opened:
-        """Begin a run or go on with one. Raises UsageError where config, model or checkpoint are wrong; nothing is left then."""
+        """Begin a run or continue one. Raises UsageError if config, model or checkpoint are wrong, and leaves nothing behind."""
         ...
 
     async def sample(self, order: SampleOrder) -> Sampled:
@@ -249,11 +249,11 @@ class Engine(Protocol):
         ...
 
     async def save(self) -> Saved:
-        """A checkpoint of the steps done, on disk."""
+        """Write a checkpoint of the steps done."""
         ...
 
     async def tokens_of(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt as the model sees it."""
+        """The prompt's tokens as the model sees them."""
         ...
 
     async def tokenizer_files(self) -> Mapping[str, bytes]:
@@ -266,11 +266,11 @@ class Engine(Protocol):
         ...
 
     async def probe(self) -> Probe:
-        """How it is doing."""
+        """The state of the engine."""
         ...
 
     async def lost(self) -> EngineLost:
-        """Return when the engine has ended without being asked to, with how."""
+        """Wait until the engine ends by itself, and return how."""
         ...
 
     async def close(self) -> None:

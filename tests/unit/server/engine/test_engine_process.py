@@ -21,16 +21,16 @@ from contextlib import asynccontextmanager
 import pytest
 
 from groupwise.core.errors import ConfigError, NonFiniteError, RunError
+from groupwise.server.engine.engine_process import EngineProcess
+from groupwise.server.engine.engine_protocol import EngineLost
 from groupwise.server.engine.messages import CallTimedOutError
-from groupwise.server.engine.port import EngineLost
-from groupwise.server.engine.remote import EngineProcess
 from tests.processes import all_gone
 from tests.unit.server.engine.toy_engine import FACTORY
 
 
 @asynccontextmanager
 async def served(factory=FACTORY, **given):
-    engine = await EngineProcess.start(factory, **given)
+    engine = await EngineProcess(factory, **given).start()
     try:
         yield engine
     finally:
@@ -157,9 +157,9 @@ async def test_a_silent_loop_is_ended_with_its_last_words_and_holds_nobody_up():
 @pytest.mark.parametrize("how", ["hangs", "fails"])
 async def test_nothing_is_left_after_close(how):
     why = "The engine was closed."
-    engine = await EngineProcess.start(
+    engine = await EngineProcess(
         FACTORY, environment={"TOY_CLOSE": how}, limits={"close": 0.1}
-    )
+    ).start()
     children = await engine.call("start_children")
     waiting = asyncio.create_task(engine.call("wait"))
     await engine.call("echo", 0)
@@ -179,10 +179,10 @@ async def test_nothing_is_left_after_close(how):
 
 PARENT = f"""
 import asyncio
-from groupwise.server.engine.remote import EngineProcess
+from groupwise.server.engine.engine_process import EngineProcess
 
 async def main():
-    engine = await EngineProcess.start({FACTORY!r})
+    engine = await EngineProcess({FACTORY!r}).start()
     print([engine.process, *await engine.call("start_children")], flush=True)
     await engine.call("BUSY")
 
@@ -207,7 +207,7 @@ def test_the_end_of_the_socket_is_the_end_of_the_engine():
     with ours, theirs:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-P", "-m", "groupwise.server.engine.process"),
+                *(sys.executable, "-P", "-m", "groupwise.server.engine.child_process"),
                 *(str(theirs.fileno()), FACTORY, str(os.getpid()), "30", "0.5"),
             ],
             pass_fds=[theirs.fileno()],
@@ -229,16 +229,16 @@ async def test_a_start_that_fails_takes_too_long_or_is_given_up_leaves_nothing(m
     before = threading.active_count(), descriptors()
     hangs = {"TOY_HANGS": "1"}
     with pytest.raises(EngineLost, match=r"not ready after 0\.5 s"):
-        await EngineProcess.start(FACTORY, environment=hangs, start_limit=0.5)
-    starting = asyncio.create_task(EngineProcess.start(FACTORY, environment=hangs))
+        await EngineProcess(FACTORY, environment=hangs, start_limit=0.5).start()
+    starting = asyncio.create_task(EngineProcess(FACTORY, environment=hangs).start())
     await asyncio.sleep(0)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
     with pytest.raises(ConfigError, match="a key is odd"):
-        await EngineProcess.start(FACTORY, environment={"TOY_FAILS": "a key is odd"})
+        await EngineProcess(FACTORY, environment={"TOY_FAILS": "a key is odd"}).start()
     with pytest.raises(Exception, match="no_such_module"):
-        await EngineProcess.start("no_such_module:make")
+        await EngineProcess("no_such_module:make").start()
     async with served() as engine:
         await engine.call("echo", 1)
 
@@ -248,7 +248,7 @@ async def test_a_start_that_fails_takes_too_long_or_is_given_up_leaves_nothing(m
     await until(nothing_is_left)
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(EngineLost, match="No such file"):
-        await EngineProcess.start(FACTORY)
+        await EngineProcess(FACTORY).start()
 
 
 @pytest.mark.parametrize("how", ["killed", "crashes"])

@@ -5,8 +5,8 @@ call the verbs of one model one after another, in the order of the client's sequ
 at once. What is saved (`Stored`) belongs to the model that saved it, outlives that model, and is found again after a restart of the engine.
 A call may be repeated if it is unknown whether it was done: by its number, `call`, the engine recognises what it has already saved.
 
-Errors: `UsageError` for what was asked wrongly (nothing was done; it is the client's fault, and it is told so), any other
-`GroupwiseError` for what failed on its way.
+Errors: `UsageError` if the call itself is wrong (nothing was done, and the client gets the message), any other `GroupwiseError` if it
+failed on its way.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class VerbSample:
-    """A prompt to be completed once for each seed."""
+    """A prompt to complete once for each seed."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -103,11 +103,11 @@ class VerbEngine(Protocol):
         ...
 
     def admit(self, base: str) -> None:
-        """Raise UsageError if a base model may not be asked for now."""
+        """Raise UsageError if a base model may not be used now."""
         ...
 
     async def base(self, name: str) -> Base:
-        """A base model that may be asked for; it is loaded if it is not in memory yet."""
+        """A base model that may be used; it is loaded if it is not in memory yet."""
         ...
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:
@@ -123,7 +123,7 @@ class VerbEngine(Protocol):
         ...
 
     async def forward_backward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
-        """Add the gradient of the undivided loss (denominators 1) to what is there already."""
+        """Add the gradient of the undivided loss (denominators 1) to the accumulated one."""
         ...
 
     async def optim_step(

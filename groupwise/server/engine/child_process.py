@@ -1,9 +1,9 @@
-"""The engine's process: `python -m groupwise.server.engine.process FD FACTORY PARENT LOG_LEVEL BEAT_SECONDS`.
+"""The engine's process: `python -m groupwise.server.engine.child_process FD FACTORY PARENT LOG_LEVEL BEAT_SECONDS`.
 
-An event loop in the main thread makes the engine (FACTORY, `package.module:function` or a class, gives a
-`groupwise.server.engine.port.Engine`) and answers calls of it on the socket FD, each in a task of its own. A thread reads the socket, so
-that its end is noticed whatever the loop is doing: then the parent is gone, or wants this process to be, and the whole process group
-ends at once. The beats come from the loop, so that one that hangs is silent.
+An event loop in the main thread makes the engine (FACTORY, `package.module:function` or a class, gives an
+`engine_protocol.Engine`) and answers calls of it on the socket FD, each in a task of its own. A thread reads the socket, so that its end is
+noticed whatever the loop is doing: then the parent is gone, or wants this process to be, and the whole process group ends at once. The
+beats come from the loop, so that one that hangs is silent.
 
 The kernel ends this process with its parent, too, and a guard ends all that it has started with it. Ctrl-C and SIGTERM go
 unheeded: a terminal or a service manager sends them to every process, and the parent ends this one when it is time.
@@ -37,13 +37,13 @@ from groupwise.server.engine.messages import (
     Cancel,
     Failed,
     MessageChannel,
-    packed,
-    packed_error,
-    unpacked,
+    pack,
+    pack_error,
+    unpack,
 )
 
 logger = logging.getLogger(
-    "groupwise.server.engine.process"
+    "groupwise.server.engine.child_process"
 )  # run as a program, its name is __main__
 
 
@@ -51,7 +51,7 @@ def main(descriptor: int, factory: str, parent: int, log_level: int, beat_every:
     """Be the engine until the connection ends."""
     tie_to_parent(parent, os.environ[MARK])
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _unheeded)
+        signal.signal(number, _ignore_signal)
     line = MessageChannel(socket.socket(fileno=descriptor))
     tell_log(line, log_level)
     try:
@@ -61,7 +61,7 @@ def main(descriptor: int, factory: str, parent: int, log_level: int, beat_every:
     os._exit(1)
 
 
-def _unheeded(number: int, frame: object) -> None:
+def _ignore_signal(number: int, frame: object) -> None:
     """A function and not SIG_IGN, which programs that the engine starts would inherit."""
 
 
@@ -82,7 +82,7 @@ class _Serving:
         try:
             self._engine = load(factory, kind="engine", instantiate=False).object()
         except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
-            self._send(Failed(MAKING, packed_error(error)))
+            self._send(Failed(MAKING, pack_error(error)))
             return
         while True:
             self._send(Beat(self._progress, len(self._tasks)))
@@ -109,18 +109,20 @@ class _Serving:
         del self._tasks[number]
         self._progress += 1
         if task.cancelled():  # before it began, so that no caller was answered
-            self._send(Failed(number, packed_error(asyncio.CancelledError())))
+            self._send(Failed(number, pack_error(asyncio.CancelledError())))
 
     async def _answer(self, call: Call) -> None:
         try:
-            answer = Answered(call.id, packed(await self._done(call)))
-        except BaseException as error:  # noqa: BLE001 — belongs to the caller
-            _log_if_bug(call, error)
-            answer = Failed(call.id, packed_error(error))
+            answer = Answered(call.id, pack(await self._carry_out(call)))
+        except BaseException as error:  # belongs to the caller
+            # Callers get errors in words only, so log the traceback of any that was not raised on purpose.
+            if not isinstance(error, GroupwiseError | asyncio.CancelledError):
+                logger.error("`%s` failed in the engine", call.verb, exc_info=error)
+            answer = Failed(call.id, pack_error(error))
         self._send(answer)
 
-    async def _done(self, call: Call) -> Any:
-        arguments = unpacked(call.body)
+    async def _carry_out(self, call: Call) -> Any:
+        arguments = unpack(call.body)
         work = attrgetter(call.verb)(self._engine)(*arguments)
         if call.verb not in CANCELLED_VERBS:
             return await work
@@ -138,12 +140,6 @@ class _Serving:
     def _send(self, message: Beat | Answered | Failed) -> None:
         with suppress(OSError):  # the parent is gone, and the reader ends this process
             self._line.send(message)
-
-
-def _log_if_bug(call: Call, error: BaseException) -> None:
-    """Callers get errors in words only, so log the traceback of any error that was not raised on purpose."""
-    if not isinstance(error, GroupwiseError | asyncio.CancelledError):
-        logger.error("`%s` failed in the engine", call.verb, exc_info=error)
 
 
 if __name__ == "__main__":

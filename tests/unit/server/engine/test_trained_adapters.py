@@ -20,11 +20,11 @@ from groupwise.core.types import (
     SamplingParams,
 )
 from groupwise.engine.sampler.torch_sampler import TorchSampler
-from groupwise.server.engine import models as engine_models
-from groupwise.server.engine.adapter_port import ModelSpec, Stored, VerbSample, VerbSampled
-from groupwise.server.engine.models import EngineModels
-from groupwise.server.engine.parts import EngineParts
-from groupwise.server.engine.port import OpenModels
+from groupwise.server.engine import trained_adapters
+from groupwise.server.engine.engine_protocol import OpenModels
+from groupwise.server.engine.hosted_parts import EngineParts
+from groupwise.server.engine.trained_adapters import EngineModels
+from groupwise.server.engine.verb_protocol import ModelSpec, Stored, VerbSample, VerbSampled
 
 MODEL = "s-1:train:0"
 SPEC = ModelSpec("tiny", 4, 1, train_unembed=False)
@@ -104,7 +104,7 @@ async def test_what_is_sampled_is_what_was_saved(models: EngineModels) -> None:
 async def test_more_sets_of_weights_than_samplers(
     models: EngineModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_models, "SAMPLERS", 2)
+    monkeypatch.setattr(trained_adapters, "SAMPLERS", 2)
     names = [f"n{number}" for number in range(5)]
     alone: list[VerbSampled] = []
     for number, name in enumerate(names):
@@ -119,7 +119,7 @@ async def test_more_sets_of_weights_than_samplers(
 async def test_a_sample_that_is_cancelled_frees_its_sampler(
     models: EngineModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_models, "SAMPLERS", 1)
+    monkeypatch.setattr(trained_adapters, "SAMPLERS", 1)
     await models.save_for_sampler(MODEL, "one", 1)
     long = VerbSample(PROMPT, (1,), SamplingParams(max_tokens=100))
     began, generate = asyncio.Event(), TorchSampler.generate

@@ -34,13 +34,13 @@ from groupwise.engine.distributed import prefork
 from groupwise.engine.models.files import check_sent
 from groupwise.engine.models.identity import identity
 from groupwise.engine.models.machine import available_cores
+from groupwise.server.engine.engine_protocol import OpenParts, PartsOpened
 from groupwise.server.engine.part_checks import (
     check_loss,
     check_optimiser,
     check_request,
     check_rows,
 )
-from groupwise.server.engine.port import OpenParts, PartsOpened
 from groupwise.training import build, placement
 from groupwise.training.config import RunConfig, load_config
 from groupwise.training.placement import Layout
@@ -105,11 +105,23 @@ class EngineParts:
         folder = Path(order.folder)
         check_sent(folder)
         config = _read(order.kind, order.config)
-        _check_base(config, order.base)
+        plain = config.model.model_copy(update={"adapter": None})
+        if order.base is not None and (own := identity(plain)) != order.base:
+            raise ModelError(
+                f"{config.model.name} has other weights on the server ({own}) than where the loop runs ({order.base}): numbers of the two "
+                "would be mixed. Put the same files in both places, or name a hub id with a revision."
+            )
         layout = _layout(config, order.longest_prompt)
         build.expect_ranks(config)
         self._scope.callback(prefork.give_up)
-        made = await _made(config, layout, order, folder)
+        published = folder / PUBLISHED
+        if isinstance(config, SftConfig):
+            made = await build.start_supervised(config, layout, order.run, published)
+        elif order.kind == "training":
+            made = await build.start_training(config, layout, order.run, published)
+        else:
+            weights = None if order.weights is None else Path(order.weights)
+            made = await build.start_serving(config, layout, weights)
         self._scope.callback(made.close)
         stops = () if isinstance(made, build.LearningParts) else made.stop_token_ids
         self._opened = _Open(made, folder, prefork.vocabulary(config.model), layout.key_length)
@@ -246,26 +258,3 @@ def _layout(config: RunConfig | SftConfig, longest_prompt: int | None) -> Layout
             f"{room}."
         )
     return placement.choose_layout(config, longest_prompt)
-
-
-async def _made(
-    config: RunConfig | SftConfig, layout: Layout, order: OpenParts, folder: Path
-) -> Made:
-    published = folder / PUBLISHED
-    if isinstance(config, SftConfig):
-        return await build.start_supervised(config, layout, order.run, published)
-    if order.kind == "training":
-        return await build.start_training(config, layout, order.run, published)
-    return await build.start_serving(
-        config, layout, None if order.weights is None else Path(order.weights)
-    )
-
-
-def _check_base(config: RunConfig | SftConfig, meant: str | None) -> None:
-    """Raise ModelError if the client means other weights than those of this name here."""
-    plain = config.model.model_copy(update={"adapter": None})
-    if meant is not None and (own := identity(plain)) != meant:
-        raise ModelError(
-            f"{config.model.name} has other weights on the server ({own}) than where the loop runs ({meant}): numbers of the two would be "
-            "mixed. Put the same files in both places, or name a hub id with a revision."
-        )

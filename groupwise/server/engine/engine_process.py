@@ -1,6 +1,6 @@
-"""The HTTP process's side of its engine: starts the process, calls it, watches it, and ends it.
+"""The engine as the HTTP process sees it: a process that it starts, calls, watches and ends.
 
-Two threads serve the event loop that calls, so that neither can hold the other up. One starts the process, reads what it says and watches
+Two threads serve the calling event loop, so that neither can hold the other up. One starts the process, reads its messages and watches
 it until it is gone; it lives as long as the process does, because the kernel sends the parent-death signal when the parent's thread ends.
 The other writes, since an engine that does not read would block the writer. Futures connect them with the callers.
 
@@ -36,6 +36,17 @@ from groupwise.core.processes.family import MARK, end_family, has_ended, how_it_
 from groupwise.core.processes.output import Output
 from groupwise.core.types import Prompt
 from groupwise.engine.models.memory import REMEDY
+from groupwise.server.engine.engine_protocol import (
+    EngineLost,
+    Opened,
+    OpenRun,
+    Plan,
+    Probe,
+    Sampled,
+    SampleOrder,
+    Saved,
+    StepDone,
+)
 from groupwise.server.engine.messages import (
     CANCELLED_VERBS,
     MAKING,
@@ -46,20 +57,9 @@ from groupwise.server.engine.messages import (
     Failed,
     LogRecordMessage,
     MessageChannel,
-    packed,
-    unpacked,
-    unpacked_error,
-)
-from groupwise.server.engine.port import (
-    EngineLost,
-    Opened,
-    OpenRun,
-    Plan,
-    Probe,
-    Sampled,
-    SampleOrder,
-    Saved,
-    StepDone,
+    pack,
+    unpack,
+    unpack_error,
 )
 
 LIMITS: Mapping[str, float] = {
@@ -126,7 +126,7 @@ class _Pending:
 
 
 class EngineProcess:
-    """A `groupwise.server.engine.port.Engine` in a process of its own; made by `start`.
+    """A `groupwise.server.engine.engine_protocol.Engine` in a process of its own. Call `start` first, once.
 
     Every call raises what the engine raises (an error of ours as it is, any other as RunError), `CallTimedOutError`, and `EngineLost`.
     """
@@ -134,18 +134,24 @@ class EngineProcess:
     def __init__(
         self,
         factory: str,
-        environment: Mapping[str, str],
-        silence_limit: float,
-        log: Log,
-        limits: Mapping[str, float],
-        grace: float,
-        start_limit: float,
+        *,
+        environment: Mapping[str, str] | None = None,
+        silence_limit: float = SILENCE_LIMIT,
+        log: Log = log_here,
+        limits: Mapping[str, float] | None = None,
+        grace: float = GRACE,
+        start_limit: float = START_LIMIT,
     ) -> None:
+        """`factory` (`package.module:function`) makes the engine in its process; `environment` is added to that of this process.
+
+        Seconds: `silence_limit` without a beat; `limits` by verb, in place of some of `LIMITS`; `grace` beyond them; `start_limit` until
+        it is ready. `log` receives the engine's log records, in a thread.
+        """
         self._factory = factory
-        self._environment = environment
+        self._environment = environment or {}
         self._silence_limit = silence_limit
         self._log = log
-        self._limits = {**LIMITS, **limits}
+        self._limits = {**LIMITS, **(limits or {})}
         self._grace = grace
         self._start_limit = start_limit
         self._mark = secrets.token_hex(8)
@@ -169,37 +175,20 @@ class EngineProcess:
         self._writer = threading.Thread(target=self._write, name="engine writer", daemon=True)
         self._thread = threading.Thread(target=self._attend, name="engine", daemon=True)
 
-    @classmethod
-    async def start(
-        cls,
-        factory: str,
-        *,
-        environment: Mapping[str, str] | None = None,
-        silence_limit: float = SILENCE_LIMIT,
-        log: Log = log_here,
-        limits: Mapping[str, float] | None = None,
-        grace: float = GRACE,
-        start_limit: float = START_LIMIT,
-    ) -> EngineProcess:
-        """Start the process, and wait until `factory` (`package.module:function`) has given an engine there.
-
-        `environment` is added to that of this process. Seconds: `silence_limit` without a beat; `limits` by verb, in place of some of
-        `LIMITS`; `grace` beyond them; `start_limit` until it is ready. `log` is given the engine's log records, in a thread.
+    async def start(self) -> EngineProcess:
+        """Start the process, and wait until the engine is there; returns this object.
 
         Raises what the factory raises, and EngineLost if the process cannot be started or has ended. Nothing is left then, as after
         cancelling.
         """
-        engine = cls(
-            factory, environment or {}, silence_limit, log, limits or {}, grace, start_limit
-        )
-        engine._thread.start()
+        self._thread.start()
         try:
-            await asyncio.wrap_future(engine._ready)
+            await asyncio.wrap_future(self._ready)
         except BaseException:
-            engine._end(_CLOSED)
-            await engine.ended()
+            self._end(_CLOSED)
+            await self.ended()
             raise
-        return engine
+        return self
 
     @property
     def process(self) -> int:
@@ -269,13 +258,23 @@ class EngineProcess:
         """See `Engine.lost`."""
         reason = await self.ended()
         if reason == _CLOSED:
-            await asyncio.Event().wait()  # it was asked to end, so no caller is to hear of it
+            await asyncio.Event().wait()  # `close` was called, so no caller must hear of it
         return EngineLost(reason)
 
     async def close(self) -> None:
         """Have the engine release what it holds, then end it with all that it started, and wait until all are gone. May be repeated."""
+
+        async def end() -> None:
+            try:
+                if self._reason is None:
+                    with suppress(GroupwiseError, TimeoutError):  # it is ended all the same
+                        await asyncio.wait_for(self.call("close"), self._limits["close"])
+            finally:
+                self._end(_CLOSED)
+                await self.ended()
+
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
+            self._closing = asyncio.create_task(end())
         await asyncio.shield(self._closing)
 
     async def call(self, verb: str, *arguments: Any) -> Any:
@@ -286,7 +285,7 @@ class EngineProcess:
         limit = self._limits.get(verb, self._limits["step"])
         pending = _Pending(verb, time.monotonic() + limit, limit)
         number = next(self._numbers)
-        call = Call(number, verb, pending.deadline, packed(arguments))
+        call = Call(number, verb, pending.deadline, pack(arguments))
         with self._lock:
             if self._reason is not None:
                 raise EngineLost(self._reason)
@@ -295,22 +294,11 @@ class EngineProcess:
             self._output.begin_call()
         self._outbox.put(call)
         try:
-            return unpacked(await asyncio.wrap_future(pending.answer))
+            return unpack(await asyncio.wrap_future(pending.answer))
         except asyncio.CancelledError:
             if verb in CANCELLED_VERBS:
                 self._outbox.put(Cancel(number))
             raise
-
-    async def _close(self) -> None:
-        try:
-            if self._reason is None:
-                with suppress(GroupwiseError):  # it is ended all the same
-                    await asyncio.wait_for(self.call("close"), self._limits["close"])
-        except TimeoutError:
-            return
-        finally:
-            self._end(_CLOSED)
-            await self.ended()
 
     def _end(self, reason: str) -> None:
         """Have the engine ended, if it has not."""
@@ -328,9 +316,9 @@ class EngineProcess:
     def _attend(self) -> None:
         """Start the engine, listen as long as it lives, and fail open calls with the reason of its end."""
         try:
-            reason = self._lived()
+            reason = self._run_process()
         except BaseException as error:  # noqa: BLE001 — callers would wait for ever
-            reason = f"What the engine says cannot be taken:\n{explain(error)}"
+            reason = f"The engine sent what cannot be read:\n{explain(error)}"
         self._outbox.put(None)
         if self._writer.ident is not None:
             self._writer.join()
@@ -343,42 +331,38 @@ class EngineProcess:
             _fail(each.answer, EngineLost(reason))
         self._gone.set_result(reason)
 
-    def _lived(self) -> str:
-        """How the engine ended. However this returns, it is gone with all that it started."""
+    def _run_process(self) -> str:
+        """Start the engine, and listen until it is gone with all that it started, however this returns. Returns how it ended."""
+        beat_every = min(_BEAT_EVERY, self._silence_limit / 4)
+        level = logging.getLogger("groupwise").getEffectiveLevel()
+        module = "groupwise.server.engine.child_process"
         try:
-            self._process = process = self._popen()
+            with self._theirs:  # from then on the engine's alone, so that its end is noticed
+                number = self._theirs.fileno()
+                arguments = (number, self._factory, os.getpid(), level, beat_every)
+                process = Popen(
+                    [*(sys.executable, "-P", "-m", module), *map(str, arguments)],
+                    stdin=DEVNULL,
+                    stdout=PIPE,
+                    stderr=STDOUT,
+                    pass_fds=[number],
+                    start_new_session=True,
+                    env={**os.environ, **_ENVIRONMENT, **self._environment, MARK: self._mark},
+                )
         except OSError as error:
             return f"The engine cannot be started: {error}"
+        self._process = process
         try:
             self._output = Output(process, "engine")
             self._writer.start()
             self._listen(process)
         finally:
             self._line.end()
-            how = self._reaped(process)
+            how = self._reap(process)
         words = self._output.last_words()
         if self._stop is not None:
             return self._stop if self._stop == _CLOSED else self._stop + words
         return f"The engine ended: {how}{words}"
-
-    def _popen(self) -> Popen[bytes]:
-        beat_every = min(_BEAT_EVERY, self._silence_limit / 4)
-        level = logging.getLogger("groupwise").getEffectiveLevel()
-        with self._theirs:  # from then on the engine's alone, so that its end is noticed
-            number = self._theirs.fileno()
-            words = (number, self._factory, os.getpid(), level, beat_every)
-            return Popen(
-                [
-                    *(sys.executable, "-P", "-m", "groupwise.server.engine.process"),
-                    *map(str, words),
-                ],
-                stdin=DEVNULL,
-                stdout=PIPE,
-                stderr=STDOUT,
-                pass_fds=[number],
-                start_new_session=True,
-                env={**os.environ, **_ENVIRONMENT, **self._environment, MARK: self._mark},
-            )
 
     def _listen(self, process: Popen[bytes]) -> None:
         """Take messages until the engine is gone or is to go."""
@@ -405,37 +389,31 @@ class EngineProcess:
     def _take(self, message: Beat | Answered | Failed | LogRecordMessage) -> None:
         match message:
             case Beat():
-                self._note(message)
+                self._beat, self._beat_at = message, time.monotonic()
+                with suppress(InvalidStateError):  # it was ready before
+                    self._ready.set_result(None)
+                for pending in self._under_way():
+                    if pending.overdue_since is None and self._beat_at > pending.deadline:
+                        pending.overdue_since = self._beat_at
             case LogRecordMessage(record):
-                self._tell(record)
+                try:
+                    self._log(record)
+                except Exception:  # noqa: BLE001 — a handler of the log has no part in the run; reported as the standard library does
+                    logging.Handler().handleError(record)
             case Answered(number, body):
-                pending = self._answered(number)
+                pending = self._take_pending(number)
                 if pending is not None:
                     with suppress(InvalidStateError):  # its caller no longer waits
                         pending.answer.set_result(body)
             case Failed(number, error):
-                pending = self._answered(number)
+                pending = self._take_pending(number)
                 failed = self._ready if number == MAKING else pending and pending.answer
                 if failed is not None:
-                    _fail(failed, unpacked_error(error))
+                    _fail(failed, unpack_error(error))
 
-    def _answered(self, number: int) -> _Pending | None:
+    def _take_pending(self, number: int) -> _Pending | None:
         with self._lock:
             return self._pending.pop(number, None)
-
-    def _note(self, beat: Beat) -> None:
-        self._beat, self._beat_at = beat, time.monotonic()
-        with suppress(InvalidStateError):  # it was so before
-            self._ready.set_result(None)
-        for pending in self._under_way():
-            if pending.overdue_since is None and self._beat_at > pending.deadline:
-                pending.overdue_since = self._beat_at
-
-    def _tell(self, record: logging.LogRecord) -> None:
-        try:
-            self._log(record)
-        except Exception:  # noqa: BLE001 — a handler of the log has no part in the run; told as the standard library does
-            logging.Handler().handleError(record)
 
     def _under_way(self) -> list[_Pending]:
         with self._lock:
@@ -461,7 +439,7 @@ class EngineProcess:
                 return f"The engine was killed: `{pending.verb}` was not done {self._grace:g} s after its limit of {pending.limit:g} s."
         return None
 
-    def _reaped(self, process: Popen[bytes]) -> str:
+    def _reap(self, process: Popen[bytes]) -> str:
         """Kill the engine, unless it is about to end by itself, and all that it started; how it ended."""
         deadline = time.monotonic() + (_LAST_BREATH if self._stop is None else 0.0)
         while not has_ended(process) and time.monotonic() < deadline:

@@ -1,10 +1,10 @@
-"""Adapters that clients train by verbs, in the engine's process: over the base of the run that is open here, or over one of their own.
+"""Adapters that clients train by verbs, in the engine's process: over the base of the run that is open here, or over a base of their own.
 
 Each model has a learner; what it saves are folders. Samples are drawn by a few samplers beside the models, each of which serves one set of
-saved weights at a time: weights no longer asked for make way. So what is sampled never changes while its model trains on.
+saved weights at a time; weights that are no longer used make way. So what is sampled never changes while its model trains on.
 
 Only what was saved is durable. The driver of the models has their calls on disk, and repeats those that came after the last
-state that it asked to be kept (`keep_as`).
+state that it had kept (`keep_as`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from groupwise.engine.distributed.multi_adapter import ModelParts, Models, NewMo
 from groupwise.engine.models.bundled import BUNDLED
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.tokenizer import resolve
-from groupwise.server.engine.adapter_port import (
+from groupwise.server.engine.engine_protocol import OpenModels
+from groupwise.server.engine.saved_adapters import Saved, SavedFolders
+from groupwise.server.engine.verb_protocol import (
     Base,
     Computed,
     ModelSpec,
@@ -35,8 +37,6 @@ from groupwise.server.engine.adapter_port import (
     VerbSample,
     VerbSampled,
 )
-from groupwise.server.engine.port import OpenModels
-from groupwise.server.engine.saved_adapters import Saved, SavedFolders
 from groupwise.training import build, placement
 from groupwise.training.config import load_config
 from groupwise.training.placement import Layout
@@ -122,13 +122,13 @@ class EngineModels:
                 _refuse_other(order.base, shared.model.name, f"the run {shared.name}")
             if self._opened is None:
                 if shared is not None:
-                    self._opened = self._sharing(order, shared)
+                    self._opened = self._share_base(order, shared)
                 else:
-                    self._opened = await self._loaded(order)
+                    self._opened = await self._load_base(order)
             _refuse_other(order.base, self._opened.base.name, "other models")
             return self._opened.base
 
-    def _sharing(self, order: OpenModels, shared: Shared) -> _Open:
+    def _share_base(self, order: OpenModels, shared: Shared) -> _Open:
         if shared.trains_all:
             raise FullFineTuning(
                 f"The run {shared.name} trains all weights of {shared.model.name}, so nothing else can be trained beside it. Stop "
@@ -139,7 +139,7 @@ class EngineModels:
         stops = shared.parts.stop_token_ids
         return _open(order, shared.model, shared.layout, models, stops, order.most - 1)
 
-    async def _loaded(self, order: OpenModels) -> _Open:
+    async def _load_base(self, order: OpenModels) -> _Open:
         config = load_config(
             {
                 "model": {"name": order.base},
@@ -235,7 +235,13 @@ class EngineModels:
             raise UsageError(
                 f"{stored.name} is for samplers alone; save_state keeps what can be trained on."
             )
-        _refuse_other_shape(stored, saved.spec, held.spec)
+        there, own = saved.spec, held.spec
+        if replace(there, seed=own.seed) != own:
+            raise UsageError(
+                f"{stored.name} was saved by a model on {there.base} with rank {there.rank}, attn {there.train_attn}, mlp "
+                f"{there.train_mlp}, unembed {there.train_unembed}; this model is on {own.base} with rank {own.rank}, attn "
+                f"{own.train_attn}, mlp {own.train_mlp}, unembed {own.train_unembed}. They must be equal."
+            )
         folder = self._here.folders.place(stored)
         if with_optimiser:
             held.parts.learner.load(str(folder))
@@ -264,12 +270,12 @@ class EngineModels:
         if spec.train_attn and spec.train_mlp and not spec.train_unembed:
             return LoraConfig(r=spec.rank)
         kinds = await self._here.models.layer_kinds()
-        asked = {
+        trained = {
             "attention": spec.train_attn,
             "mlp": spec.train_mlp,
             "unembed": spec.train_unembed,
         }
-        paths = [path for kind, wanted in asked.items() if wanted for path in kinds[kind]]
+        paths = [path for kind, is_trained in trained.items() if is_trained for path in kinds[kind]]
         return LoraConfig(r=spec.rank, target_modules=tuple(paths))
 
     def _keep(self, model: str, call: int | None) -> None:
@@ -303,53 +309,57 @@ class EngineModels:
             )
         _check_tokens(order.prompt_ids, here, "prompt")
         request = GroupRequest(next(self._numbers), order.prompt_ids, order.seeds, order.params)
-        async with self._sampler_of(stored) as sampler:
+        sampler = await self._take_sampler(stored)
+        try:
             completions = await sampler.parts.sampler.generate(request)
             if not order.prompt_logprobs:
                 return VerbSampled(completions)
-            return VerbSampled(completions, await self._logprobs(sampler, order.prompt_ids))
-
-    async def _logprobs(self, sampler: _Sampler, prompt: tuple[int, ...]) -> tuple[float, ...]:
-        if sampler.weights is not None and not sampler.learner_reads:
-            folder = self._here.folders.place(sampler.weights)
-            sampler.parts.model.call_now("learner.load_weights", str(folder))
-            sampler.learner_reads = True
-        after = prompt[1:]
-        row = Row(prompt[:1], after, (1,) * len(after), (0.0,) * len(after), 0.0, 1.0)
-        return (await sampler.parts.learner.logprobs([row]))[0] if after else ()
-
-    @asynccontextmanager
-    async def _sampler_of(self, weights: Stored | None) -> AsyncGenerator[_Sampler]:
-        sampler = await self._taken(weights)
-        try:
-            yield sampler
+            if sampler.weights is not None and not sampler.learner_reads:
+                folder = here.folders.place(sampler.weights)
+                sampler.parts.model.call_now("learner.load_weights", str(folder))
+                sampler.learner_reads = True
+            first, after = order.prompt_ids[:1], order.prompt_ids[1:]
+            row = Row(first, after, (1,) * len(after), (0.0,) * len(after), 0.0, 1.0)
+            logprobs = (await sampler.parts.learner.logprobs([row]))[0] if after else ()
+            return VerbSampled(completions, logprobs)
         finally:
             sampler.users -= 1
             self._free.beat()
 
-    async def _taken(self, weights: Stored | None) -> _Sampler:
+    async def _take_sampler(self, weights: Stored | None) -> _Sampler:
         """A sampler that serves these weights, in use."""
         while True:
             beat = self._free.next
             async with self._placing:
                 sampler = next((each for each in self._samplers if each.weights == weights), None)
-                if sampler is None and self._has_room():
-                    sampler = await self._placed(weights)
+                is_full = len(self._samplers) >= SAMPLERS and all(
+                    each.users for each in self._samplers
+                )
+                if sampler is None and not is_full:
+                    sampler = await self._place(weights)
                 if sampler is not None:
                     sampler.users += 1
                     self._samplers.remove(sampler)
-                    self._samplers.append(sampler)  # the one that was asked for longest ago goes
+                    self._samplers.append(sampler)  # the one used longest ago goes first
                     return sampler
             await beat.wait()
 
-    def _has_room(self) -> bool:
-        return len(self._samplers) < SAMPLERS or any(not each.users for each in self._samplers)
-
-    async def _placed(self, weights: Stored | None) -> _Sampler:
+    async def _place(self, weights: Stored | None) -> _Sampler:
         """A sampler with these weights: an idle one, or a new one."""
         saved = None if weights is None else self._here.folders.read(weights)
         shape = _PLAIN if saved is None else await self._shape(saved.spec)
-        sampler = await self._with_shape(shape, fresh=saved is None)
+        idle = [each for each in self._samplers if not each.users]
+        fitting = [each for each in idle if each.shape == shape]
+        full = len(self._samplers) >= SAMPLERS
+        if full and fitting and saved is not None:
+            sampler = fitting[0]
+        else:
+            if full:
+                self._samplers.remove(idle[0])
+                await self._here.models.drop(idle[0].name)
+            name = f"sampler {next(self._numbers)}"
+            sampler = _Sampler(name, shape, await self._here.models.add(name, _new(name, 0, shape)))
+            self._samplers.append(sampler)
         if weights is not None and saved is not None:
             folder = str(self._here.folders.place(weights))
             policy = Policy(weights.model, 0, saved.fingerprint, "adapter", folder)
@@ -361,21 +371,6 @@ class EngineModels:
                 raise
             self._samplers.append(sampler)
         sampler.weights, sampler.learner_reads = weights, False
-        return sampler
-
-    async def _with_shape(self, shape: LoraConfig, fresh: bool) -> _Sampler:
-        idle = [each for each in self._samplers if not each.users]
-        fitting = [each for each in idle if each.shape == shape]
-        full = len(self._samplers) >= SAMPLERS
-        if full and fitting and not fresh:
-            return fitting[0]
-        if full:
-            self._samplers.remove(idle[0])
-            await self._here.models.drop(idle[0].name)
-        name = f"sampler {next(self._numbers)}"
-        parts = await self._here.models.add(name, _new(name, 0, shape))
-        sampler = _Sampler(name, shape, parts)
-        self._samplers.append(sampler)
         return sampler
 
 
@@ -393,20 +388,19 @@ def _open(
 ) -> _Open:
     longest_row = prefork.prompt_room(config, 0)
     location = resolve(config)
+    architecture = config.name
+    if location.local:
+        described = json.loads(Path(location.location, "config.json").read_text(encoding="utf-8"))
+        architecture = str(described.get("model_type", ""))
     base = Base(
         name=order.base,
         longest=min(layout.key_length, longest_row),
         stop_token_ids=stop_token_ids,
-        architecture=_architecture(Path(location.location)) if location.local else config.name,
+        architecture=architecture,
         tokenizer=BUNDLED[config.name].hub_id if config.name in BUNDLED else location.location,
     )
     folders = SavedFolders(Path(order.folder))
     return _Open(base, models, folders, prefork.vocabulary(config), longest_row, room)
-
-
-def _architecture(folder: Path) -> str:
-    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return str(described.get("model_type", ""))
 
 
 def _new(name: str, seed: int, lora: LoraConfig) -> NewModel:
@@ -414,23 +408,11 @@ def _new(name: str, seed: int, lora: LoraConfig) -> NewModel:
     return NewModel(run=name, folder="", seed=seed, lora=lora)
 
 
-def _refuse_other(asked: str, loaded: str, by: str) -> None:
-    if asked != loaded:
+def _refuse_other(wanted: str, loaded: str, by: str) -> None:
+    if wanted != loaded:
         raise UsageError(
-            f"The base model {asked} cannot be had now: {loaded} is in memory, for {by}, and there is one base at a time. Take {loaded}, "
+            f"The base model {wanted} cannot be had now: {loaded} is in memory, for {by}, and there is one base at a time. Take {loaded}, "
             "or wait until it is not needed any more."
-        )
-
-
-def _refuse_other_shape(stored: Stored, saved: ModelSpec, own: ModelSpec) -> None:
-    def shape(spec: ModelSpec) -> tuple[Any, ...]:
-        return spec.base, spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed
-
-    if shape(saved) != shape(own):
-        raise UsageError(
-            f"{stored.name} was saved by a model on {saved.base} with rank {saved.rank}, attn {saved.train_attn}, mlp {saved.train_mlp}, "
-            f"unembed {saved.train_unembed}; this model is on {own.base} with rank {own.rank}, attn {own.train_attn}, mlp "
-            f"{own.train_mlp}, unembed {own.train_unembed}. They must be equal."
         )
 
 
