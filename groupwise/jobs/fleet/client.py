@@ -42,6 +42,7 @@ from groupwise.api.schemas.fleet import (
 from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.problems import KINDS, FieldError, Problem, Refusal
+from groupwise.core.backoff import Backoff
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.download import DownloadRequest, Sum, Tell, fetch, tell_nobody
 from groupwise.jobs.fleet.retry import ASK_ON, AwayError, Patience, is_passing
@@ -415,7 +416,8 @@ class FleetClient:
 
     def _pieces(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
         """Yield the file's bytes; a download that is cut off resumes where it ended."""
-        pause, failures, silence = FIRST_PAUSE, 0, self.patience.silence()
+        failures, silence = 0, self.patience.silence()
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
             hurried = not self._is_slow
@@ -431,7 +433,8 @@ class FleetClient:
                     for data in answer.iter_bytes():
                         piece, skip = data[skip:], max(0, skip - len(data))
                         offset += len(piece)
-                        pause, failures = FIRST_PAUSE, 0
+                        failures = 0
+                        backoff.reset()
                         silence.is_over()
                         yield piece
                     silence.is_over()
@@ -447,8 +450,7 @@ class FleetClient:
             failures += 1
             if silent or failures % TRIES == 0 or not is_passing(failed):
                 silence.goes_on(failed)
-            self._sleep(pause * random.uniform(0.5, 1))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            self._sleep(backoff.next())
 
     # Machines, people, state
 
@@ -578,9 +580,10 @@ class FleetClient:
         )
         may_hurry = tries > 1 and (method == "GET" if hurried is None else hurried)
         wait = float(known.get("wait", 0.0))
-        pause = FIRST_PAUSE
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         for _ in range(tries - 1):
             soon = may_hurry and not self._is_slow
+            least = 0.0
             try:
                 return self._once(request, method, path, soon=soon, wait=wait)
             except FleetAway as away:
@@ -592,9 +595,8 @@ class FleetClient:
             except Refusal as refusal:
                 if not refusal.kind.retry or refusal.code == FILE_BUSY:
                     raise  # of a file it is asked first how much is there
-                pause = max(pause, min(refusal.retry_after or 0, LONGEST_PAUSE))
-            self._sleep(pause * random.uniform(0.5, 1))
-            pause = min(2 * pause, LONGEST_PAUSE)
+                least = refusal.retry_after or 0.0
+            self._sleep(backoff.next(least))
         return self._once(request, method, path, soon=False, wait=wait)
 
     def _limits(self, soon: bool, wait: float = 0.0) -> httpx2.Timeout:

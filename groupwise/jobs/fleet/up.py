@@ -39,6 +39,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
+from groupwise.core.backoff import Backoff
 from groupwise.core.errors import GroupwiseError, RunError, UsageError
 from groupwise.jobs.fleet import processes
 from groupwise.jobs.fleet.attempts import records
@@ -65,6 +66,7 @@ from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database, check_schema, connect, migrate, seconds
 from groupwise.jobs.fleet.store.tables import VM, ControlProcess, Event, Job
+from groupwise.jobs.fleet.tasks import wait_at_most
 from groupwise.jobs.fleet.tracker import NatsOutlet, Outlet, Tracker
 from groupwise.jobs.fleet.verbs import machines
 from groupwise.jobs.fleet.verbs.actor import Actor
@@ -363,7 +365,7 @@ class _ControlPlane:
 
     async def _play(self, role: _Role) -> None:
         """Again and again until it is asked to stop; a crash is told and costs a pause."""
-        pause = FIRST_PAUSE
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, low=1.0)
         loop = asyncio.get_running_loop()
         while not self._stopping.is_set():
             began = loop.time()
@@ -375,12 +377,9 @@ class _ControlPlane:
                 log.exception("the %s crashed", role.name)
                 self._crashed(role, f"{type(error).__name__}: {error}")
             if loop.time() - began > 2 * LONGEST_PAUSE:
-                pause = FIRST_PAUSE
+                backoff.reset()
             if not self._stopping.is_set():
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await self._stopping.wait()
-                pause = min(2 * pause, LONGEST_PAUSE)
+                await wait_at_most(backoff.next(), self._stopping)
 
     def _crashed(self, role: _Role, reason: str) -> None:
         role.crashes += 1

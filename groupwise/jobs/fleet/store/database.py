@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import sqlite3
 import threading
 import time
@@ -31,6 +30,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.functions import FunctionElement
 
+from groupwise.core.backoff import Backoff
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet import disk_full
 from groupwise.jobs.fleet.retry import AwayError
@@ -176,7 +176,8 @@ class Database:
         assert not getattr(self._inside, "busy", False), (
             "a transaction was begun within another one of the same thread: pass the session on instead"
         )
-        end, bound = time.monotonic() + RETRY_TIMEOUT, FIRST_PAUSE
+        end = time.monotonic() + RETRY_TIMEOUT
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, low=0.0)
         while True:
             try:
                 return once()
@@ -189,8 +190,7 @@ class Database:
                     f"{self.name}: all {engines.CONNECTIONS + engines.MORE_CONNECTIONS} connections of this process stayed in "
                     f"use for {engines.WAIT_FOR_CONNECTION:.0f} seconds. The database is overloaded, or a transaction hangs."
                 ) from error
-            self._sleep(random.uniform(0, bound))
-            bound = min(LONGEST_PAUSE, 2 * bound)
+            self._sleep(backoff.next())
 
     def _raise_for_people(self, error: sql.DBAPIError, *, passing: bool) -> NoReturn:
         """Raise constraint violations and faulty statements as they are, and failures of the database itself as DatabaseFailure."""
