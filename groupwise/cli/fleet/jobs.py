@@ -249,7 +249,7 @@ def retry(
     label: LabelOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Begin failed or cancelled jobs anew.
+    """Start failed or cancelled jobs again.
 
     They go on from their last checkpoint, where they have one. Options choose among all that have failed or were cancelled.
     """

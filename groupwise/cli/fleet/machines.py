@@ -339,7 +339,7 @@ def lost(
             raise UsageError(
                 f"`vm mark-lost {vm}` gives up all that runs there; say --yes if there is no terminal."
             )
-        if not asks(f"Is {vm} gone for good? Its jobs begin anew elsewhere."):
+        if not asks(f"Is {vm} gone for good? Its jobs start again elsewhere."):
             raise typer.Exit(1)
     _change("lost", vm, fleet_at, as_json)
 

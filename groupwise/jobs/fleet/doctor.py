@@ -318,7 +318,7 @@ def _roles(database: Database, add: OnFinding) -> None:
                     name,
                     "problem",
                     f"{where} crashed {crashes} times: {each['facts'].get('last_error')}",
-                    "it is begun anew each time, and does its work badly or not at all",
+                    "it is restarted each time, and does its work badly or not at all",
                     "its log has the whole story",
                 )
             )
@@ -403,7 +403,7 @@ async def _look_at(machine: Machine, known_gpus: int) -> list[Finding]:
                 name,
                 "problem",
                 str(error),
-                "it was installed anew, or this is another machine: nothing is said to it",
+                "it was reinstalled, or this is another machine: nothing is said to it",
                 f"compare the key with the machine's own, then `groupwise fleet vm trust {name}`",
             )
         ]

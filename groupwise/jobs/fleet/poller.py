@@ -52,7 +52,7 @@ class Clock(Protocol):
         ...
 
     async def pause(self, seconds: float, until: asyncio.Event) -> None:
-        """Return after so many seconds, or when the event is set."""
+        """Return after `seconds`, or when the event is set."""
         ...
 
 

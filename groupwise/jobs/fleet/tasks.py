@@ -11,7 +11,7 @@ AGAIN = 1.0
 
 
 async def wait_at_most(seconds: float, event: asyncio.Event) -> None:
-    """Return when the event is set, or after so many seconds."""
+    """Return when the event is set, or after `seconds`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -121,7 +121,7 @@ class NatsLink:
         heard: Callable[[bytes], None] | None = None,
         absent: int = logging.INFO,
     ) -> None:
-        """`absent`: the level at which is told that it was not there from the start."""
+        """`absent`: the log level for a server that was not there from the start."""
         self._access = access
         self._absent = absent
         self._subject = subject
