@@ -10,8 +10,8 @@ from typing import Any
 import typer
 
 from groupwise.cli.printing import folded
+from groupwise.core.findings import Finding, Level, Report
 from groupwise.core.terminal.text import clean
-from groupwise.training.checks.findings import Finding, Level, Report
 
 _COLOURS: dict[Level, str] = {
     "ok": "green",

@@ -118,7 +118,7 @@ class _AnswerBody(httpx2.SyncByteStream):
         self._answering.result()
 
     def close(self) -> None:
-        """Tell the application that nobody reads on."""
+        """Cancel the answer: nothing more of it is read."""
         self._answering.cancel()
 
 

@@ -51,7 +51,7 @@ def check_local(headers: Mapping[str, str]) -> None:
     if any(name in headers for name in _OF_A_PROXY):
         raise Refusal(
             "forbidden",
-            "The server had no key when it began, so that it answers nothing that a proxy passes on. Make a key, and start it again.",
+            "The server had no key when it began, so that it answers nothing that a proxy passes on. Make a key, and restart it.",
         )
     host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
     if not is_loopback(host):

@@ -139,7 +139,7 @@ def _with(row: tuple[str, ...], place: int, cell: str) -> tuple[str, ...]:
 
 
 def _cut(text: str, cells: int) -> str:
-    """Cut a text to so many cells of a terminal, with `…` at its end if something was cut off."""
+    """Cut a text to this number of terminal cells, with `…` at its end if something was cut off."""
     if cell_len(text) <= cells:
         return text
     text = text[: cells - 1]

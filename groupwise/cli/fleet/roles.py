@@ -200,25 +200,14 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Examine database, control plane and machines."""
-    from groupwise.cli import findings as shown
-    from groupwise.training.checks.findings import Finding, Findings, Report
+    from groupwise.cli import findings
 
     place = place_of(fleet_at)
     from groupwise.jobs.fleet.doctor import examine
 
-    findings = Findings(None if as_json else shown.show_finding)
-    examine(
-        place,
-        vm,
-        tell=lambda seen: findings.add(
-            Finding(
-                seen.name, seen.level, seen.measured, seen.meaning, seen.remedy, dict(seen.data)
-            )
-        ),
-    )
-    report = Report(f"the fleet in {place.folder}", tuple(findings.found), "doctor_failed")
+    report = examine(place, vm, None if as_json else findings.show_finding)
     if as_json:
         write_json(report.summary)
     else:
-        shown.show_verdict(report)
+        findings.show_verdict(report)
     raise typer.Exit(report.exit_code)

@@ -10,8 +10,8 @@ refusal is raised as `Refusal`, with the server's code and words; where no answe
 raised when that has not helped: within seconds, but after minutes only by what follows, waits, submits or has files on their way
 (`groupwise.jobs.fleet.retry`). A submission names itself, so that repeating it makes no second job.
 
-An API may also take a question and say nothing: it hangs, or does something long. That is told soon, and the same asked once more with
-more time, since a person who sees nothing does not know that anything is waited for.
+An API may also accept a request and say nothing: it hangs, or its work takes long. The user soon learns that, and the request is sent
+again with more time: a person who sees nothing does not know that anything is waited for.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from groupwise.api.schemas.fleet import (
 from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.problems import KINDS, FieldError, Problem, Refusal
+from groupwise.core.backoff import Backoff
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.download import DownloadRequest, Sum, Tell, fetch, tell_nobody
 from groupwise.jobs.fleet.retry import ASK_ON, AwayError, Patience, is_passing
@@ -56,7 +57,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 CONNECTED = 10.0
 """Seconds for a connection."""
 PROMPT = 15.0
-"""Seconds without a word after which that is told, and the same asked again with the time that a request may take at most."""
+"""Seconds without an answer after which the user is informed, and the request is sent again with its full time limit."""
 WAIT_SECONDS = 20.0
 """Time in seconds for which one request waits for more of a log."""
 UPLOAD_PIECE = 16 * PIECE
@@ -246,7 +247,7 @@ class FleetClient:
         status: Sequence[str] | None = None,
         dry_run: bool = False,
     ) -> Document:
-        """Remove jobs that ended more than so many seconds ago, with logs and artefacts: their ids, and how many bytes. Sent once."""
+        """Remove jobs that ended more than `older_than` seconds ago, with logs and artefacts; returns their ids and bytes. Sent once."""
         body = {
             "older_than": older_than,
             "project": project,
@@ -347,7 +348,11 @@ class FleetClient:
                 if now != here:
                     here, since = now, self._clock()
                 elif self._clock() - since > self.patience.seconds + size / SLOWEST_DISK:
-                    raise Refusal(FILE_BUSY, _stands_still(path, size, here))
+                    raise Refusal(
+                        FILE_BUSY,
+                        f"{path}: another client sends the same file, of which {here} of {size} bytes are there; for minutes no more has "
+                        "come; nor can it be sent from here meanwhile. What is there is kept: try again later.",
+                    )
 
     def _received(self, sha256: str, size: int) -> int:
         return self._patiently("GET", f"/blobs/{sha256}", query={"size": size})["received"]
@@ -415,7 +420,8 @@ class FleetClient:
 
     def _pieces(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
         """Yield the file's bytes; a download that is cut off resumes where it ended."""
-        pause, failures, silence = FIRST_PAUSE, 0, self.patience.silence()
+        failures, silence = 0, self.patience.silence()
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
             hurried = not self._is_slow
@@ -431,7 +437,8 @@ class FleetClient:
                     for data in answer.iter_bytes():
                         piece, skip = data[skip:], max(0, skip - len(data))
                         offset += len(piece)
-                        pause, failures = FIRST_PAUSE, 0
+                        failures = 0
+                        backoff.reset()
                         silence.is_over()
                         yield piece
                     silence.is_over()
@@ -447,8 +454,7 @@ class FleetClient:
             failures += 1
             if silent or failures % TRIES == 0 or not is_passing(failed):
                 silence.goes_on(failed)
-            self._sleep(pause * random.uniform(0.5, 1))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            self._sleep(backoff.next())
 
     # Machines, people, state
 
@@ -578,9 +584,10 @@ class FleetClient:
         )
         may_hurry = tries > 1 and (method == "GET" if hurried is None else hurried)
         wait = float(known.get("wait", 0.0))
-        pause = FIRST_PAUSE
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         for _ in range(tries - 1):
             soon = may_hurry and not self._is_slow
+            least = 0.0
             try:
                 return self._once(request, method, path, soon=soon, wait=wait)
             except FleetAway as away:
@@ -592,9 +599,8 @@ class FleetClient:
             except Refusal as refusal:
                 if not refusal.kind.retry or refusal.code == FILE_BUSY:
                     raise  # of a file it is asked first how much is there
-                pause = max(pause, min(refusal.retry_after or 0, LONGEST_PAUSE))
-            self._sleep(pause * random.uniform(0.5, 1))
-            pause = min(2 * pause, LONGEST_PAUSE)
+                least = refusal.retry_after or 0.0
+            self._sleep(backoff.next(least))
         return self._once(request, method, path, soon=False, wait=wait)
 
     def _limits(self, soon: bool, wait: float = 0.0) -> httpx2.Timeout:
@@ -696,13 +702,6 @@ def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[
 def own_name(place: str | Path) -> str:
     """The last part of the absolute path: works for `.` and `..`, and does not resolve links."""
     return Path(os.path.abspath(place)).name
-
-
-def _stands_still(path: Path, size: int, here: int) -> str:
-    return (
-        f"{path}: somebody else sends the same file, of which {here} of {size} bytes are there, and for minutes no more has come; nor can "
-        "it be sent from here meanwhile. What is there is kept: try again later."
-    )
 
 
 def _entries(found: Mapping[str, Path], tell: Tell) -> dict[str, FileEntry]:

@@ -60,7 +60,7 @@ def is_full(folder: Path) -> bool:
 
 
 def no_room(folder: Path, size: int) -> str | None:
-    """Why so many bytes from elsewhere are not written below `folder`: they would take the room that the database needs."""
+    """Why this number of bytes from elsewhere is not written below `folder`: they would take the room that the database needs."""
     disk = shutil.disk_usage(_there(folder))
     if size <= disk.free - disk.total * SPARED:
         return None

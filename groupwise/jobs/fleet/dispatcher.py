@@ -29,6 +29,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,7 +45,7 @@ from groupwise.jobs.fleet.attempts.controller import (
 )
 from groupwise.jobs.fleet.attempts.decide import Reading, Stray, stray
 from groupwise.jobs.fleet.attempts.effects import Gateway
-from groupwise.jobs.fleet.attempts.records import LEASE, LeftBehind, Machine
+from groupwise.jobs.fleet.attempts.records import LEASE, Machine
 from groupwise.jobs.fleet.attempts.watching import Pauses as WatchPauses
 from groupwise.jobs.fleet.attempts.watching import Watch, Watches
 from groupwise.jobs.fleet.attempts.write_batching import Reads
@@ -91,10 +92,6 @@ class Rhythm:
     """Delay before a crashed task is restarted."""
 
 
-async def _nothing_is_kept(vm_ids: Collection[str]) -> None:
-    """There are no connections to close."""
-
-
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The parts a dispatcher works with."""
@@ -110,8 +107,8 @@ class Parts:
     secrets: AllowedSecrets = UNLESS_TOLD
     doubt: Callable[[str], None] = lambda vm_id: None
     """Connections that are kept to this machine may be dead: calls that wait there are given up."""
-    keep_only: Callable[[Collection[str]], Awaitable[None]] = _nothing_is_kept
-    """There are these machines in the fleet: connections to others are closed."""
+    keep_only: Callable[[Collection[str]], Awaitable[None]] | None = None
+    """Closes connections to other machines than these, which are the fleet's; None: none are kept."""
     folders: Sequence[Path] = ()
     """Folders of logs and artefacts."""
 
@@ -238,7 +235,7 @@ class GlobalJobDispatcher:
                 log.warning("%s: %s", name, error)
                 await asyncio.sleep(max(interval, 0.1))
             except Exception:  # a bug in one part must not leave every running job without a driver
-                log.exception("%s crashed and is begun anew", name)
+                log.exception("%s crashed and is restarted", name)
                 await asyncio.sleep(self._tuning.rhythm.after_crash)
 
     async def renew(self) -> None:
@@ -306,15 +303,15 @@ class GlobalJobDispatcher:
             )
             self._own([each.epoch for each in found.made], asked + lease)
             total += len(found.made)
-            woken = await self._mark(found.unplaced)
+            woken = False
+            if (
+                unplaced := found.unplaced
+            ) is not None:  # marked once those that begin are on their way
+                woken = await self._gateway.commit(
+                    "job.mark", partial(claim.mark, unplaced=unplaced, owner=self.owner)
+                )
             if not (found.again or (found.made and woken)):
                 return total
-
-    async def _mark(self, unplaced: claim.Unplaced | None) -> bool:
-        """After those that begin are on their way."""
-        if unplaced is None:
-            return False
-        return await self._gateway.commit("job.mark", lambda s: claim.mark(s, unplaced, self.owner))
 
     async def _admit(self) -> None:
         """Rows that people wrote by hand; the queue gets them a batch at a time."""
@@ -358,21 +355,21 @@ class GlobalJobDispatcher:
         if epoch in self._drives or self._group is None or self._stopping.is_set():
             return
         drive = Drive(epoch, self._deps)
-        task = self._group.create_task(self._contained(drive), name=f"drive {epoch}")
+        task = self._group.create_task(self._run_drive(drive), name=f"drive {epoch}")
         self._drives[epoch] = drive, task
 
-    async def _contained(self, drive: Drive) -> None:
+    async def _run_drive(self, drive: Drive) -> None:
+        """One attempt that cannot be driven must not stop the others; it is tried again at the next renewal."""
         try:
             await drive.run()
             self._failed.discard(drive.epoch)
-        # one attempt that cannot be driven must not stop the others; it is tried again at the next renewal
-        except Exception as error:  # noqa: BLE001
-            await self._tell_of_failure(drive.epoch, error)
+        except Exception as error:  # noqa: BLE001 - a bug, or a row written by hand
+            await self._report_failure(drive.epoch, error)
         finally:
             if self._drives.get(drive.epoch, (None,))[0] is drive:
                 del self._drives[drive.epoch]
 
-    async def _tell_of_failure(self, epoch: int, error: Exception) -> None:
+    async def _report_failure(self, epoch: int, error: Exception) -> None:
         """Log the traceback once and record an event; the same failure may recur every few seconds."""
         if epoch in self._failed:
             log.error("driving epoch %d failed again: %r", epoch, error)
@@ -388,9 +385,16 @@ class GlobalJobDispatcher:
             log.exception("the notification failed")
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a drive's side work as a task of its own."""
+        """Run a drive's side work as a task of its own. The drive tries again what fails."""
         assert self._group is not None
-        task = self._group.create_task(_logged(work))
+
+        async def logged() -> None:
+            try:
+                await work
+            except Exception:  # a bug there must end neither the drive nor the dispatcher
+                log.exception("fetching failed")
+
+        task = self._group.create_task(logged())
         # If it is cancelled before it began, the coroutine was never awaited, and would warn.
         task.add_done_callback(lambda _: work.close())
         return task
@@ -398,17 +402,18 @@ class GlobalJobDispatcher:
     def _watch(self, vm_id: str, watch: Watch) -> None:
         if self._group is None:
             return
-        task = self._group.create_task(self._watched(vm_id, watch), name=f"watch {vm_id}")
+
+        async def watched() -> None:
+            try:
+                await watch.run()
+            except Exception:  # as for a drive
+                log.exception("watching %s failed", vm_id)
+                await asyncio.sleep(self._tuning.rhythm.after_crash)
+            self._watches.ended(vm_id, watch)
+
+        task = self._group.create_task(watched(), name=f"watch {vm_id}")
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)
-
-    async def _watched(self, vm_id: str, watch: Watch) -> None:
-        try:
-            await watch.run()
-        except Exception:  # as for a drive
-            log.exception("watching %s failed", vm_id)
-            await asyncio.sleep(self._tuning.rhythm.after_crash)
-        self._watches.ended(vm_id, watch)
 
     async def _drop_everything(self) -> None:
         """Cancel all present drives. Those that begin meanwhile, under a lease that could be renewed after all, stay."""
@@ -432,7 +437,8 @@ class GlobalJobDispatcher:
         machines, names = await self._gateway.look(
             lambda s: (records.machines(s), records.names(s))
         )
-        await self._parts.keep_only(names)
+        if self._parts.keep_only is not None:
+            await self._parts.keep_only(names)
         limit = asyncio.Semaphore(self._tuning.concurrency)
 
         async def one(machine: Machine) -> None:
@@ -469,20 +475,18 @@ class GlobalJobDispatcher:
                 case Stray.KILL:
                     log.warning("%s runs %s.%d, which is over: it is ended", machine.vm_id, state.job, state.epoch)  # fmt: skip
                     await _end(runner, state)
-                case Stray.QUARANTINE:
-                    await self._quarantine(machine, state)
-                case Stray.LEAVE:
+                case Stray.QUARANTINE if not is_doctors(state.job, state.epoch):
+                    vm_id, job, epoch = machine.vm_id, state.job, state.epoch
+                    write = partial(
+                        records.quarantine, owner=self.owner, vm_id=vm_id, job_id=job, epoch=epoch
+                    )
+                    if await self._gateway.commit("stray.quarantine", write):
+                        log.error(
+                            "%s runs %s.%d, which no table knows: it is left alone",
+                            *(vm_id, job, epoch),
+                        )
+                case _:
                     pass
-
-    async def _quarantine(self, machine: Machine, state: MemberState) -> None:
-        if is_doctors(state.job, state.epoch):
-            return
-        vm_id, job, epoch = machine.vm_id, state.job, state.epoch
-        news = await self._gateway.commit(
-            "stray.quarantine", lambda s: records.quarantine(s, self.owner, vm_id, job, epoch)
-        )
-        if news:
-            log.error("%s runs %s.%d, which no table knows: it is left alone", vm_id, job, epoch)
 
     async def _clear_now_and_then(self) -> None:
         """Dispatchers that began together do not go on together."""
@@ -503,25 +507,22 @@ class GlobalJobDispatcher:
         vm_id = machine.vm_id
         left = await self._gateway.look(lambda s: records.left_behind(s, vm_id))
         for member in left:
-            await self._empty(machine, runner, member)
+            job, epoch, rank = member.job_id, member.epoch, member.rank
+            state = await runner.void(job, epoch)
+            if state.state in MAY_HAVE_LEFT_PROCESSES:
+                await runner.kill(job, epoch, grace=0.0)
+            found = await runner.release(
+                job, epoch, gpus=member.gpus, share_mb=member.share_mb,
+                idle_memory_mb=machine.idle_memory_mb, probe=machine.probe,
+            )  # fmt: skip
+            if found.clean:
+                await self._gateway.commit(
+                    "stray.left_nothing", partial(records.left_nothing, epoch=epoch, rank=rank)
+                )
         if await self._gateway.commit(
             "vm.returned", lambda s: records.welcome_back(s, self.owner, vm_id)
         ):
             log.info("%s was declared lost and is back; nothing is left there", vm_id)
-
-    async def _empty(self, machine: Machine, runner: Runner, member: LeftBehind) -> None:
-        state = await runner.void(member.job_id, member.epoch)
-        if state.state in MAY_HAVE_LEFT_PROCESSES:
-            await runner.kill(member.job_id, member.epoch, grace=0.0)
-        found = await runner.release(
-            member.job_id, member.epoch, gpus=member.gpus, share_mb=member.share_mb,
-            idle_memory_mb=machine.idle_memory_mb, probe=machine.probe,
-        )  # fmt: skip
-        if found.clean:
-            epoch, rank = member.epoch, member.rank
-            await self._gateway.commit(
-                "stray.left_nothing", lambda s: records.left_nothing(s, epoch, rank)
-            )
 
 
 async def _end(runner: Runner, state: MemberState) -> None:
@@ -530,10 +531,3 @@ async def _end(runner: Runner, state: MemberState) -> None:
         state = await runner.void(state.job, state.epoch)
     if state.lives:
         await runner.kill(state.job, state.epoch, grace=0.0)
-
-
-async def _logged(work: Coroutine[Any, Any, None]) -> None:
-    try:
-        await work
-    except Exception:  # what is done beside a drive is tried again by it
-        log.exception("fetching failed")

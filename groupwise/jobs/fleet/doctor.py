@@ -21,14 +21,17 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.core.errors import GroupwiseError
+from groupwise.core.findings import Finding, Findings, Level, OnFinding, Report
 from groupwise.core.terminal.quantities import byte_size
 from groupwise.jobs.clouds.engines import Door
 from groupwise.jobs.fleet.attempts import records
@@ -49,8 +52,6 @@ from groupwise.jobs.hosts.answers import Hello, MemberState, Observation, ProbeS
 from groupwise.jobs.hosts.driver import Known, Launch, Runner
 from groupwise.jobs.hosts.port import HostError, HostKeyError
 from groupwise.jobs.hosts.spec import JobSpec, Limits
-
-Level = Literal["ok", "warning", "problem", "skipped"]
 
 CLOCK_SECONDS = 5.0
 """Between the database's clock and ours; only the former decides anything, but logs and pages show both."""
@@ -99,71 +100,46 @@ print(json.dumps(said))
 """The tiny command's program. It is given no GPU and takes none: it counts those that torch could have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """One thing that was looked at."""
+def examine(
+    place: FleetPlace, only: Sequence[str] | None, on_finding: OnFinding | None = None
+) -> Report:
+    """Look at all of it, passing each finding to `on_finding` at once; `only`: these machines and nothing else of their kind."""
+    findings = Findings(on_finding)
 
-    name: str
-    level: Level
-    measured: str
-    """The observation."""
-    meaning: str = ""
-    """The consequence, if something is wrong."""
-    remedy: str = ""
-    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    def add(finding: Finding) -> None:
+        findings.add(replace(finding, meaning="") if finding.level == "ok" else finding)
 
-
-Tell = Callable[[Seen], None]
-
-
-def examine(place: FleetPlace, only: Sequence[str] | None, *, tell: Tell) -> None:
-    """Look at all of it, telling each thing as it is seen; `only`: these machines and nothing else of their kind."""
-    _examine(
-        place, only, lambda seen: tell(replace(seen, meaning="") if seen.level == "ok" else seen)
-    )
-
-
-def _examine(place: FleetPlace, only: Sequence[str] | None, tell: Tell) -> None:
-    if place.is_embedded and place.settings.database is None:
-        file = place.folder / DATABASE_FILE
-        if not file.exists():
-            tell(
-                Seen(
-                    "database",
-                    "problem",
-                    f"there is no fleet in {place.folder}",
-                    remedy="`groupwise fleet up` makes and starts one; --fleet names another folder",
-                )
-            )
-            return
-    database = connect(place.database_url)
-    try:
-        if not _database(database, tell):
-            return
-        _nats(place, database, tell)
-        if only is None:
-            tell(_own_disk(place))
-            _roles(database, tell)
-            _keys(database, tell)
-        _machines(database, only, tell)
-        _alarms(place, database, tell)
-    finally:
-        database.close()
+    file = place.folder / DATABASE_FILE
+    if place.is_embedded and place.settings.database is None and not file.exists():
+        problem = f"there is no fleet in {place.folder}"
+        remedy = "`groupwise fleet up` makes and starts one; --fleet names another folder"
+        add(Finding("database", "problem", problem, remedy=remedy))
+    else:
+        with closing(connect(place.database_url)) as database:
+            if _database(database, add):
+                _nats(place, database, add)
+                if only is None:
+                    add(_own_disk(place))
+                    _roles(database, add)
+                    _keys(database, add)
+                _machines(database, only, add)
+                _alarms(place, database, add)
+    return Report(f"the fleet in {place.folder}", tuple(findings.found), "doctor_failed")
 
 
 # --- database -------------------------------------------------------------------------------------
 
 
-def _database(database: Database, tell: Tell) -> bool:
+def _database(database: Database, add: OnFinding) -> bool:
     """Check the database. Returns True if the other checks can go on."""
     try:
         current = database.at_rest(schema.is_current)
     except GroupwiseError as error:
-        tell(Seen("database", "problem", str(error)))
+        add(Finding("database", "problem", str(error)))
         return False
     if not current:
-        tell(
-            Seen(
+        add(
+            Finding(
                 "database",
                 "problem",
                 f"{database.name} does not have the tables of this version",
@@ -175,9 +151,9 @@ def _database(database: Database, tell: Tell) -> bool:
     theirs = database.read(seconds)
     took = time.monotonic() - began
     off = theirs - time.time()
-    tell(Seen("database", "ok", f"{database.name}, {took * 1000:.0f} ms", data={"seconds": took}))
-    tell(
-        Seen(
+    add(Finding("database", "ok", f"{database.name}, {took * 1000:.0f} ms", data={"seconds": took}))
+    add(
+        Finding(
             "clocks",
             "ok" if abs(off) <= CLOCK_SECONDS else "warning",
             f"the database's clock is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} this machine's",
@@ -189,12 +165,12 @@ def _database(database: Database, tell: Tell) -> bool:
     return True
 
 
-def _own_disk(place: FleetPlace) -> Seen:
+def _own_disk(place: FleetPlace) -> Finding:
     """Check the disk that receives logs, checkpoints and artefacts of all jobs."""
     left = shutil.disk_usage(place.folder).free
     free = left // 1_000_000
     full: Level = "problem" if left < status.LEAST_FREE else "warning"
-    return Seen(
+    return Finding(
         "own disk",
         "ok" if free >= LEAST_DISK_MB else full,
         f"{byte_size(left)} free in {place.folder}",
@@ -204,7 +180,7 @@ def _own_disk(place: FleetPlace) -> Seen:
     )
 
 
-def _keys(database: Database, tell: Tell) -> None:
+def _keys(database: Database, add: OnFinding) -> None:
     """Check that keys bound to projects cannot reach beyond them."""
 
     def look(session: Session) -> tuple[dict[str, list[str]], list[str]]:
@@ -214,8 +190,8 @@ def _keys(database: Database, tell: Tell) -> None:
 
     bound, where = database.read(look)
     if where:
-        tell(
-            Seen(
+        add(
+            Finding(
                 "keys",
                 "warning",
                 f"jobs of {', '.join(bound)} may run on {', '.join(where)}",
@@ -229,14 +205,14 @@ def _keys(database: Database, tell: Tell) -> None:
 # --- NATS -----------------------------------------------------------------------------------------
 
 
-def _nats(place: FleetPlace, database: Database, tell: Tell) -> None:
+def _nats(place: FleetPlace, database: Database, add: OnFinding) -> None:
     addresses = _nats_in_use(place, database)
     if not addresses:
-        tell(Seen("NATS", "ok", "none is used; dispatchers look into the database by themselves"))
+        add(Finding("NATS", "ok", "none is used; dispatchers look into the database by themselves"))
     for shown, url in addresses.items():
-        tell(
+        add(
             (
-                Seen(
+                Finding(
                     "NATS",
                     "skipped",
                     f"{shown} is used, by an address that was given with a user or token in it, which is written down nowhere",
@@ -261,11 +237,11 @@ def _nats_in_use(place: FleetPlace, database: Database) -> dict[str, str | None]
     return {shown: whole.get(shown, url) for shown, url in used.items()}
 
 
-def _nats_at(shown: str, url: str) -> Seen:
+def _nats_at(shown: str, url: str) -> Finding:
     try:
         version = asyncio.run(_nats_version(url))
     except Exception as error:  # noqa: BLE001 — whatever its library raises, it is not reachable
-        return Seen(
+        return Finding(
             "NATS",
             "warning",
             f"{shown} does not answer: {error or type(error).__name__}",
@@ -274,7 +250,7 @@ def _nats_at(shown: str, url: str) -> Seen:
         )
     numbers = tuple(int(each) for each in re.findall(r"\d+", version)[:3])
     old = numbers < LEAST_NATS
-    return Seen(
+    return Finding(
         "NATS",
         "warning" if old else "ok",
         f"{shown}, version {version}",
@@ -309,7 +285,7 @@ async def _nats_version(url: str) -> str:
 # --- roles ----------------------------------------------------------------------------------------
 
 
-def _roles(database: Database, tell: Tell) -> None:
+def _roles(database: Database, add: OnFinding) -> None:
     known = database.read(status.processes)
     missing = database.read(status.missing_roles)
     for each in known:
@@ -318,8 +294,8 @@ def _roles(database: Database, tell: Tell) -> None:
         crashes = each["facts"].get("crashes", 0)
         if not each["alive"] and is_gone(each["pid"], each["facts"]):
             if name in missing:
-                tell(
-                    Seen(
+                add(
+                    Finding(
                         name,
                         "problem",
                         f"{where} has ended without a word, and no other process has the role",
@@ -327,8 +303,8 @@ def _roles(database: Database, tell: Tell) -> None:
                     )
                 )
         elif not each["alive"]:
-            tell(
-                Seen(
+            add(
+                Finding(
                     name,
                     "warning" if name not in missing else "problem",
                     f"{where} has been silent for {each['silent_seconds']:.0f} s",
@@ -337,21 +313,21 @@ def _roles(database: Database, tell: Tell) -> None:
                 )
             )
         elif crashes >= CRASHES:
-            tell(
-                Seen(
+            add(
+                Finding(
                     name,
                     "problem",
                     f"{where} crashed {crashes} times: {each['facts'].get('last_error')}",
-                    "it is begun anew each time, and does its work badly or not at all",
+                    "it is restarted each time, and does its work badly or not at all",
                     "its log has the whole story",
                 )
             )
         else:
-            tell(Seen(name, "ok", where))
+            add(Finding(name, "ok", where))
     for role in missing:
         if role not in {each["role"] for each in known}:
-            tell(
-                Seen(
+            add(
+                Finding(
                     role,
                     "problem",
                     "no process has this role",
@@ -360,57 +336,53 @@ def _roles(database: Database, tell: Tell) -> None:
             )
 
 
-def _alarms(place: FleetPlace, database: Database, tell: Tell) -> None:
+def _alarms(place: FleetPlace, database: Database, add: OnFinding) -> None:
     told = {"role_missing", "untrusted", "unreachable", "degraded"}
     asks = Actor("doctor")
     for alarm in database.read(lambda s: list(status.alarms(s, asks, place.growing))):
         if alarm["kind"] not in told:
-            tell(Seen(alarm["kind"], "warning", alarm["message"], remedy=alarm["remedy"]))
+            add(Finding(alarm["kind"], "warning", alarm["message"], remedy=alarm["remedy"]))
 
 
 # --- machines -------------------------------------------------------------------------------------
 
 
-def _machines(database: Database, only: Sequence[str] | None, tell: Tell) -> None:
-    machines, gpus = database.read(lambda s: (records.machines(s), _known_gpus(s)))
+def _machines(database: Database, only: Sequence[str] | None, add: OnFinding) -> None:
+    """Several at once; the findings of each come together, in the order of the machines' names."""
+
+    def known(session: Session) -> tuple[Sequence[Machine], Counter[str]]:
+        return records.machines(session), Counter(session.scalars(select(GPU.vm_id)))
+
+    machines, gpus = database.read(known)
     names = {machine.vm_id for machine in machines}
     for name in only or ():
         if name not in names:
             there = ", ".join(sorted(names)) or "none"
-            tell(Seen(name, "problem", f"there is no such machine; there are: {there}"))
-    wanted = [each for each in machines if only is None or each.vm_id in only]
+            add(Finding(name, "problem", f"there is no such machine; there are: {there}"))
     if not machines:
-        tell(Seen("machines", "problem", "there are none", remedy="`groupwise fleet vm add`"))
-    asyncio.run(_look_at_all(wanted, gpus, tell))
-
-
-def _known_gpus(session: Session) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for vm_id in session.scalars(select(GPU.vm_id)):
-        found[vm_id] = found.get(vm_id, 0) + 1
-    return found
-
-
-async def _look_at_all(machines: Sequence[Machine], gpus: Mapping[str, int], tell: Tell) -> None:
-    """Several at once; each is told as a whole, in the order of their names."""
+        add(Finding("machines", "problem", "there are none", remedy="`groupwise fleet vm add`"))
     places = asyncio.Semaphore(MACHINES_AT_ONCE)
 
-    async def one(machine: Machine) -> list[Seen]:
+    async def examine_one(machine: Machine) -> list[Finding]:
         async with places:
-            return await _look_at(machine, gpus.get(machine.vm_id, 0))
+            return await _look_at(machine, gpus[machine.vm_id])
 
-    for task in [asyncio.create_task(one(machine)) for machine in machines]:
-        for seen in await task:
-            tell(seen)
+    async def examine_all() -> None:
+        wanted = [each for each in machines if only is None or each.vm_id in only]
+        for task in [asyncio.create_task(examine_one(machine)) for machine in wanted]:
+            for finding in await task:
+                add(finding)
+
+    asyncio.run(examine_all())
 
 
-async def _look_at(machine: Machine, known_gpus: int) -> list[Seen]:
+async def _look_at(machine: Machine, known_gpus: int) -> list[Finding]:
     name = machine.vm_id
     if machine.lost:
-        return [Seen(name, "skipped", "it was declared lost; it is taken back when it answers")]
+        return [Finding(name, "skipped", "it was declared lost; it is taken back when it answers")]
     if machine.transport != LOCAL and machine.host_key is None:
         return [
-            Seen(
+            Finding(
                 name,
                 "problem",
                 "its host key is not trusted",
@@ -427,17 +399,17 @@ async def _look_at(machine: Machine, known_gpus: int) -> list[Seen]:
         return await _of_machine(machine, runner, known_gpus)
     except HostKeyError as error:
         return [
-            Seen(
+            Finding(
                 name,
                 "problem",
                 str(error),
-                "it was installed anew, or this is another machine: nothing is said to it",
+                "it was reinstalled, or this is another machine: nothing is said to it",
                 f"compare the key with the machine's own, then `groupwise fleet vm trust {name}`",
             )
         ]
     except HostError as error:
         return [
-            Seen(
+            Finding(
                 name,
                 "problem",
                 f"it cannot be asked: {error}",
@@ -448,33 +420,35 @@ async def _look_at(machine: Machine, known_gpus: int) -> list[Seen]:
         await host.close()
 
 
-async def _of_elastic(name: str, runner: Runner, engine: Elastic, door: Door | None) -> list[Seen]:
+async def _of_elastic(
+    name: str, runner: Runner, engine: Elastic, door: Door | None
+) -> list[Finding]:
     """Ask an engine that begins jobs elsewhere whether it would; a command is tried where it is asked, and so with the environment of jobs,
     but not where they run."""
     _, found = await _answers(name, runner)
     about = f"{name} {engine.title}"
     if door is None or engine.problem is not None:
         remedy = f"`groupwise fleet vm set {name}`, or `vm remove` and `vm add`"
-        return [*found, Seen(about, "problem", str(engine.problem), remedy=remedy)]
+        return [*found, Finding(about, "problem", str(engine.problem), remedy=remedy)]
     asked = engine.engine(Resources(gpus=min(1, engine.said.gpus)), Limits())
     try:
         says = await door.try_options(asked.options)
     except HostError as error:
         remedy = f"see that it runs, and that `vm show {name}` has the right options"
-        return [*found, Seen(about, "problem", str(error), "no job begins there", remedy)]
-    found.append(Seen(about, "ok", f"{engine.said.slots} places for jobs; it would: {says}"))
+        return [*found, Finding(about, "problem", str(error), "no job begins there", remedy)]
+    found.append(Finding(about, "ok", f"{engine.said.slots} places for jobs; it would: {says}"))
     return [*found, *await _tiny_command(name, runner, 0)]
 
 
-async def _answers(name: str, runner: Runner) -> tuple[Hello, list[Seen]]:
+async def _answers(name: str, runner: Runner) -> tuple[Hello, list[Finding]]:
     """The first checks for every machine."""
     began = time.monotonic()
     hello = await runner.hello()
     took = time.monotonic() - began
     answers = f"{hello.hostname}: answers in {took * 1000:.0f} ms"
-    seen = Seen(name, "ok", answers, data={"seconds": took})
+    seen = Finding(name, "ok", answers, data={"seconds": took})
     numbers = tuple(int(each) for each in re.findall(r"\d+", hello.python)[:2])
-    python = Seen(
+    python = Finding(
         f"{name} python",
         "ok" if numbers >= LEAST_PYTHON else "problem",
         f"python3 there is {hello.python}",
@@ -484,12 +458,12 @@ async def _answers(name: str, runner: Runner) -> tuple[Hello, list[Seen]]:
     return hello, [seen, python, _disk(name, hello)]
 
 
-async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list[Seen]:
+async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list[Finding]:
     name = machine.vm_id
     hello, found = await _answers(name, runner)
     if hello.filesystem is not None and hello.filesystem.startswith(("nfs", "cifs", "smb")):
         found.append(
-            Seen(
+            Finding(
                 f"{name} work folder",
                 "problem",
                 f"{hello.root} lies on {hello.filesystem}, where locks do not hold",
@@ -504,11 +478,11 @@ async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list
     return found
 
 
-def _disk(name: str, hello: Hello) -> Seen:
+def _disk(name: str, hello: Hello) -> Finding:
     free = hello.disk_free_mb
     if free is None:
-        return Seen(f"{name} disk", "skipped", "its free space is unknown")
-    return Seen(
+        return Finding(f"{name} disk", "skipped", "its free space is unknown")
+    return Finding(
         f"{name} disk",
         "ok" if free >= LEAST_DISK_MB else "warning",
         f"{free / 1000:.0f} GB free in {hello.root}",
@@ -518,12 +492,12 @@ def _disk(name: str, hello: Hello) -> Seen:
     )
 
 
-def _gpus(name: str, observed: Observation, known: int) -> Seen:
+def _gpus(name: str, observed: Observation, known: int) -> Finding:
     about = f"{name} GPUs"
     probe = observed.probe
     if probe.status == ProbeStatus.ABSENT:
         level: Level = "problem" if known else "ok"
-        return Seen(
+        return Finding(
             about,
             level,
             "there is no nvidia-smi"
@@ -531,7 +505,7 @@ def _gpus(name: str, observed: Observation, known: int) -> Seen:
             remedy="see that the driver is installed" if known else "",
         )
     if probe.status != ProbeStatus.OK:
-        return Seen(
+        return Finding(
             about,
             "problem",
             f"nvidia-smi {probe.status}",
@@ -540,7 +514,7 @@ def _gpus(name: str, observed: Observation, known: int) -> Seen:
         )
     ill = [f"{gpu.index}: {', '.join(gpu.problems)}" for gpu in observed.gpus if gpu.problems]
     if ill:
-        return Seen(
+        return Finding(
             about,
             "warning",
             "; ".join(ill),
@@ -548,10 +522,10 @@ def _gpus(name: str, observed: Observation, known: int) -> Seen:
             "look at them with nvidia-smi",
         )
     models = sorted({gpu.model or "?" for gpu in observed.gpus})
-    return Seen(about, "ok", f"{len(observed.gpus)}: {', '.join(models)}")
+    return Finding(about, "ok", f"{len(observed.gpus)}: {', '.join(models)}")
 
 
-async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Seen]:
+async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Finding]:
     """Run it from launch to exit, as a job would be run; its folder is removed. `gpus`: how many torch should see."""
     job = f"doctor-{secrets.token_hex(5)}"
     spec = JobSpec(
@@ -584,17 +558,17 @@ async def _forget(runner: Runner, job: str) -> None:
 
 def _judged(
     name: str, python: str, state: MemberState, text: str, took: float, gpus: int
-) -> list[Seen]:
+) -> list[Finding]:
     """Findings from its end and its last line."""
     about = f"{name} jobs"
     prepare = f"`groupwise fleet vm prepare {name}`"
     if state.refused is not None:
         why = f"the runner refused a tiny job: {state.refused.message}"
         remedy = f"{prepare} makes an environment for them" if "program" in why else ""
-        return [Seen(about, "problem", why, "jobs of this machine would all fail", remedy)]
+        return [Finding(about, "problem", why, "jobs of this machine would all fail", remedy)]
     if state.exit is None:
         return [
-            Seen(
+            Finding(
                 about,
                 "problem",
                 f"a tiny job did not end within {PROBE_TIMEOUT:.0f} s: it is {state.state}",
@@ -603,7 +577,7 @@ def _judged(
     if state.exit.code != 0:
         why = state.exit.message or text or f"exit code {state.exit.code}"
         return [
-            Seen(
+            Finding(
                 about,
                 "problem",
                 f"{python} cannot be run there: {why.splitlines()[-1]}",
@@ -613,7 +587,9 @@ def _judged(
         ]
     said = _last_line(text)
     found = [
-        Seen(about, "ok", f"a tiny job ran in {took:.1f} s with Python {said.get('python', '?')}")
+        Finding(
+            about, "ok", f"a tiny job ran in {took:.1f} s with Python {said.get('python', '?')}"
+        )
     ]
     found.append(_environment(name, python, said))
     if "groupwise" in said:
@@ -629,12 +605,12 @@ def _last_line(text: str) -> dict[str, Any]:
         return {}
 
 
-def _environment(name: str, python: str, said: Mapping[str, Any]) -> Seen:
+def _environment(name: str, python: str, said: Mapping[str, Any]) -> Finding:
     """Check that its groupwise is the one installed here."""
     about, there, here = f"{name} environment", said.get("groupwise"), packing.version()
     remedy = f"`groupwise fleet vm prepare {name}`"
     if "why" in said:
-        return Seen(
+        return Finding(
             about,
             "problem",
             f"{python} has groupwise, and it cannot be imported: {said['why']}",
@@ -642,7 +618,7 @@ def _environment(name: str, python: str, said: Mapping[str, Any]) -> Seen:
             f"{remedy} makes an environment in which it can",
         )
     if there is None:
-        return Seen(
+        return Finding(
             about,
             "warning",
             f"{python} has no groupwise",
@@ -650,7 +626,7 @@ def _environment(name: str, python: str, said: Mapping[str, Any]) -> Seen:
             f"{remedy} makes an environment that has it",
         )
     if there != here:
-        return Seen(
+        return Finding(
             about,
             "warning",
             f"{python} has groupwise {there}; here it is {here}",
@@ -658,14 +634,14 @@ def _environment(name: str, python: str, said: Mapping[str, Any]) -> Seen:
             f"{remedy} gives it this one",
         )
     if said.get("wheel") not in (None, _packed_here()):
-        return Seen(
+        return Finding(
             about,
             "warning",
             f"{python} has groupwise {there}, packed from other code than is here now",
             "jobs there do what that code does",
             f"{remedy} gives it this one",
         )
-    return Seen(about, "ok", f"{python} has groupwise {there}, as here")
+    return Finding(about, "ok", f"{python} has groupwise {there}, as here")
 
 
 @functools.cache
@@ -677,12 +653,12 @@ def _packed_here() -> str | None:
         return None
 
 
-def _torch(name: str, said: Mapping[str, Any], gpus: int) -> Seen:
+def _torch(name: str, said: Mapping[str, Any], gpus: int) -> Finding:
     """Check that torch is there, and sees the GPUs."""
     about, torch = f"{name} torch", said.get("torch")
     prepare = f"`groupwise fleet vm prepare {name}`"
     if torch is None:
-        return Seen(
+        return Finding(
             about,
             "warning",
             "there is none",
@@ -690,10 +666,10 @@ def _torch(name: str, said: Mapping[str, Any], gpus: int) -> Seen:
             f"{prepare} brings it",
         )
     if not gpus:
-        return Seen(about, "ok", f"torch {torch}")
+        return Finding(about, "ok", f"torch {torch}")
     sees, build, why = said.get("gpus"), said.get("build"), said.get("torch_why")
     if sees is None:
-        return Seen(
+        return Finding(
             about,
             "problem",
             f"torch {torch} cannot be imported: {why}",
@@ -701,7 +677,7 @@ def _torch(name: str, said: Mapping[str, Any], gpus: int) -> Seen:
             prepare,
         )
     if build is None:
-        return Seen(
+        return Finding(
             about,
             "problem",
             f"torch {torch} is a build for processors alone, and the machine has {gpus} GPUs",
@@ -709,7 +685,7 @@ def _torch(name: str, said: Mapping[str, Any], gpus: int) -> Seen:
             f"{prepare} from an index that has the CUDA build (--index-url https://pypi.org/simple)",
         )
     if sees < gpus:
-        return Seen(
+        return Finding(
             about,
             "problem",
             f"torch {torch} for CUDA {build} sees {sees} of {gpus} GPUs"
@@ -717,4 +693,4 @@ def _torch(name: str, said: Mapping[str, Any], gpus: int) -> Seen:
             "jobs that get the others fail, or use none",
             f"a driver that is too old wants an older build ({prepare} --index-url …); else look at nvidia-smi there",
         )
-    return Seen(about, "ok", f"torch {torch} for CUDA {build} sees {sees} GPUs")
+    return Finding(about, "ok", f"torch {torch} for CUDA {build} sees {sees} GPUs")

@@ -4,7 +4,7 @@ The fleet says what there is, path → sha256, mode and size (`Source.artefacts`
 an offset on. What lies in the folder is looked at before anything comes: a file that is right already is kept, one that is another is in
 the way, and nothing is fetched unless it may be replaced. Then each file comes under the name of its hash, `.<sha256>.part`, is hashed
 and flushed, and gets its own name: so what has that is whole and right. After an interruption whole files are kept, and the one that was
-on its way goes on where it ended. A file that cannot be had keeps no other from coming; it is told when all others are here.
+on its way goes on where it ended. A file that cannot be had keeps no other from coming; it is reported when all others are here.
 
 Who says what there is, is not trusted with this disk: no path leads out of the folder.
 """

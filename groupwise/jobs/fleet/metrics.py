@@ -35,7 +35,7 @@ def render(overview: Mapping[str, Any]) -> Iterator[str]:
     )
     counted = Counter(alarm["kind"] for alarm in overview["alarms"])
     alarms = [({"kind": kind}, count) for kind, count in sorted(counted.items())]
-    yield from family("fleet_alarms", "gauge", "What somebody should look at.", alarms)
+    yield from family("fleet_alarms", "gauge", "What an operator should look at.", alarms)
     processes = overview["processes"]
     alive = Counter(process["role"] for process in processes if process["alive"])
     roles = sorted({*NEEDED_ROLES, *(process["role"] for process in processes)})

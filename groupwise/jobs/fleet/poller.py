@@ -36,7 +36,7 @@ from groupwise.jobs.fleet.machines.reaching import (
     shown_key,
 )
 from groupwise.jobs.fleet.store.database import Database, seconds
-from groupwise.jobs.fleet.tasks import cancel_and_wait
+from groupwise.jobs.fleet.tasks import cancel_and_wait, wait_at_most
 from groupwise.jobs.hosts.keys import HostKey, parse
 from groupwise.jobs.hosts.port import Host, HostError, HostKeyError
 from groupwise.jobs.hosts.ssh import Patience
@@ -52,7 +52,7 @@ class Clock(Protocol):
         ...
 
     async def pause(self, seconds: float, until: asyncio.Event) -> None:
-        """Return after so many seconds, or when the event is set."""
+        """Return after `seconds`, or when the event is set."""
         ...
 
 
@@ -65,11 +65,7 @@ class RealClock:
 
     async def pause(self, seconds: float, until: asyncio.Event) -> None:
         """See `Clock`."""
-        try:
-            async with asyncio.timeout(seconds):
-                await until.wait()
-        except TimeoutError:
-            pass
+        await wait_at_most(seconds, until)
 
 
 @dataclass(frozen=True, slots=True)

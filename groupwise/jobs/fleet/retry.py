@@ -47,7 +47,7 @@ class Patience:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tell`: is told when the fleet is away, and when it is back; without it a warning is logged."""
+        """`tell`: called when the fleet is away, and when it is back; without it a warning is logged."""
         self.seconds = seconds
         self._tell, self._sleep, self._clock = tell, sleep, clock
 

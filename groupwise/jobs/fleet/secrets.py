@@ -82,7 +82,7 @@ class AllowedSecrets:
         where = "" if self.folder is None else f" in {self.folder}/fleet.yaml"
         return (
             f"{reference[:200]!r} is not among what jobs of this fleet may be given: {there}. The fleet's operator adds it to "
-            f"{SETTING}{where}, and starts its processes anew."
+            f"{SETTING}{where}, and restarts its processes."
         )
 
     def _of_kind(self, kind: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The settings of a fleet: where it is kept, and how often its roles look around.
 
-A fleet is known by one folder: with it come the database (SQLite in the folder, unless a URL of PostgreSQL is told), logs, artefacts and
+A fleet is known by one folder: with it come the database (SQLite in the folder, unless a URL of PostgreSQL is set), logs, artefacts and
 the store of files. `GROUPWISE_FLEET` names the folder, and so does `--fleet`; without either it is `~/.groupwise/fleet`. The same two may
 name the address of a fleet's HTTP API instead: then there is nothing else to set here, because the operator of the API has done it.
 

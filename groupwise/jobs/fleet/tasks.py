@@ -1,12 +1,20 @@
-"""Ending background tasks."""
+"""Ending background tasks, and waiting for events."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 AGAIN = 1.0
 """Seconds until a task is cancelled once more: a cancellation that coincides with a result is lost in `asyncio.wait_for`."""
+
+
+async def wait_at_most(seconds: float, event: asyncio.Event) -> None:
+    """Return when the event is set, or after `seconds`."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[Any] | None) -> None:

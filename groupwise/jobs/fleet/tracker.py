@@ -8,7 +8,7 @@ A database may lose its last commits, where a copy of it takes over, and give th
 more, or is another event, and the tracker starts again at the position that stands in that database.
 
 The subjects of NATS are news: where it is new in a fleet that has run for long, it begins with what ended in the last hour, and the log
-says so. Its position is written down at once, so that from then on nothing is lost. A webhook belongs to its job, which is told however
+says so. Its position is written down at once, so that from then on nothing is lost. A webhook belongs to its job, and is called however
 late.
 """
 
@@ -38,7 +38,7 @@ from groupwise.jobs.fleet.store.database import Database, seconds
 from groupwise.jobs.fleet.store.tables import Attempt, Cursor, Event, Job
 
 COMPLETED, ERRORED = "jobs.completed", "jobs.errored"
-"""Subjects of NATS. A cancelled job has not completed: it is told on `jobs.errored`, with the status `cancelled`."""
+"""Subjects of NATS. A cancelled job has not completed: it is announced on `jobs.errored`, with the status `cancelled`."""
 LAST_LINES = 20
 UNCUT = 80
 """Letters of a text that is not cut, as long as an id may be."""
@@ -71,10 +71,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a job, as it is told."""
+    """The end of a job, as it is announced."""
 
     event_id: int
-    """The same whenever it is told again."""
+    """The same whenever it is announced again."""
     job_id: str
     status: str
     """completed, failed or cancelled."""
@@ -191,7 +191,7 @@ class NatsOutlet:
         return told
 
     def _warn_of(self, left_out: Sequence[Ended], largest: int) -> None:
-        """No later day would bring them, and all that ended after them would wait."""
+        """They are left out: they would never fit, and all that ended after them would wait."""
         for each in left_out:
             logger.warning(
                 "%s is not told of the end of %.80s: NATS takes %d bytes of a message, fewer than that needs",
@@ -224,7 +224,7 @@ class Tracker:
         """Numbers of further ones for a place, the oldest first."""
 
     async def run(self) -> None:
-        """Tell what ends, for ever."""
+        """Announce what ends, for ever."""
         failing = False
         while True:
             try:
@@ -234,7 +234,7 @@ class Tracker:
                 if not failing:
                     logger.warning("%s: the events cannot be read: %s", self._outlet.name, error)
                 failing, more = True, False
-            # what stops one outlet must not stop the others, which are told beside it
+            # what stops one outlet must not stop the others, which run beside it
             except Exception:
                 if not failing:
                     logger.exception("%s crashed and goes on", self._outlet.name)
@@ -304,7 +304,7 @@ class Tracker:
         return len(read) == READ
 
     async def _read_again(self) -> None:
-        """Those for places at which few wait now."""
+        """Load announcements for destinations at which few wait now."""
         wanted: list[int] = []
         for place, numbers in list(self._later.items()):
             room = MOST_TO_ONE - self._to_one[place]
@@ -313,7 +313,13 @@ class Tracker:
         if not wanted:
             return
         newest = self._newest
-        ends, pruned = await self._database.read_in_thread(lambda s: _ends_of(s, wanted, newest))
+
+        def read_ends(session: Session) -> tuple[list[Ended], list[str]]:
+            _check(session, newest)
+            query = select(Event).where(Event.event_id.in_(wanted)).order_by(Event.event_id)
+            return _told_of(session, list(session.scalars(query)))
+
+        ends, pruned = await self._database.read_in_thread(read_ends)
         self._warn_of(pruned)
         for each in ends:
             self._keep(each)
@@ -398,16 +404,8 @@ def _newest(session: Session, position: int) -> Known | None:
     return None if row is None else (row.event_id, row.at)
 
 
-def _ends_of(
-    session: Session, numbers: Sequence[int], newest: Known | None
-) -> tuple[list[Ended], list[str]]:
-    _check(session, newest)
-    query = select(Event).where(Event.event_id.in_(numbers)).order_by(Event.event_id)
-    return _told_of(session, list(session.scalars(query)))
-
-
 def _told_of(session: Session, ends: Sequence[Event]) -> tuple[list[Ended], list[str]]:
-    """And the ids of jobs that are there no more."""
+    """The ends of jobs, and the ids of jobs that have been pruned meanwhile."""
     told = [(event, _ended(session, event)) for event in ends]
     pruned = [str(event.job_id) for event, ended in told if ended is None]
     return [ended for _, ended in told if ended is not None], pruned

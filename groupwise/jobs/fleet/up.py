@@ -8,7 +8,7 @@
 Every role is a loop that is meant to run for ever. Whatever ends one is logged with its reason, and it is started again after a pause; the
 others go on. Each writes a line into `control_processes` every ten seconds: so `fleet status` and `doctor` know who is alive.
 
-A signal ends all of it cleanly: the dispatcher lets go of its attempts, and jobs run on, because runners do not need us. A later second
+A signal ends all of it cleanly: the dispatcher releases its attempts, and jobs run on, because runners do not need us. A later second
 one does not wait. An embedded fleet has one process for each role, held by a lock on a file of its folder that ends with the process.
 """
 
@@ -39,6 +39,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
+from groupwise.core.backoff import Backoff
 from groupwise.core.errors import GroupwiseError, RunError, UsageError
 from groupwise.jobs.fleet import processes
 from groupwise.jobs.fleet.attempts import records
@@ -65,6 +66,7 @@ from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database, check_schema, connect, migrate, seconds
 from groupwise.jobs.fleet.store.tables import VM, ControlProcess, Event, Job
+from groupwise.jobs.fleet.tasks import wait_at_most
 from groupwise.jobs.fleet.tracker import NatsOutlet, Outlet, Tracker
 from groupwise.jobs.fleet.verbs import machines
 from groupwise.jobs.fleet.verbs.actor import Actor
@@ -95,9 +97,9 @@ Say = Callable[[str], None]
 def run(
     place: FleetPlace, roles: Sequence[str], *, say: Say, address: Address | None = None
 ) -> int:
-    """Play these roles until a signal comes; the exit code. Raises UsageError where that cannot begin.
+    """Run these roles until a signal comes; returns the exit code. Raises UsageError if they cannot begin.
 
-    `address`: where the API of the fleet answers meanwhile; None: nowhere.
+    `address`: where the fleet's API answers meanwhile; None: there is no API.
     """
     logging.basicConfig(  # all roles together log only problems, since the news say the rest
         level=logging.INFO if len(roles) == 1 else logging.WARNING,
@@ -145,7 +147,7 @@ def _take(
 
 
 def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str | None]:
-    """This machine stands in the fleet as what it is now, before a role looks at it. Returns what people are told of it."""
+    """Update this machine's row before a role looks at it (added, interpreter, folder). Returns a message for people."""
 
     def look(session: Session) -> str | None:
         if set(roles) == set(ROLES):
@@ -175,8 +177,11 @@ def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str
 def _followed(session: Session, vm: VM, folder: Path) -> str | None:
     """Move this machine's working folder if the fleet was moved. Raises UsageError if two fleets would share it."""
     old, new = Path(vm.workdir), folder / "work"
-    if old == new or not _is_by_up(session) or _is_same(old.parent, folder):
+    if old == new or not _is_by_up(session):
         return None
+    with contextlib.suppress(OSError):  # one of them does not exist
+        if old.parent.samefile(folder):
+            return None  # one folder, through links
     if os.path.exists(old.parent / DATABASE_FILE):
         raise UsageError(
             f"{folder} is a copy of the fleet in {old.parent}, and that one is still there: both would run their jobs in {old}, and take "
@@ -210,18 +215,11 @@ def _is_by_up(session: Session) -> bool:
     return next(said, False)
 
 
-def _is_same(one: Path, other: Path) -> bool:
-    """True if both are one folder, through any links."""
-    with contextlib.suppress(OSError):
-        return one.samefile(other)
-    return False
-
-
 # --- the process ----------------------------------------------------------------------------------
 
 
 class Hosts:
-    """Ways to machines, made when one is wanted and kept until the machine is somewhere else."""
+    """Connections to machines, made when one is wanted and kept until the machine's address changes."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Machine, Host]] = {}
@@ -244,7 +242,7 @@ class Hosts:
             known[1].doubt()
 
     async def keep_only(self, vm_ids: Collection[str]) -> None:
-        """Close the ways to other machines than these, and those that new ones have taken the place of."""
+        """Close connections to other machines than these, and those that were replaced."""
         gone = [self._kept.pop(vm_id)[1] for vm_id in self._kept.keys() - set(vm_ids)]
         closing, self._replaced = [*self._replaced, *gone], []
         await asyncio.gather(*(host.close() for host in closing), return_exceptions=True)
@@ -362,8 +360,8 @@ class _ControlPlane:
     # --- roles ------------------------------------------------------------------------------------
 
     async def _play(self, role: _Role) -> None:
-        """Again and again until it is asked to stop; a crash is told and costs a pause."""
-        pause = FIRST_PAUSE
+        """Run a role until the stop, and restart it after a pause whenever it crashes."""
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, low=1.0)
         loop = asyncio.get_running_loop()
         while not self._stopping.is_set():
             began = loop.time()
@@ -375,20 +373,17 @@ class _ControlPlane:
                 log.exception("the %s crashed", role.name)
                 self._crashed(role, f"{type(error).__name__}: {error}")
             if loop.time() - began > 2 * LONGEST_PAUSE:
-                pause = FIRST_PAUSE
+                backoff.reset()
             if not self._stopping.is_set():
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await self._stopping.wait()
-                pause = min(2 * pause, LONGEST_PAUSE)
+                await wait_at_most(backoff.next(), self._stopping)
 
     def _crashed(self, role: _Role, reason: str) -> None:
         role.crashes += 1
         role.last_error = reason
-        log.error("the %s ended: %s; it is begun anew", role.name, reason)
+        log.error("the %s ended: %s; it is restarted", role.name, reason)
 
     async def _until_stopped(self, work: Awaitable[None]) -> None:
-        """A loop that knows no end of its own."""
+        """Run an endless loop until the stop."""
         task = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -406,13 +401,6 @@ class _ControlPlane:
         poller = Poller(self._database, pace=pace, trust_on_first_use=settings.trust_on_first_use)
         await self._until_stopped(poller.run())
 
-    async def _began_with_a_poller(self) -> float | None:
-        """When, by the database's clock; its own poller is about to look at all machines."""
-        if len(self._roles) < len(ROLES):
-            return None
-        now = await self._database.read_in_thread(seconds)
-        return now - (time.monotonic() - self._began)
-
     async def _dispatch(self, role: _Role) -> None:
         settings = self._settings
         rhythm = Rhythm(
@@ -426,6 +414,10 @@ class _ControlPlane:
         if settings.database is None:
             # the lock of the folder says that the dispatcher before is gone, so that no lease has to run out
             await self._database.in_thread(records.let_all_go)
+        began: float | None = None
+        if len(self._roles) == len(ROLES):  # its own poller is about to look at all machines
+            now = await self._database.read_in_thread(seconds)
+            began = now - (time.monotonic() - self._began)
         dispatcher = GlobalJobDispatcher(
             self._parts(gateway),
             Tuning(
@@ -434,7 +426,7 @@ class _ControlPlane:
                 keeping=Keeping(
                     3600 * settings.keep_completed_hours, 3600 * settings.keep_failed_hours
                 ),
-                began=await self._began_with_a_poller(),
+                began=began,
             ),
             owner=role.owner,
             gateway=gateway,
@@ -561,24 +553,20 @@ class _ControlPlane:
         except GroupwiseError as error:
             log.warning("the end could not be written down: %s", error)
             return
-        if len(self._roles) == len(ROLES):
-            with contextlib.suppress(OSError):  # it has no reader
-                self._say(_farewell(running))
+        if len(self._roles) < len(ROLES):
+            return
+        farewell = "The fleet has ended. Jobs that wait begin when `groupwise fleet up` runs again."
+        if running:
+            more = f" and {len(running) - 3} more" if len(running) > 3 else ""
+            runs = "runs" if len(running) == 1 else "run"
+            farewell = f"The fleet has ended; {', '.join(running[:3])}{more} {runs} on. `groupwise fleet up` picks up where it is then."
+        with contextlib.suppress(OSError):  # it has no reader
+            self._say(farewell)
 
 
 def _nats_shown(url: str | None) -> dict[str, Any] | None:
-    """Without what may be secret: it stands in the database, where everybody reads."""
+    """The address without secrets: it stands in the database, where everybody may read it."""
     if url is None:
         return None
     access = access_from(url, os.environ)
     return {"url": access.shown, "whole": access.is_shown_whole}
-
-
-def _farewell(running: Sequence[str]) -> str:
-    if not running:
-        return "The fleet has ended. Jobs that wait begin when `groupwise fleet up` runs again."
-    named = ", ".join(running[:3]) + (f" and {len(running) - 3} more" if len(running) > 3 else "")
-    runs = "runs" if len(running) == 1 else "run"
-    return (
-        f"The fleet has ended; {named} {runs} on. `groupwise fleet up` picks up where it is then."
-    )

@@ -1,4 +1,4 @@
-"""Webhooks: the address that a job names is told by HTTP POST that it has ended, with the JSON that NATS is told.
+"""Webhooks: when a job ends, the address that it names gets an HTTP POST with the JSON that NATS gets.
 
 The submitter of a job chooses the address, and our machine connects to it. So only http and https are spoken, redirects are not
 followed, and the name is looked up once, here: unless every address behind it is one of the public internet nothing is sent, and what was
@@ -41,7 +41,7 @@ PAUSES = (2.0, 10.0, 60.0, 300.0, 900.0, 1800.0)
 ANSWERED = 10.0
 """Seconds for the name, the connection and the answer together."""
 CONNECTED = ANSWERED / 2
-"""Seconds of those for the connection, so that an absent host is told apart from one that does not answer."""
+"""Seconds of those for the connection, which distinguishes an absent host from one that does not answer."""
 AT_ONCE = 64
 AT_ONCE_MUTE = 16
 """Further slots, for destinations that did not answer the last time."""
@@ -52,7 +52,7 @@ MUTE = 2 * PAUSES[-1]
 AWAY = 3
 """Index into `PAUSES` of the longest pause for a destination that could not be connected to."""
 LISTENED = 1.0
-"""Seconds that telling waits for answers; those that come later are told by the next one."""
+"""Seconds that one round waits for answers; the next round takes those that come later."""
 DELIVERED, GIVEN_UP = "webhook.delivered", "webhook.given_up"
 ACTOR = "tracker"
 
@@ -96,7 +96,7 @@ class _Destination:
 
 
 class WebhookOutlet:
-    """Tells each job's own address; see `Outlet`."""
+    """Calls each job's own address; see `Outlet`."""
 
     name = "tracker.webhooks"
     tells_history = True
@@ -121,7 +121,7 @@ class WebhookOutlet:
         self._http = httpx2.AsyncClient(
             transport=transport,
             timeout=httpx2.Timeout(ANSWERED, connect=CONNECTED),
-            trust_env=False,  # a proxy of the environment would look names up anew
+            trust_env=False,  # a proxy of the environment would look names up again
             follow_redirects=False,
             headers={"User-Agent": "groupwise-fleet"},
         )
@@ -137,9 +137,15 @@ class WebhookOutlet:
         wanted = [e for e in ended if e.webhook is not None]
         new = [e for e in wanted if e.event_id not in self._trials]
         known = await self._known(new) if new else frozenset[int]()
+        now = self._clock()
         for each in wanted:
-            if each.event_id not in known:
-                self._queue(each)
+            if each.event_id in known | self._settled:
+                continue
+            trial = self._trials.setdefault(each.event_id, _Trial())
+            place = self._to.setdefault(_place(each.webhook or ""), _Destination())
+            if not trial.is_queued and max(trial.next_at, place.next_at) <= now:
+                trial.is_queued = True
+                place.queue[each.event_id] = each
         self._begin()
         if workers := [worker for place in self._to.values() for worker in place.workers]:
             await asyncio.wait(workers, timeout=LISTENED)
@@ -156,15 +162,6 @@ class WebhookOutlet:
         )
         await self._http.aclose()
 
-    def _queue(self, ended: Ended) -> None:
-        now, trial = self._clock(), self._trials.setdefault(ended.event_id, _Trial())
-        if trial.is_queued or trial.next_at > now or ended.event_id in self._settled:
-            return
-        place = self._to.setdefault(_place(ended.webhook or ""), _Destination())
-        if place.next_at <= now:
-            trial.is_queued = True
-            place.queue[ended.event_id] = ended
-
     def _begin(self) -> None:
         for place in self._to.values():
             most = min(AT_ONE_PLACE if place.has_answered else 1, len(place.queue))
@@ -172,7 +169,7 @@ class WebhookOutlet:
                 place.workers.add(asyncio.create_task(self._work(place)))
 
     def _end(self) -> None:
-        """Forget those who have ended. Raises what one of them raised."""
+        """Forget workers that have ended. Raises what one of them raised."""
         failed: BaseException | None = None
         for place in self._to.values():
             for worker in [each for each in place.workers if each.done()]:
@@ -240,7 +237,7 @@ class WebhookOutlet:
         place.has_answered, place.mute_until = False, self._clock() + MUTE
 
     def _is_away(self, place: _Destination, problem: str) -> None:
-        """None of those that wait would have fared better."""
+        """The host is unreachable: count a failed attempt for all that wait for it."""
         if place.next_at <= self._clock():  # else some others have just found out
             place.failures += 1
             place.next_at = self._clock() + _pause(min(place.failures, AWAY))
@@ -296,7 +293,7 @@ class WebhookOutlet:
 
 
 def _pause(number: int) -> float:
-    """After the first, the second … that failed."""
+    """Seconds after the first, the second … failed attempt."""
     return PAUSES[number - 1] * random.uniform(0.5, 1.0)
 
 
@@ -305,7 +302,7 @@ def _said(error: Exception) -> str:
 
 
 def _place(url: str) -> tuple[str, int] | None:
-    """Host and port. None: no place; what goes there is given up at once."""
+    """Host and port; None for an invalid address, which is given up at once."""
     try:
         host, port, _ = _parts(url)
     except Forbidden:
@@ -320,7 +317,7 @@ def _parts(url: str) -> tuple[str, int, str]:
     except ValueError as error:
         raise Forbidden(f"no address: {error}") from error
     if parts.scheme not in ("http", "https") or not host:
-        raise Forbidden("only http:// and https:// addresses are told")
+        raise Forbidden("only http:// and https:// addresses are allowed")
     if not is_host(host) or port == 0:
         raise Forbidden(f"{ascii(host)[:80]} port {port} is no place on any network")
     if parts.username is not None or parts.password is not None:
@@ -334,7 +331,7 @@ def _checked(addresses: list[str], host: str, allow_private: bool) -> str:
         raise OSError(f"{host} has no address")
     if not allow_private and (inner := [a for a in addresses if not is_public(a)]):
         # For operators alone: the submitter who chose the address would learn about the internal network.
-        logger.info("no webhook is told at %s, which is %s", host, inner[0])
+        logger.info("no webhook is called at %s, which is %s", host, inner[0])
         raise Forbidden(
             f"{host} is not of the public internet; `webhooks_to_private` in the fleet's settings allows that"
         )

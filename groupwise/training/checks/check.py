@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import EnvironmentWorkerError, RewardWorkerError, TaskError, UsageError
+from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.interruption import run_to_end
 from groupwise.core.reward_call.request import Scorer
 from groupwise.core.reward_call.text import as_completion
@@ -70,7 +71,6 @@ from groupwise.training.checks.check_rewards import (
     table,
     try_cases,
 )
-from groupwise.training.checks.findings import Finding, Findings, OnFinding, Report
 from groupwise.training.config import RunConfig, load_config, view, with_task_schema
 from groupwise.training.evaluation.evaluate import success_of
 

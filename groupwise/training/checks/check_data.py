@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, TypeVar, cast
 
 from groupwise.core.errors import TaskError
+from groupwise.core.findings import Finding
 from groupwise.core.types import Example, Prompt
 from groupwise.engine.models.tokens import rendered
 from groupwise.tasks.contract import HOOKS, NEEDED, Task, Verb, require
@@ -17,7 +18,6 @@ from groupwise.tasks.data.sft import teacher_example
 from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.prompts import odd_prompts, text_prompts
 from groupwise.tasks.tools import Schema
-from groupwise.training.checks.findings import Finding
 
 MEASURED = 2000
 """Prompts of a dataset whose length is measured, evenly spread over it."""

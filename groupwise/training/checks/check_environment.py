@@ -17,6 +17,7 @@ from random import Random
 from typing import Any, cast
 
 from groupwise.core.errors import EnvironmentWorkerError
+from groupwise.core.findings import Finding
 from groupwise.core.types import Completion, Example, GroupRequest, Rollout, Sampler, SamplingParams
 from groupwise.tasks.contract import Task
 from groupwise.tasks.rollouts.asking import Ask
@@ -27,7 +28,6 @@ from groupwise.training import rollout_builder
 from groupwise.training.checks.check_data import spread, written
 from groupwise.training.checks.check_gold import GARBAGE
 from groupwise.training.checks.check_rewards import distribution, is_constant, mean_or_none
-from groupwise.training.checks.findings import Finding
 from groupwise.training.config import RunConfig, view
 
 ROWS = 8

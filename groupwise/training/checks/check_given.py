@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any, cast
 
 from groupwise.core.errors import RunNotFoundError, UsageError
+from groupwise.core.findings import Finding
 from groupwise.core.types import Example
 from groupwise.runs import find
 from groupwise.runs.advice import DISTINCT, LEAST_DISTINCT, MOST_WITHOUT_SIGNAL
@@ -30,7 +31,6 @@ from groupwise.training.checks.check_rewards import (
     is_constant,
     rewards_of,
 )
-from groupwise.training.checks.findings import Finding
 from groupwise.training.evaluation.measures import Success, distinct_share
 
 MOST_ROLLOUTS = 512

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from statistics import fmean, median, pstdev
 from typing import Any
 
+from groupwise.core.findings import Finding, Level
 from groupwise.core.reward_call.request import MemberScore, Scorer, ScoreRequest, unscored
 from groupwise.core.reward_call.text import as_completion
 from groupwise.core.types import Example
 from groupwise.engine.models.tokens import text_ids
 from groupwise.tasks.rewards.rubric import NO_REWARD
 from groupwise.training.checks.check_gold import LAYOUTS, Gold, accepted_forms, cases_of, laid_out
-from groupwise.training.checks.findings import Finding, Level
 
 LAYOUT_ROWS = 4
 """Rows on which each way of writing a gold answer is tried."""

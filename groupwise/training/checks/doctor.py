@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupwise.core.findings import Findings, OnFinding, Report
 from groupwise.engine.backends.unsloth import library
 from groupwise.training.checks import doctor_machine
-from groupwise.training.checks.findings import Findings, OnFinding, Report
 from groupwise.training.config import RunConfig, load_config
 
 CODE = "doctor_failed"

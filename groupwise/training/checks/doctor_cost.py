@@ -14,6 +14,7 @@ from typing import Any
 
 from groupwise.algorithms.registry import make
 from groupwise.algorithms.sft import Sft
+from groupwise.core.findings import Finding
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import GroupRequest, Learner, OptimiserParams, Row
 from groupwise.tasks.data.order import Order
@@ -21,7 +22,6 @@ from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.teacher import LessonSet, teacher_row
 from groupwise.training import rollout_builder
 from groupwise.training.checks.doctor_engine import Engine
-from groupwise.training.checks.findings import Finding
 from groupwise.training.config import DEFAULT_ALGORITHM, RunConfig
 from groupwise.training.sft_config import SftConfig
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from groupwise.algorithms.registry import make
 from groupwise.core.errors import PolicyMismatchError, RunError
+from groupwise.core.findings import Finding
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import (
     Example,
@@ -29,7 +30,6 @@ from groupwise.engine.models.tokens import completion_text
 from groupwise.tasks.rollouts.rows import training_rows
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.single import sample_group
-from groupwise.training.checks.findings import Finding
 from groupwise.training.config import DEFAULT_ALGORITHM
 from groupwise.training.loops.recording import MAX_GAP
 

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from groupwise.core.errors import RunError, TaskError
+from groupwise.core.findings import Finding, Findings
 from groupwise.core.interruption import run_to_end
 from groupwise.core.types import Example, Group, Prompt, SamplingParams
 from groupwise.engine.models.machine import available_cores, describe_processor, has_bfloat16
@@ -44,7 +45,6 @@ from groupwise.training.checks.doctor_engine import (
     rows_of,
 )
 from groupwise.training.checks.doctor_template import check_tokenizer, opening_of, stop_tokens
-from groupwise.training.checks.findings import Finding, Findings
 from groupwise.training.config import LoadedConfig, RunConfig, view, with_task_schema
 from groupwise.training.loops.rl_prepare import planned_sizes
 from groupwise.training.placement import Layout

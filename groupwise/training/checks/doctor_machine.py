@@ -8,8 +8,8 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+from groupwise.core.findings import Finding
 from groupwise.engine.models.memory import NEEDS_LESS
-from groupwise.training.checks.findings import Finding
 
 LIBRARIES = ("torch", "transformers", "peft", "tokenizers", "safetensors", "huggingface_hub")
 """Libraries that training imports."""

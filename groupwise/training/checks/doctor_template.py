@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from groupwise.core.errors import TaskError
+from groupwise.core.findings import Finding
 from groupwise.core.types import Message
 from groupwise.engine.models.chat_template import unannounced
 from groupwise.engine.models.tokens import prompt_ids
-from groupwise.training.checks.findings import Finding
 
 QUESTION = "What is two plus three?"
 ANSWER = "It makes five."

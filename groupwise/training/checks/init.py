@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from groupwise.core.errors import TaskError, UsageError
+from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.interruption import run_to_end
 from groupwise.core.settings.view import View
 from groupwise.core.types import Example
@@ -33,7 +34,6 @@ from groupwise.training.checks import doctor_cost, doctor_machine
 from groupwise.training.checks.check_data import check_hooks, prompt_lengths, spread, suffices
 from groupwise.training.checks.check_gold import GOLD_COMPLETION, accepted_forms, gold_column
 from groupwise.training.checks.doctor_examination import Patient, measure_cost
-from groupwise.training.checks.findings import Finding, Findings, OnFinding, Report
 from groupwise.training.checks.init_choices import (
     BUDGETS,
     SLOTS,

@@ -19,10 +19,10 @@ from typing import Any, Literal, cast
 
 from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.core.errors import ConfigError, UsageError
+from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.plugins import trains_when_imported
 from groupwise.core.settings.schema import foreign_advice
 from groupwise.tasks.data.config import DatasetConfig
-from groupwise.training.checks.findings import Finding, Findings, OnFinding, Report
 from groupwise.training.checks.foreign_config import read_foreign
 from groupwise.training.checks.foreign_names import (
     DEFAULTS,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from groupwise.cli.main import main
-from groupwise.training.checks.findings import Finding, Report
+from groupwise.core.findings import Finding, Report
 
 GOOD = Finding("hooks", "ok", "all there", "enough for `rl`", "never shown")
 BAD = Finding("spread", "problem", "one line\nanother", "nothing is learnt", "mend it")

@@ -69,7 +69,7 @@ def make_app(serving: Serving, plain: str | None, *, open_to_this_machine: bool)
 def make_local_app(serving: Serving, user: str) -> ASGIApp:
     """The application for callers in this process, who need no key.
 
-    `user` is the name in events (`user:ada`); the header `ACTS_FOR` names somebody else for one request. A route is built when it is first
+    `user` is the name in events (`user:ada`); the header `ACTS_FOR` replaces it for one request. A route is built when it is first
     asked: all of them take a tenth of a second, and a command asks one or two.
     """
 

@@ -17,10 +17,10 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from groupwise.core.backoff import Backoff
 from groupwise.core.errors import RunError
 from groupwise.jobs.fleet.attempts import ending, records, refusals
 from groupwise.jobs.fleet.attempts.decide import (
@@ -53,6 +53,7 @@ from groupwise.jobs.fleet.attempts.watching import CHANGEABLE, Watch, Watches
 from groupwise.jobs.fleet.attempts.write_batching import Reads
 from groupwise.jobs.fleet.secrets import SecretMissing, Secrets
 from groupwise.jobs.fleet.states import AttemptState
+from groupwise.jobs.fleet.tasks import wait_at_most
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.files import BlobError, BlobStore
@@ -279,7 +280,7 @@ class Drive:
         self._silences: dict[int, float] = {}
         """When each silent member fell silent, by this process's monotonic clock."""
         self._news = asyncio.Event()
-        self._pause = deps.pauses.first
+        self._backoff = Backoff(deps.pauses.first, deps.pauses.longest, deps.chance)
 
     def poke(self) -> None:
         """Wake the controller: the attempt has changed in the database."""
@@ -315,15 +316,12 @@ class Drive:
             log.warning("%s: %s", self.epoch, error)
             effects, progress = (), False
         if progress:
-            self._pause = self._deps.pauses.first
+            self._backoff.reset()
             return True
         limit = self._deps.pauses.idle
         if effects:  # they have changed nothing yet: look again soon, with a growing pause
-            limit = self._deps.chance.uniform(0.5, 1.0) * self._pause
-            self._pause = min(2 * self._pause, self._deps.pauses.longest)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit):
-                await self._news.wait()
+            limit = self._backoff.next()
+        await wait_at_most(limit, self._news)
         return True
 
     # Reading

@@ -1,4 +1,4 @@
-"""Why an attempt was not begun, as `code: message`, and whom the code speaks of: its machine, a GPU there, the job, or the control machine.
+"""Why an attempt was not begun, as `code: message`, and what the code is about: its machine, a GPU there, the job, or the control machine.
 
 All but the last are words of a runner. What the control machine refuses never reached one: what it does not have is to be had nowhere
 else either, so that no machine is to blame for it and no other one would be better.
@@ -51,7 +51,7 @@ def of_engine(refusal: str | None) -> str | None:
 def of_files(job_id: str, lacking: Sequence[str], error: Exception) -> str:
     """The refusal for lost files of a job. They do not come back by themselves: the submitter has them."""
     return (
-        f"{BLOB}: {_not_there(lacking)}: {error}. Submit the job anew, which sends its files, or put them back and "
+        f"{BLOB}: {_not_there(lacking)}: {error}. Submit the job again, which sends its files, or put them back and "
         f"`groupwise fleet resume {job_id}`"
     )
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from groupwise.core.backoff import Backoff
+from groupwise.jobs.fleet.tasks import wait_at_most
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Known, Runner
 from groupwise.jobs.hosts.port import HostError
@@ -102,25 +103,20 @@ class Watch:
 
     async def run(self) -> None:
         """Poll until there are no listeners left."""
-        pause = self.pauses.first
+        backoff = Backoff(self.pauses.first, self.pauses.longest)
         while self.listeners:
             self.changed.clear()
             try:
                 await (self._knock() if self.down else self._poll())
-                pause = self.pauses.first
+                backoff.reset()
             except HostError as error:
                 self._silence(str(error))
-                await self._rest(random.uniform(0.5, 1.0) * pause)
-                pause = min(2 * pause, self.pauses.longest)
+                await self._rest(backoff.next())
 
     async def _rest(self, pause: float) -> None:
         """Pause before the next poll; shorter if a listener has reached the machine meanwhile."""
         self.seen.clear()
-        try:
-            async with asyncio.timeout(pause):
-                await self.seen.wait()
-        except TimeoutError:
-            pass
+        await wait_at_most(pause, self.seen)
 
     def _silence(self, why: str) -> None:
         if not self.down:

@@ -63,7 +63,7 @@ class Gathered(Generic[One, Result]):
         self._slow: set[asyncio.Task[Result]] = set()
 
     async def ask(self, one: One) -> Result:
-        """Its answer, or what was raised. Who is cancelled while it is dealt with is held until that is over."""
+        """Return its answer, or raise what was raised. If the caller is cancelled meanwhile, this returns only once the work is over."""
         entry = (one, asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
         if self._dealing is None or self._dealing.done():
@@ -82,7 +82,7 @@ class Gathered(Generic[One, Result]):
             now, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
             try:
                 found = await self._deal([one for one, _ in now])
-            # whatever it is belongs to those who asked, or they would wait for ever
+            # whatever was raised goes to the callers, or they would wait for ever
             except BaseException as error:  # noqa: BLE001
                 found = [error] * len(now)
             for (_, answer), result in zip(now, found, strict=True):
@@ -140,16 +140,16 @@ class Writes:
                 return await self._database.in_thread(lambda session: _all(session, writes))
             except (CommitUnknown, DatabaseFailure) as error:
                 return [error] * len(writes)
-            except Exception:  # noqa: BLE001  # of an unknown one of them: each gets its own below
+            except Exception:  # noqa: BLE001  # one of them failed, unknown which: each runs alone below
                 pass
         alone = [asyncio.create_task(self._database.in_thread(write.fn)) for write in writes]
-        # One that waits for a lock of somebody else's is not waited for by those that come after it.
+        # Those that come after one which waits for a foreign lock do not wait for it.
         await asyncio.wait(alone, timeout=LOCK_SECONDS)
         return [Later(task) for task in alone]
 
 
 class Reads(Generic[One, Result]):
-    """Looks of many, as few: `fn` reads all of what is asked for, by its key; None for what is not there."""
+    """Combines many reads into few: `fn` reads all wanted keys at once; None for a key that is not there."""
 
     def __init__(
         self, database: Database, fn: Callable[[Session, Sequence[One]], Mapping[One, Result]]

@@ -37,6 +37,7 @@ import httpx2
 from sqlalchemy import literal, select, tuple_, update
 from sqlalchemy.orm import Session
 
+from groupwise.core.backoff import Backoff
 from groupwise.core.errors import RunError
 from groupwise.jobs.fleet.files.logs import log_path
 from groupwise.jobs.fleet.states import AttemptState
@@ -252,26 +253,31 @@ class Shipper:
         """The next round begins after this log, so that a log that ends rounds is not always the first."""
         self._taken = 0
         """Bytes of logs taken since this process began."""
-        self._refused: dict[tuple[int, int], _Pause] = {}
-        """Pauses of the logs that the sink refuses while it takes others."""
+        self._refused: dict[tuple[int, int], tuple[float, Backoff]] = {}
+        """Logs that the sink refuses while it takes others: until when each waits, by the monotonic clock."""
         self._warned_of_left_out = False
 
     async def run(self) -> None:
         """Ship for ever. A sink that takes nothing is logged once, and tried again less and less often."""
-        pause = self._interval
+        backoff, failing = self._backoff(), False
         while True:
+            pause = self._interval
             try:
                 await self.round()
-                if pause > self._interval:
+                if failing:
                     logger.info("logs are taken again")
-                pause = self._interval
+                failing = False
+                backoff.reset()
             except (*AWAY, Refused, RunError) as error:
-                if pause == self._interval:
+                if not failing:
                     logger.warning(
                         "logs are not taken: %s; nothing is lost, it is tried again", error
                     )
-                pause = min(2 * pause, LONGEST_PAUSE)
+                failing, pause = True, backoff.next()
             await asyncio.sleep(pause)
+
+    def _backoff(self) -> Backoff:
+        return Backoff(2 * self._interval, LONGEST_PAUSE, low=1.0)
 
     async def round(self) -> int:
         """Send all lines that are there now. Returns how many bytes of logs they were."""
@@ -279,8 +285,7 @@ class Shipper:
         refused: dict[tuple[int, int], Refused] = {}
         async for log in self._all_behind():
             seen.add(log.key)
-            paused = self._refused.get(log.key)
-            if paused is not None and time.monotonic() < paused.until:
+            if log.key in self._refused and time.monotonic() < self._refused[log.key][0]:
                 continue
             try:
                 await self._send(log)
@@ -330,9 +335,8 @@ class Shipper:
             )
         self._refused = {key: pause for key, pause in self._refused.items() if key in seen}
         for key in refused:
-            before = self._refused.get(key)
-            seconds = min(2 * before.seconds, LONGEST_PAUSE) if before else 2 * self._interval
-            self._refused[key] = _Pause(time.monotonic() + seconds, seconds)
+            backoff = self._refused[key][1] if key in self._refused else self._backoff()
+            self._refused[key] = time.monotonic() + backoff.next(), backoff
 
     async def _send(self, log: Behind) -> None:
         """Send all that can be sent of one log."""
@@ -392,14 +396,6 @@ class Shipper:
 
         await self._database.in_thread(move)
         self._taken += end - begin
-
-
-@dataclass(frozen=True, slots=True)
-class _Pause:
-    """How long a refused log waits, and until when by the monotonic clock."""
-
-    until: float
-    seconds: float
 
 
 def _behind(session: Session, after: tuple[int, int], until: tuple[int, int]) -> list[Behind]:

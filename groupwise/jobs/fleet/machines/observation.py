@@ -314,7 +314,7 @@ def _about_key(vm: VM, shown: keys.HostKey) -> str:
         )
     return (
         f"its host key has CHANGED: it shows {shown.fingerprint}, pinned is {_fingerprint(vm.host_key)}. Somebody may stand between, or "
-        f"it was set up anew; nothing is sent there. If the new one is right: `{command}`"
+        f"it was set up again; nothing is sent there. If the new one is right: `{command}`"
     )
 
 

@@ -46,7 +46,7 @@ class Doorbell(Protocol):
         ...
 
     async def close(self) -> None:
-        """Send what was rung, if that can be done in a moment, and let go of everything."""
+        """Send what was rung, if that can be done in a moment, and close all connections."""
         ...
 
 

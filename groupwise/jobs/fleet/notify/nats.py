@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,8 +22,9 @@ from urllib.parse import urlsplit
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from groupwise.core.backoff import Backoff
 from groupwise.jobs.fleet.notify.base import LARGEST, PendingIds, ids_in, messages
-from groupwise.jobs.fleet.tasks import cancel_and_wait
+from groupwise.jobs.fleet.tasks import cancel_and_wait, wait_at_most
 
 NEW_JOBS = "jobs.new"
 CONNECTING = 2
@@ -121,7 +121,7 @@ class NatsLink:
         heard: Callable[[bytes], None] | None = None,
         absent: int = logging.INFO,
     ) -> None:
-        """`absent`: the level at which is told that it was not there from the start."""
+        """`absent`: the log level for a server that was not there from the start."""
         self._access = access
         self._absent = absent
         self._subject = subject
@@ -206,13 +206,13 @@ class NatsLink:
         self._connecting = None
 
     async def _keep(self) -> None:
-        pause = FIRST_PAUSE
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             client = Client()
             reason = "the connection ended"
             try:
                 await self._connect(client)
-                pause = FIRST_PAUSE
+                backoff.reset()
                 self._client = client
                 self._last_error = None
                 self._there.set()
@@ -238,8 +238,7 @@ class NatsLink:
                     reason,
                 )
             self._was_there = False
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            await asyncio.sleep(backoff.next())
 
     async def _connect(self, client: Client) -> None:
         servers = [one.strip() for one in self._access.url.split(",")]
@@ -272,9 +271,7 @@ class NatsLink:
                     pending_bytes_limit=KEPT_BYTES,
                 )
             await client.rtt(timeout=ANSWERING)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(CHECKED):
-                    await self._stirred.wait()
+            await wait_at_most(CHECKED, self._stirred)
 
     async def _hear(self, message: Msg) -> None:
         if self._heard is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -18,6 +17,7 @@ from typing import Any
 import psycopg
 from psycopg.sql import SQL, Identifier
 
+from groupwise.core.backoff import Backoff
 from groupwise.jobs.fleet.notify.base import PendingIds, ids_in, messages
 from groupwise.jobs.fleet.tasks import cancel_and_wait
 
@@ -81,12 +81,12 @@ class PostgresDoorbell:
 
     async def _kept(self, work: Callable[[Connection], Awaitable[None]]) -> None:
         """Do the work on a connection, and on a new one whenever that breaks."""
-        pause = FIRST_PAUSE
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             try:
                 async with asyncio.timeout(CHECKED):
                     connection = await self._connected()
-                pause = FIRST_PAUSE
+                backoff.reset()
                 async with connection:
                     await work(connection)
             except (psycopg.Error, OSError, TimeoutError) as error:
@@ -97,8 +97,7 @@ class PostgresDoorbell:
                         str(error).strip() or type(error).__name__,
                     )
                 self._silent = True
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            await asyncio.sleep(backoff.next())
 
     async def _connected(self) -> Connection:
         return await psycopg.AsyncConnection.connect(autocommit=True, **self._arguments)

@@ -101,7 +101,7 @@ class Beyond(_Strict):
     webhook: Text | None = None
     """Is told when it has ended."""
     hold: bool = False
-    """It waits until somebody releases it."""
+    """It waits until it is released."""
     allow_smaller_batch: bool = False
     """It may begin again with a smaller batch when the GPU's memory was too small."""
 

@@ -60,7 +60,7 @@ class Resources(FailFast, BaseModel):
     labels: dict[str, str] = {}
     """That a machine has."""
     prepared: bool = False
-    """An environment that somebody has named for the machine; admission says so of training kinds, which need Groupwise there."""
+    """An environment that an operator has named for the machine; admission says so of training kinds, which need Groupwise there."""
 
     def settled(self, gpus_by_default: int) -> Resources:
         """The same, with nothing left open."""

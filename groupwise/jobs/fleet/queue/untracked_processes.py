@@ -1,5 +1,5 @@
 """Attempts that a machine runs and that stand in no table, as after a database was restored from a backup: nothing is done to them, and
-their jobs do not begin anew beside them.
+their jobs do not start a second time beside them.
 
 The poller writes down what it finds with what else it knows of the machine, and holds the jobs back for a while, with each look for a
 while longer. A machine that has fallen silent may still run what it ran, so that the requeue manager holds back what

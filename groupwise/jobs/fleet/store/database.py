@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import sqlite3
 import threading
 import time
@@ -31,6 +30,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.functions import FunctionElement
 
+from groupwise.core.backoff import Backoff
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet import disk_full
 from groupwise.jobs.fleet.retry import AwayError
@@ -114,7 +114,7 @@ class Database:
         return self._repeated(lambda: self._alone(work))
 
     async def in_thread(self, fn: Callable[[Session], T]) -> T:
-        """`run` in a thread. Who is cancelled meanwhile is held until the transaction has ended, so that it is never half noticed."""
+        """`run` in a thread. If the caller is cancelled meanwhile, this returns only once the transaction has ended."""
         return await self._elsewhere(lambda: self.run(fn))
 
     async def read_in_thread(self, fn: Callable[[Session], T]) -> T:
@@ -160,7 +160,7 @@ class Database:
         try:
             connection = self.engine.connect()
         except sql.DBAPIError as error:
-            # A wrong address is told at once; a server that was there before is given time to come back.
+            # A wrong address is an error at once; a server that was there before is given time to come back.
             if self._was_reached or isinstance(error.orig, sqlite3.Error):
                 raise
             self._raise_for_people(error, passing=False)
@@ -176,7 +176,8 @@ class Database:
         assert not getattr(self._inside, "busy", False), (
             "a transaction was begun within another one of the same thread: pass the session on instead"
         )
-        end, bound = time.monotonic() + RETRY_TIMEOUT, FIRST_PAUSE
+        end = time.monotonic() + RETRY_TIMEOUT
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, low=0.0)
         while True:
             try:
                 return once()
@@ -189,8 +190,7 @@ class Database:
                     f"{self.name}: all {engines.CONNECTIONS + engines.MORE_CONNECTIONS} connections of this process stayed in "
                     f"use for {engines.WAIT_FOR_CONNECTION:.0f} seconds. The database is overloaded, or a transaction hangs."
                 ) from error
-            self._sleep(random.uniform(0, bound))
-            bound = min(LONGEST_PAUSE, 2 * bound)
+            self._sleep(backoff.next())
 
     def _raise_for_people(self, error: sql.DBAPIError, *, passing: bool) -> NoReturn:
         """Raise constraint violations and faulty statements as they are, and failures of the database itself as DatabaseFailure."""
@@ -217,7 +217,7 @@ class Database:
 
 
 async def _settled(answer: asyncio.Future[Any]) -> None:
-    """Until it is done, however often the one who waits is cancelled; time limits of the database bound it."""
+    """Wait until it is done, however often the caller is cancelled; the database's time limits bound it."""
     while not answer.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait({answer})
@@ -233,11 +233,11 @@ def connect(url: str) -> Database:
     return Database(engines.parse(url))
 
 
-def nobody() -> None:
-    """The default of `used_by`: no one uses the database."""
+def unused() -> None:
+    """The default of `used_by`: no process uses the database."""
 
 
-def check_schema(database: Database, used_by: Callable[[], str | None] = nobody) -> None:
+def check_schema(database: Database, used_by: Callable[[], str | None] = unused) -> None:
     """Return if the tables are those of this version. An SQLite database is upgraded here, unless `used_by` names a process that uses it;
     for PostgreSQL, which several programs share, a UsageError says how to. UsageError too if the tables are those of a newer version."""
     if database.at_rest(schema.is_current):
@@ -250,7 +250,7 @@ def check_schema(database: Database, used_by: Callable[[], str | None] = nobody)
     migrate(database, used_by)
 
 
-def migrate(database: Database, used_by: Callable[[], str | None] = nobody) -> None:
+def migrate(database: Database, used_by: Callable[[], str | None] = unused) -> None:
     """Create or upgrade the tables; all of it or nothing, and any number of processes may do so at once. `used_by` is called under the
     lock, and only if something is to change."""
     database.at_rest(lambda connection: schema.bring_up_to_date(connection, used_by))

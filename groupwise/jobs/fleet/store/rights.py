@@ -2,7 +2,7 @@
 checkpoint.
 
 Blobs are stored once, regardless of their sender, and are named by their sha256. Knowing the hash of another project's file must not be
-enough to get it, nor to learn whether it exists. So a caller bound to projects is told that a blob is missing if none of those has a right
+enough to get it, nor to learn whether it exists. So a caller bound to projects learns that a blob is missing if none of those has a right
 to it, and has to send it. A caller bound to no project may name any blob."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def sender(projects: Collection[str] | None) -> str:
 
 
 def old(session: Session, age: float) -> list[str]:
-    """Blobs with a right that was not recorded within so many seconds."""
+    """Blobs with a right that was not recorded within this number of seconds."""
     query = select(BlobRight.sha256).where(BlobRight.at < clock() - age)
     return list(session.scalars(query.distinct()))
 

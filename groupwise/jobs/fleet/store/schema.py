@@ -89,7 +89,7 @@ def bring_up_to_date(connection: Connection, used_by: Callable[[], str | None]) 
         if broken is not None:
             table, row, parent, _ = broken
             raise UsageError(
-                f"Row {row} of {table} in the fleet's database names one of {parent} that is not there: somebody has deleted that by "
+                f"Row {row} of {table} in the fleet's database names one of {parent} that is not there: it was deleted by "
                 f"hand. Delete that row too (`DELETE FROM {table} WHERE rowid = {row}`), or put a copy of the database in its place. "
                 "Nothing was changed."
             )

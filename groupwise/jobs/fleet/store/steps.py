@@ -2,7 +2,7 @@
 
 Where the database demands an order, what was changed first has to be sent before what is changed next. A write that has such places is a
 generator that yields there. Done alone it is sent step by step; within `side_by_side` a step of all of them is sent before the next step of
-any, so that each table is told of it in one statement, however many they are.
+any, so that each table gets it in one statement, however many they are.
 """
 
 from __future__ import annotations

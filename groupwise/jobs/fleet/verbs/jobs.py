@@ -355,7 +355,7 @@ def _hold(session: Session, actor: Actor, job: Job, _: int) -> None:
         raise Refusal(
             "job_state",
             f"{job.job_id} is running, and only a job that waits can be held. `groupwise fleet stop {job.job_id}` ends it; "
-            f"`groupwise fleet resume {job.job_id}` then begins it anew, from its last checkpoint where it has one.",
+            f"`groupwise fleet resume {job.job_id}` then begins it again, from its last checkpoint if it has one.",
         )
     if job.status in FINAL:
         raise Refusal(

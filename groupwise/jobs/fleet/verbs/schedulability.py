@@ -79,7 +79,12 @@ def nowhere(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
         fleet = _Fleet(machines, _There([*machines.values()]), [*machines])
         for wish in wishes:
             if wish not in notes:
-                notes[wish] = _missing(fleet, wish, compare=len(notes) <= MOST_COMPARED)
+                compare = len(notes) <= MOST_COMPARED  # with similar names that exist
+                notes[wish] = []
+                for wrong, name, names, otherwise in _unmet(fleet, wish):
+                    similar = compare and name
+                    there = f"; {which_there_are(name, names, otherwise)}" if similar else ""
+                    notes[wish].append(f"{wrong}, so the job waits until that changes{there}")
     return [notes[wish] for wish in wishes]
 
 
@@ -99,15 +104,6 @@ def _machines(session: Session) -> dict[str, _Machine]:
         )
         for vm_id, labels, engine in machines
     }
-
-
-def _missing(fleet: _Fleet, wish: Wish, *, compare: bool) -> list[str]:
-    """A note for each unmet requirement of a wish; `compare`: with similar names that exist."""
-    notes: list[str] = []
-    for wrong, name, names, otherwise in _unmet(fleet, wish):
-        there = f"; {which_there_are(name, names, otherwise)}" if compare and name else ""
-        notes.append(f"{wrong}, so the job waits until that changes{there}")
-    return notes
 
 
 def _unmet(fleet: _Fleet, wish: Wish) -> Iterator[_Unmet]:

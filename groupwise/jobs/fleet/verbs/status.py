@@ -155,7 +155,7 @@ def _mixed_processes(session: Session) -> Iterator[Document]:
             "folder_not_shared",
             f"these have not the same folder, though they are one fleet: {'; '.join(folders.values())}",
             "what one of them puts there another does not find, so that jobs fail and files seem lost: mount the shared folder where it is "
-            "missing, and begin the processes there anew",
+            "missing, and restart the processes there",
         )
     releases = _processes_by(alive, RELEASE)
     if len(releases) > 1:
@@ -163,7 +163,7 @@ def _mixed_processes(session: Session) -> Iterator[Document]:
         yield _alarm(
             "releases_differ",
             f"processes of several releases are one fleet: {shown}",
-            "none knows what a later one writes: end those of the older release, and begin them anew as after each upgrade",
+            "none knows what a later one writes: end those of the older release and start them again, as after each upgrade",
         )
 
 
@@ -389,7 +389,7 @@ def _not_mirrored(session: Session, actor: Actor) -> Iterator[Document]:
         yield _alarm(
             "checkpoint_not_mirrored",
             f"{job_id}: {said}",
-            f"if {vm_id} is lost, the job goes on from an older one or begins anew (`groupwise fleet show {job_id}` says which there is); "
+            f"if {vm_id} is lost, the job goes on from an older one or starts again (`groupwise fleet show {job_id}` says which there is); "
             f"this alarm goes when one has come. Let its trainer keep two or more, in files of at most {LARGEST_BLOB >> 30} GiB, each with "
             "its right hash",
             job_id=job_id,

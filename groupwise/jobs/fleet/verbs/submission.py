@@ -68,7 +68,11 @@ def submit_all(
         wrong = FieldError(field=f"jobs.{place}", message=error.message[:LONGEST_MESSAGE])
         message = f"job {place + 1} of {len(requests)}: {error.message}"
         raise Refusal(code, message, errors=[wrong]) from error
-    _add_notes_on_fleet(session, requests, accepted)
+    # Requirements that no machine meets may be mistyped, and a dispatcher may have been forgotten.
+    unmet = schedulability.nowhere(session, [request.resources for request in requests])
+    idle = "dispatcher" in status.missing_roles(session)
+    for each, notes in zip(accepted, unmet, strict=True):
+        each["notes"] += [*notes, *([status.NO_DISPATCHER] if idle else [])]
     return accepted
 
 
@@ -113,16 +117,6 @@ def _unsent(session: Session, actor: Actor, requests: Iterable[JobRequest]) -> f
     """Blobs that these name and no project of the actor has. Read before the jobs are made, as a job gives its project its files."""
     named = {sha256 for request in requests for sha256, _, _ in request.files.values()}
     return rights.lacking(session, actor.projects, named)
-
-
-def _add_notes_on_fleet(
-    session: Session, requests: Sequence[JobRequest], accepted: list[Document]
-) -> None:
-    """Note requirements that no machine meets, which may be mistyped, and that no dispatcher runs, if that was forgotten."""
-    unmet = schedulability.nowhere(session, [request.resources for request in requests])
-    idle = "dispatcher" in status.missing_roles(session)
-    for each, notes in zip(accepted, unmet, strict=True):
-        each["notes"] += [*notes, *([status.NO_DISPATCHER] if idle else [])]
 
 
 def _refuse_wrong(request: JobRequest, job: Job, unsent: frozenset[str]) -> None:

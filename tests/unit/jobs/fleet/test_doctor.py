@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
+from groupwise.core.findings import Finding
 from groupwise.jobs.fleet import doctor, up
-from groupwise.jobs.fleet.doctor import Seen
 from groupwise.jobs.fleet.machines import packing
 from groupwise.jobs.fleet.processes import identity
 from groupwise.jobs.fleet.settings import FleetPlace, FleetSettings
@@ -30,7 +30,7 @@ def member(**more: Any) -> MemberState:
     return answers.member_state(about | more)
 
 
-def judged(said: dict[str, Any], gpus: int = 0, **state: Any) -> dict[str, Seen]:
+def judged(said: dict[str, Any], gpus: int = 0, **state: Any) -> dict[str, Finding]:
     text = f"a start-up file said this\n{json.dumps({'python': '3.12.1', **said})}"
     found = doctor._judged("gpu-1", PYTHON, member(**state), text, 1.0, gpus)
     return {seen.name.removeprefix("gpu-1 "): seen for seen in found}
@@ -70,9 +70,9 @@ def silent(role: str, owner: str, *, gone: bool) -> ControlProcess:
     return ControlProcess(owner=owner, role=role, facts={"process": there}, **about)
 
 
-def seen_of_roles(database: Database, *rows: ControlProcess) -> dict[str, list[Seen]]:
+def seen_of_roles(database: Database, *rows: ControlProcess) -> dict[str, list[Finding]]:
     database.run(lambda s: s.add_all(rows))
-    told: dict[str, list[Seen]] = {}
+    told: dict[str, list[Finding]] = {}
     doctor._roles(database, lambda seen: told.setdefault(seen.name, []).append(seen))
     return told
 
@@ -106,7 +106,7 @@ def seen_of_nats(
         return f"2.14.0 at {url}"
 
     monkeypatch.setattr(doctor, "_nats_version", version)
-    found: list[Seen] = []
+    found: list[Finding] = []
     place = FleetPlace(tmp_path, FleetSettings(nats_url=settings))
     doctor._nats(place, database, found.append)
     return {seen.measured: seen.level for seen in found}

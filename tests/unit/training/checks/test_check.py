@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import ConfigError, TaskError
+from groupwise.core.findings import Finding, Report
 from groupwise.core.reward_call.request import GroupScore, MemberScore, ScoreRequest, unscored
 from groupwise.training.checks import check as module
 from groupwise.training.checks.check import check
-from groupwise.training.checks.findings import Finding, Report
 
 ROWS = [{"prompt": f"Say {word}.", "answer": word} for word in ("red", "green", "blue", "black")]
 PLAIN = {"model": {"name": "tiny"}, "rewards": {"time_limit": 5}}

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import TaskError
+from groupwise.core.findings import Finding, Report
 from groupwise.tasks.environment import Step
 from groupwise.tasks.tools import Tools
 from groupwise.training.checks.check import check
-from groupwise.training.checks.findings import Finding, Report
 
 
 class Guess:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import ConfigError, ModelError, RunError, TaskError
+from groupwise.core.findings import Report
 from groupwise.training import build
 from groupwise.training.checks import doctor_examination as module
 from groupwise.training.checks import doctor_machine
 from groupwise.training.checks.doctor import doctor
-from groupwise.training.checks.findings import Report
 
 SMALL: dict[str, Any] = {
     "model": {"name": "tiny"}, "lora": {"r": 4}, "sampler": {"max_completion_length": 8, "max_num_seqs": 8},

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from groupwise.core.findings import Finding
 from groupwise.core.types import Example, Group, SamplingParams, UpdateResult
 from groupwise.testing import END_ID, FakeLearner, FakeSampler, FakeTokenizer
 from groupwise.training.checks.doctor_engine import (
@@ -21,7 +22,6 @@ from groupwise.training.checks.doctor_engine import (
     publish,
     rows_of,
 )
-from groupwise.training.checks.findings import Finding
 from groupwise.training.loops.recording import MAX_GAP
 
 QUESTIONS = ("ask a", "ask b", "ask c")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from groupwise.core.findings import Finding
 from groupwise.engine.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from groupwise.training.checks.doctor_template import (
     answer_end,
@@ -11,7 +12,6 @@ from groupwise.training.checks.doctor_template import (
     opening_of,
     stop_tokens,
 )
-from groupwise.training.checks.findings import Finding
 
 EOS = 1
 LOOP = "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers.trainer_utils import SchedulerType
 
 from groupwise.core.errors import UsageError
+from groupwise.core.findings import Report
 from groupwise.core.settings.tree import read_yaml
-from groupwise.training.checks.findings import Report
 from groupwise.training.checks.foreign_config import ALIASES
 from groupwise.training.checks.foreign_names import SCHEDULES
 from groupwise.training.checks.init_from import init_from

@@ -69,7 +69,7 @@ register_url_convertor("file", _FilePath())
 
 
 class MissingBody(FleetBody):
-    """Blobs of which somebody wants to know whether they are there."""
+    """Blobs that a client asks about before it sends them."""
 
     sha256: list[Annotated[str, Field(pattern=f"^{SHA256.pattern}$")]] = Field(max_length=10_000)
 

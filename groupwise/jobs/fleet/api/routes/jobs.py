@@ -39,7 +39,10 @@ TAG = "jobs"
 
 Project = Annotated[
     str | None,
-    Query(max_length=80, description="Whom it counts for; without it the key's own, or `default`."),
+    Query(
+        max_length=80,
+        description="Project that it counts for; without it the key's own, or `default`.",
+    ),
 ]
 
 
@@ -163,7 +166,7 @@ async def release_job(context: Context, job_id: str) -> Response:
 
 
 async def retry_job(context: Context, job_id: str) -> Response:
-    """Begin a failed or cancelled job anew, from its last checkpoint where it has one."""
+    """Start a failed or cancelled job again, from its last checkpoint if it has one."""
     found = await context.run(jobs.retry, job_id, allowed=context.serving.allowed)
     context.serving.doorbell.ring([job_id])
     return document(found)
@@ -185,7 +188,7 @@ async def release_jobs(context: Context, body: JobsBody) -> Response:
 
 
 async def retry_jobs(context: Context, body: JobsBody) -> Response:
-    """Begin many anew that failed or were cancelled, answered likewise."""
+    """Start many again that failed or were cancelled, answered likewise."""
     return await _together(context, body, jobs.retrying(context.serving.allowed))
 
 

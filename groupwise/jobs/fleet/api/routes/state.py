@@ -52,7 +52,7 @@ async def readyz(request: Request) -> Response:
 
 
 async def overview(context: Context) -> Response:
-    """Jobs by status, machines and GPUs, the control plane, and what somebody should look at."""
+    """Jobs by status, machines and GPUs, the control plane, and what an operator should look at."""
     folders = context.serving.folders.all
     return document(await context.read(status.overview, folders))
 

@@ -31,7 +31,7 @@ def is_over(recorded: Reading | None, silent_for: float | None, **handle: Any) -
 
 def new_drive(clock: Callable[[], float] = lambda: 0.0) -> controller.Drive:
     return controller.Drive(
-        1, cast("Any", SimpleNamespace(pauses=controller.Pauses(), clock=clock))
+        1, cast("Any", SimpleNamespace(pauses=controller.Pauses(), clock=clock, chance=None))
     )
 
 

@@ -1,6 +1,6 @@
-"""The results of `groupwise check` and `groupwise doctor`: one `Finding` per check, and the `Report` that holds them.
+"""The results of `groupwise check`, `doctor`, `init` and `fleet doctor`: one `Finding` per check, and the `Report` that holds them.
 
-`groupwise check` and `groupwise doctor` both fill a `Findings`, which passes each finding to a callback as soon as it is there.
+Each command fills a `Findings`, which passes each finding to a callback as soon as it is there; `groupwise.cli.findings` prints them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Level = Literal["ok", "warning", "problem", "skipped"]
-"""`warning`: training works, but look at it. `problem`: training would fail, or teach something else than was meant.
-`skipped`: it could not be looked at."""
+"""`warning`: it works, but look at it. `problem`: training or jobs would fail, or do something else than was meant. `skipped`: it could not
+be looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Finding:
     measured: str
     """The observation, with its numbers."""
     meaning: str = ""
-    """Its consequence for training."""
+    """Its consequence."""
     remedy: str = ""
     """The remedy."""
     data: dict[str, Any] = field(default_factory=dict[str, Any])
