@@ -41,6 +41,16 @@ def write_json(data: Any) -> None:
     typer.echo(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
+CANCELLED_CODE = 130
+"""The exit code of shells for a program that was interrupted."""
+
+
+def shell_code(exit_code: int | None) -> int:
+    """The exit code of a failed job, as a shell gives it: a signal is 128 and its number; 1 if there is none."""
+    code = exit_code or 1
+    return 128 - code if code < 0 else min(code, 255)
+
+
 def say(text: str) -> None:
     """Write a message on stderr, with untrusted text in it made harmless."""
     typer.echo(clean(text), err=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from groupwise.cli.fleet.printing import FINAL
 from groupwise.cli.log_text import LogWriter
-from groupwise.cli.output import say
+from groupwise.cli.output import CANCELLED_CODE, say, shell_code
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ _STATUS_WORDS = {
     "failed": "has failed",
     "cancelled": "was cancelled",
 }
-CANCELLED_CODE = 130
-"""The exit code of shells for a program that was interrupted."""
 
 
 class _LogSource(Protocol):
@@ -233,14 +231,10 @@ def _say_change(access: _LogSource, job: dict[str, Any], *, why: bool) -> None:
 
 
 def exit_code_of(ended: Sequence[dict[str, Any]]) -> int:
-    """The exit code of the first job that did not complete, as a shell gives it; 0 if all did.
-
-    A signal is 128 and its number. A job that failed without an exit code is 1.
-    """
+    """The exit code of the first job that did not complete; 0 if all did."""
     for job in ended:
         if job["status"] == "cancelled":
             return CANCELLED_CODE
         if job["status"] == "failed":
-            code: int = job["exit_code"] or 1
-            return 128 - code if code < 0 else min(code, 255)
+            return shell_code(job["exit_code"])
     return 0

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -15,7 +13,7 @@ import typer
 from groupwise.cli.fleet.access import FleetOption, MachineArgument, fleet
 from groupwise.cli.fleet.engine import EngineOptions
 from groupwise.cli.fleet.prepare import prepare
-from groupwise.cli.fleet.reach import SshOptions, Trust
+from groupwise.cli.fleet.reach import SshOptions, Trust, ask_user
 from groupwise.cli.options import AsJson, command
 from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import pairs, seconds
@@ -170,7 +168,7 @@ def add(
         "engine": engine_options.of_new_machine(engine),
     }
     with fleet(fleet_at, make=True) as access:
-        by = Trust(trust, trust_jump, yes, _ask_user())
+        by = Trust(trust, trust_jump, yes, ask_user())
         if isinstance(access, FleetClient):
             where, trusted = _location_from_afar(vm, ssh, by, prepare=prepare), False
         else:
@@ -231,13 +229,6 @@ def _check_trust(trust: str | None, yes: bool, option: str = "--trust") -> None:
         raise UsageError(
             f"{option} {trust}: a fingerprint begins with SHA256:, as `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` prints it there."
         )
-
-
-def _ask_user() -> Callable[[str], bool] | None:
-    """A function that asks the user; None if there is no terminal."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return None
-    return lambda question: typer.confirm(question, default=False, err=True)
 
 
 @command(machines, "list")
@@ -315,7 +306,7 @@ def lost(
     Its attempts end, and its jobs run elsewhere. Only for a machine that is gone: one that is merely silent may still be running them.
     """
     if not yes:
-        asks = _ask_user()
+        asks = ask_user()
         if asks is None:
             raise UsageError(
                 f"`vm mark-lost {vm}` gives up all that runs there; say --yes if there is no terminal."
@@ -353,7 +344,7 @@ def trust(
             found = access.machine(vm)
         # If it has shown none, `trust` says why.
         if (fingerprint := found["seen_fingerprint"]) is not None:
-            asks = _ask_user()
+            asks = ask_user()
             if asks is None:
                 raise UsageError(
                     f"{vm} shows the host key {fingerprint}. Compare it with the machine's own (`ssh-keygen -lf "
@@ -425,7 +416,7 @@ def set_machine(
         raise UsageError("--project and --any-project contradict each other.")
     _check_trust(trust_jump, yes, "--trust-jump")
     with fleet(fleet_at) as access:
-        by = Trust(of_jump=trust_jump, unasked=yes, ask=_ask_user())
+        by = Trust(of_jump=trust_jump, unasked=yes, ask=ask_user())
         afar = isinstance(access, FleetClient)
         changes = {
             **(ssh.of_known_from_afar(by) if afar else ssh.of_known(by)),

@@ -7,6 +7,7 @@ machine. For a fleet that runs elsewhere nothing is looked up: the machine of th
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,13 @@ class Trust:
         return (
             fingerprint is not None or self.unasked or (self.ask is not None and self.ask(question))
         )
+
+
+def ask_user() -> Callable[[str], bool] | None:
+    """A function that asks the user yes or no; None if there is no terminal."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return None
+    return lambda question: typer.confirm(question, default=False, err=True)
 
 
 @dataclass(frozen=True, slots=True)
