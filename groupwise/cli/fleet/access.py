@@ -1,4 +1,4 @@
-"""Shared by the commands of `groupwise fleet`: which fleet is meant, who asks, how it is reached, and the progress of transfers.
+"""Shared by the commands of `groupwise fleet`: which fleet is meant, which user acts, how it is reached, and the progress of transfers.
 
 A fleet is given as its folder on this machine, or as the address of its API. Both have the same methods and give the same documents
 (`groupwise.jobs.fleet.direct`, `groupwise.jobs.fleet.client`), so a command need not know which it is. A folder needs no server: each

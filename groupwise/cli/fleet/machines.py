@@ -505,15 +505,15 @@ def set_project(
     as_json: AsJson = False,
 ) -> None:
     """Set weight and quotas of a project."""
-    wanted: dict[str, float | None] = {} if weight is None else {"weight": weight}
+    changes: dict[str, float | None] = {} if weight is None else {"weight": weight}
     if max_gpus is not None:
-        wanted["max_gpus"] = _quota("--max-gpus", max_gpus)
+        changes["max_gpus"] = _quota("--max-gpus", max_gpus)
     if max_waiting is not None:
-        wanted["max_waiting"] = _quota("--max-waiting", max_waiting)
-    if not wanted:
+        changes["max_waiting"] = _quota("--max-waiting", max_waiting)
+    if not changes:
         raise UsageError("nothing to change: give --weight, --max-gpus or --max-waiting.")
     with fleet(fleet_at, make=True) as access:
-        found = access.change_project(name, **wanted)
+        found = access.change_project(name, **changes)
     if as_json:
         write_json(found)
     else:

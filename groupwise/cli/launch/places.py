@@ -249,7 +249,7 @@ def check_name(name: str) -> None:
 
     if not JOB_ID.fullmatch(name):
         raise UsageError(
-            f"{name[:80]!r} is no name of a job: letters, digits, - and _ are expected, 80 at most, a letter or a digit first."
+            f"{name[:80]!r} is not a name of a job: letters, digits, - and _ are expected, 80 at most, a letter or a digit first."
         )
 
 

@@ -49,7 +49,7 @@ async def find(backend: Backend, name: str) -> Handle:
         from groupwise.jobs.clouds.backend import NotHere
 
         raise NotHere(
-            f"there is no job called {name} any more where it was; `groupwise launch list` shows those that there are."
+            f"there is no job called {name} at its place any more; `groupwise launch list` shows all jobs."
         )
     return handle
 
@@ -144,13 +144,13 @@ def _stopped(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
     from groupwise.jobs.launch.watching import patiently
 
     say(f"stopping {note.name}; Ctrl-C once more to leave without waiting for its end")
-    asked = False
+    is_stopping = False
     try:
         ask(note.place, lambda backend: patiently(lambda: stop_job(backend, note.name), say))
-        asked = True
+        is_stopping = True
         return asyncio.run(_watched(watching, note, folder))
     except KeyboardInterrupt:
-        state = "was asked to end" if asked else "STILL RUNS"
+        state = "was asked to end" if is_stopping else "STILL RUNS"
         say(f"{note.name} {state}; `groupwise launch stop {note.name}` ends it")
         tell_of_rented(note)
         raise
