@@ -17,7 +17,7 @@ OptionalConfig = Annotated[
         "--config",
         "-c",
         metavar="C.yaml",
-        help="The YAML file of the training; without it the model `tiny` stands in.",
+        help="The config of the training, a YAML file; without one the model `tiny` is used.",
     ),
 ]
 
@@ -30,11 +30,11 @@ def check(
         str | None,
         typer.Option(
             metavar="FILE|RUN",
-            help="Score these too: a JSONL file with prompt (or example) and completion, or the rollouts of a run.",
+            help="Also score these: a JSONL file with prompt (or example) and completion, or the rollouts of a run.",
         ),
     ] = None,
     rows: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Examples on which the rewards are tried.")
+        int, typer.Option(metavar="N", min=1, help="Examples to try the rewards on.")
     ] = 16,
     as_json: AsJson = False,
 ) -> None:

@@ -17,7 +17,10 @@ def doctor(
     task_module: Annotated[
         str | None,
         typer.Option(
-            "--task-module", "-t", metavar="T", help="Ask the prompts of this task, not our own."
+            "--task-module",
+            "-t",
+            metavar="T",
+            help="Use the prompts of this task, not the built-in ones.",
         ),
     ] = None,
     as_json: AsJson = False,

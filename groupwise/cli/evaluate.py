@@ -15,7 +15,7 @@ from groupwise.cli.rl import Overrides, TaskOption
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteOptions:
-    """How suites are asked; the names of the fields are those of `SuitesAsked`."""
+    """How suites are run; the names of the fields are those of `SuitesAsked`."""
 
     endpoint: Annotated[
         str | None,
@@ -132,7 +132,9 @@ def evaluate(
     suites: SuiteOptions,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Show what would be asked; load no model, ask nothing."),
+        typer.Option(
+            "--dry-run", help="Show what would be evaluated; load no model, send no request."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -211,12 +213,12 @@ def _evaluate_suites(
     )
 
     if policies and len(policies) > 1:
-        raise typer.BadParameter("suites are asked of one policy at a time; give one --policy.")
-    asked = SuitesAsked(suites, policy=policies[0] if policies else None, **given)
+        raise typer.BadParameter("suites evaluate one policy at a time; give one --policy.")
+    request = SuitesAsked(suites, policy=policies[0] if policies else None, **given)
     if dry_run:
-        write_json(plan(asked))
+        write_json(plan(request))
         return
-    found = evaluate_suites(asked, lambda text: typer.echo(text, err=True))
+    found = evaluate_suites(request, lambda text: typer.echo(text, err=True))
     if as_json:
         write_json(found.summary)
         raise typer.Exit(found.exit_code)

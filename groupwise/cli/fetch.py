@@ -1,4 +1,4 @@
-"""`groupwise fetch-model` and `fetch-tunix`: bring a bundled model, or the environment of the backend tunix, to this machine."""
+"""`groupwise fetch-model` and `fetch-tunix`: fetch a bundled model, or make the environment of the backend tunix."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def fetch_tunix(
         str | None,
         typer.Option(
             metavar="KIND",
-            help="What JAX computes on: cpu, cuda or tpu. Left out, it is that of the environment there, else that of this machine.",
+            help="What JAX computes on: cpu, cuda or tpu; default: that of the existing environment, else of this machine.",
         ),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Make it anew where it is there.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Make it again if it exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Fetch Tunix and JAX, into an environment of their own. Prints its Python."""

@@ -235,13 +235,13 @@ def generate(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be asked; ask nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Let a service answer prompts, as training data.
 
-    What comes back trains with `groupwise sft`. The same command again goes on where it was.
+    The answers train with `groupwise sft`. The same command again continues where it stopped.
     """
     from groupwise.cli.output import write_json, write_result
     from groupwise.training.generation.generate import generate as run

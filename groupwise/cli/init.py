@@ -13,7 +13,7 @@ from groupwise.cli.rl import Overrides
 
 
 class Command(StrEnum):
-    """Whose config it is."""
+    """The commands that a config can be for."""
 
     rl = "rl"
     sft = "sft"
@@ -52,13 +52,15 @@ def init(
             "--processes",
             metavar="N",
             min=1,
-            help="With --from: on how many devices that config was run; default 1.",
+            help="With --from: number of devices that the config was written for; default: 1.",
         ),
     ] = None,
     overrides: Overrides = None,
     command: Annotated[
         Command | None,
-        typer.Option("--for", help="The command that it configures; default: rl, where it can be."),
+        typer.Option(
+            "--for", help="Command that the config is for; default: rl, if that is possible."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -70,11 +72,11 @@ def init(
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Write the file anew if it is there.")
+        bool, typer.Option("--force", help="Overwrite the file if it exists.")
     ] = False,
     no_measure: Annotated[
         bool,
-        typer.Option("--no-measure", help="Load no weights; how fast a step is stays unknown."),
+        typer.Option("--no-measure", help="Load no weights; the time of a step stays unknown."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

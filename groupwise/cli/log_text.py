@@ -10,18 +10,18 @@ from groupwise.core.terminal.text import clean
 
 
 class LogWriter:
-    """Bytes as they are where a program reads them; in a terminal text, without what could command it.
+    """Writes bytes as they are for a program, and for a terminal as text without control characters.
 
-    A piece may end within a letter, whose rest comes with the next one.
+    A piece may end within a letter; the rest comes with the next piece.
     """
 
     def __init__(self, *, err: bool = False) -> None:
-        """`err`: to standard error, where standard output is for a document."""
+        """`err`: write to standard error, because standard output is for a document."""
         self._err = err
         self._letters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, data: bytes, *, last: bool = False) -> None:
-        """`last`: nothing more comes of the letter that is under way."""
+        """`last`: an unfinished letter gets no rest."""
         stream = sys.stderr if self._err else sys.stdout
         if is_terminal(stream):
             encoding = stream.encoding or "utf-8"
@@ -33,7 +33,7 @@ class LogWriter:
         stream.flush()
 
     def end(self) -> None:
-        """Nothing more comes of this log: a letter without its rest is shown as such. What is written next is another log."""
+        """The log is complete: an unfinished letter is shown as such. What is written next belongs to another log."""
         self.write(b"", last=True)
         self._letters.reset()
 

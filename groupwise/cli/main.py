@@ -38,7 +38,7 @@ class Verbs(TyperGroup):
 
 
 class LazyGroup(TyperGroup):
-    """The commands of a group, imported when one of them is asked for."""
+    """The commands of a group, imported when one of them is needed."""
 
     module = ""
     """The module whose `app` has the commands."""
@@ -71,8 +71,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if not wanted:
+def _print_version(value: bool) -> None:
+    if not value:
         return
     from importlib import metadata
 
@@ -89,7 +89,7 @@ def root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Say which version."
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
         ),
     ] = False,
 ) -> None:

@@ -41,6 +41,16 @@ def write_json(data: Any) -> None:
     typer.echo(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
+CANCELLED_CODE = 130
+"""The exit code of shells for a program that was interrupted."""
+
+
+def shell_code(exit_code: int | None) -> int:
+    """The exit code of a failed job, as a shell gives it: a signal is 128 and its number; 1 if there is none."""
+    code = exit_code or 1
+    return 128 - code if code < 0 else min(code, 255)
+
+
 def say(text: str) -> None:
     """Write a message on stderr, with untrusted text in it made harmless."""
     typer.echo(clean(text), err=True)
@@ -88,7 +98,7 @@ def run_command(app: typer.Typer, program: str, args: list[str]) -> int:
         code = typer.main.get_command(app).main(args=args, prog_name=program, standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of a pipe (`| head`) has left. Nothing more can be said to it, also not by Python as it ends.
+        # The reader of a pipe (`| head`) has left. Nothing more can be written to it, not even by Python as it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Stopped as stopped:
@@ -154,8 +164,8 @@ def _as_word(error: Any) -> str:
         load = load_sft_config if context.info_name == "sft" else load_config
         load({"model": {"name": "tiny"}, name: None})
     except ConfigError as wrong:
-        said = wrong.message.removeprefix("config: ")
-        if "the nearest are" in said:
+        problem = wrong.message.removeprefix("config: ")
+        if "the nearest are" in problem:
             return ""  # no framework has such a key
-        return f". Keys of the config are words without dashes, as training.seed=1: {said}"
+        return f". Keys of the config are words without dashes, as training.seed=1: {problem}"
     return ""

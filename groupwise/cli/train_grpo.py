@@ -73,7 +73,7 @@ class FlagOptions:
         typer.Option(
             "--reward_function",
             metavar="NAME",
-            help="A reward by its name, or module:function, file.py:function. May be given several times.",
+            help="A reward by its name, or module:function, file.py:function. May be repeated.",
         ),
     ] = field(default_factory=list[str])
     preprocessing_pipeline: Annotated[

@@ -18,17 +18,23 @@ if TYPE_CHECKING:
 
 def web(
     dir: Annotated[Path, typer.Option("--dir", help="Folder that holds the runs.")] = Path("runs"),
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to listen at.")
+    ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(metavar="N", min=0, max=65535, help="0 takes any that is free.")
+        int,
+        typer.Option(metavar="N", min=0, max=65535, help="Port to listen at; 0: any free port."),
     ] = 8080,
     key_file: Annotated[
-        Path | None, typer.Option(metavar="F", help="The file with the keys' lines.")
+        Path | None, typer.Option(metavar="F", help="File with the lines of the keys.")
     ] = None,
-    tls_certificate: Annotated[str | None, typer.Option(metavar="PEM", help="For https.")] = None,
+    tls_certificate: Annotated[
+        str | None, typer.Option(metavar="PEM", help="Certificate, for https.")
+    ] = None,
     tls_key: Annotated[str | None, typer.Option(metavar="PEM", help="Its private key.")] = None,
     proxy: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Of a proxy in front that has TLS.")
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Address of a proxy in front that has TLS."),
     ] = None,
     fleet: Annotated[
         str | None,
@@ -44,13 +50,13 @@ def web(
         bool,
         typer.Option(
             "--allow-actions",
-            help="Let keys with the role train or admin change jobs, and admins machines.",
+            help="Keys with the role train or admin may change jobs, and those with admin machines.",
         ),
     ] = False,
 ) -> None:
     """See what your models are doing, in a browser.
 
-    Only this machine is answered unless there is a key, in --key-file or in GROUPWISE_API_KEY; `groupwise serve --new-key read`
+    Only this machine gets answers unless there is a key, in --key-file or in GROUPWISE_API_KEY; `groupwise serve --new-key read`
     makes one. Pages bring themselves up to date.
     """
     import os

@@ -1,4 +1,4 @@
-"""Shared by the commands of `groupwise fleet`: which fleet is meant, who asks, how it is reached, and the progress of transfers.
+"""Shared by the commands of `groupwise fleet`: which fleet is meant, which user acts, how it is reached, and the progress of transfers.
 
 A fleet is given as its folder on this machine, or as the address of its API. Commands ask both through the same client, so they need not
 know which it is. A folder needs no server: the API's application answers in the command's own process (`groupwise.jobs.fleet.local`).

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from groupwise.cli.fleet.printing import FINAL
 from groupwise.cli.log_text import LogWriter
-from groupwise.cli.output import say
+from groupwise.cli.output import CANCELLED_CODE, say, shell_code
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ ASK_SECONDS = 0.5
 PORTION = 100
 """Most jobs in one request: their ids stand in an address."""
 MOST_EXPLAINED = 20
-"""Most jobs for which the reasons why each waits are asked for."""
+"""Most jobs for which the reasons for waiting are printed."""
 _NUMBERS = re.compile(r"\d+")
 _STATUS_WORDS = {
     "running": "runs",
@@ -39,8 +39,6 @@ _STATUS_WORDS = {
     "failed": "has failed",
     "cancelled": "was cancelled",
 }
-CANCELLED_CODE = 130
-"""The exit code of shells for a program that was interrupted."""
 
 
 class _LogSource(Protocol):
@@ -48,7 +46,7 @@ class _LogSource(Protocol):
 
     def progress(self, job_id: str) -> dict[str, Any]: ...
     def show(self, job_id: str) -> dict[str, Any]: ...
-    def jobs(self, **wanted: Any) -> list[dict[str, Any]]: ...
+    def jobs(self, **query: Any) -> list[dict[str, Any]]: ...
     def log(
         self,
         job_id: str,
@@ -73,11 +71,11 @@ class _Patiently:
     def show(self, job_id: str) -> dict[str, Any]:
         return self._ask(lambda: self._access.show(job_id))
 
-    def jobs(self, **wanted: Any) -> list[dict[str, Any]]:
-        return self._ask(lambda: self._access.jobs(**wanted))
+    def jobs(self, **query: Any) -> list[dict[str, Any]]:
+        return self._ask(lambda: self._access.jobs(**query))
 
-    def log(self, job_id: str, **wanted: Any) -> LogPart:
-        return self._ask(lambda: self._access.log(job_id, **wanted))
+    def log(self, job_id: str, **query: Any) -> LogPart:
+        return self._ask(lambda: self._access.log(job_id, **query))
 
 
 @dataclass(slots=True)
@@ -151,7 +149,7 @@ def follow_log(
 ) -> dict[str, Any]:
     """Print the log as it grows, attempt after attempt, until the job has ended. Returns its state then. `epoch`: only that attempt."""
     reader = _LogReader(job_id, epoch, tail, rank)
-    said, patient = "", _Patiently(access)
+    printed, patient = "", _Patiently(access)
     while True:
         found = _look(patient, job_id, epoch)
         over = found["status"] in FINAL or _is_over(found, epoch)
@@ -160,7 +158,7 @@ def follow_log(
             reader.to.end()
             return found
         if reader.epoch is None:
-            said = _say_what_it_waits_for(patient, found, said)
+            printed = _say_what_it_waits_for(patient, found, printed)
             sleep(LOOK_SECONDS)
 
 
@@ -179,12 +177,12 @@ def _look(access: _LogSource, job_id: str, epoch: int | None) -> dict[str, Any]:
 
 
 def _say_what_it_waits_for(access: _LogSource, found: dict[str, Any], before: str) -> str:
-    """Print why there is no log yet, unless `before` said the same. Returns the text without its numbers."""
+    """Print why there is no log yet, unless it is the same as `before`. Returns the text without its numbers."""
     reasons = access.show(found["job_id"])["waiting"]
     text = f"{found['job_id']} is {found['status']}" + (
         f": {'; '.join(reasons)}" if reasons else ""
     )
-    without_numbers = _NUMBERS.sub("", text)  # a remaining time that counts down is no news
+    without_numbers = _NUMBERS.sub("", text)  # a remaining time that counts down is not new
     if without_numbers != before:
         say(text)
     return without_numbers
@@ -197,17 +195,17 @@ def until_ended(
     access: FleetClient, job_ids: Sequence[str], sleep: Callable[[float], None] = time.sleep
 ) -> list[dict[str, Any]]:
     """Wait until all of these jobs have ended. Returns their states then."""
-    wanted, patient = list(dict.fromkeys(job_ids)), _Patiently(access)
-    said: dict[str, str] = {}
+    waiting, patient = list(dict.fromkeys(job_ids)), _Patiently(access)
+    statuses: dict[str, str] = {}
     ended: dict[str, dict[str, Any]] = {}
     while True:
-        found = _states(patient, [each for each in wanted if each not in ended])
+        found = _states(patient, [each for each in waiting if each not in ended])
         for job_id, each in found.items():
-            if said.get(job_id) != each["status"]:
-                said[job_id] = each["status"]
-                _say_change(patient, each, why=len(wanted) <= MOST_EXPLAINED)
+            if statuses.get(job_id) != each["status"]:
+                statuses[job_id] = each["status"]
+                _say_change(patient, each, why=len(waiting) <= MOST_EXPLAINED)
         ended |= {job_id: each for job_id, each in found.items() if each["status"] in FINAL}
-        if len(ended) == len(wanted):
+        if len(ended) == len(waiting):
             return [ended[job_id] for job_id in job_ids]
         sleep(ASK_SECONDS)
 
@@ -233,14 +231,10 @@ def _say_change(access: _LogSource, job: dict[str, Any], *, why: bool) -> None:
 
 
 def exit_code_of(ended: Sequence[dict[str, Any]]) -> int:
-    """The exit code of the first job that did not complete, as a shell gives it; 0 if all did.
-
-    A signal is 128 and its number. A job that failed without an exit code is 1.
-    """
+    """The exit code of the first job that did not complete; 0 if all did."""
     for job in ended:
         if job["status"] == "cancelled":
             return CANCELLED_CODE
         if job["status"] == "failed":
-            code: int = job["exit_code"] or 1
-            return 128 - code if code < 0 else min(code, 255)
+            return shell_code(job["exit_code"])
     return 0

@@ -354,8 +354,8 @@ def remove(
     from groupwise.core.terminal.quantities import byte_size
     from groupwise.jobs.fleet.states import FINAL
 
-    wanted = statuses(status)
-    if wanted is not None and (wrong := sorted(wanted - FINAL)):
+    chosen = statuses(status)
+    if chosen is not None and (wrong := sorted(chosen - FINAL)):
         raise UsageError(
             f"--status {', '.join(wrong)}: only jobs that have ended are removed: completed, failed, cancelled."
         )
@@ -363,7 +363,7 @@ def remove(
         result = access.prune(
             older_than,
             project=project,
-            status=None if wanted is None else sorted(wanted),
+            status=None if chosen is None else sorted(chosen),
             dry_run=dry_run,
         )
     if as_json:

@@ -48,7 +48,7 @@ def new(
     read: look. act: submit, stop, hold and resume jobs. admin: machines, projects and keys as well.
     """
     if role not in ROLES:
-        raise UsageError(f"{role!r} is no role; there are {', '.join(ROLES)}.")
+        raise UsageError(f"{role!r} is not a role; there are {', '.join(ROLES)}.")
     with fleet(fleet_at, make=True) as access:
         made = access.make_key(role, projects=project or None, seconds=lasts, note=note)
     if as_json:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -15,7 +13,7 @@ import typer
 from groupwise.cli.fleet.access import FleetOption, MachineArgument, fleet
 from groupwise.cli.fleet.engine import EngineOptions
 from groupwise.cli.fleet.prepare import prepare
-from groupwise.cli.fleet.reach import SshOptions, Trust
+from groupwise.cli.fleet.reach import SshOptions, Trust, ask_user
 from groupwise.cli.options import AsJson, command
 from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import pairs, seconds
@@ -172,7 +170,7 @@ def add(
         "engine": engine_options.of_new_machine(engine),
     }
     with fleet(fleet_at, make=True) as access:
-        by = Trust(trust, trust_jump, yes, _ask_user())
+        by = Trust(trust, trust_jump, yes, ask_user())
         if access.is_local:
             where, trusted = _location(ssh, by, may_be_here=engine is not None)
         else:
@@ -233,13 +231,6 @@ def _check_trust(trust: str | None, yes: bool, option: str = "--trust") -> None:
         raise UsageError(
             f"{option} {trust}: a fingerprint begins with SHA256:, as `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` prints it there."
         )
-
-
-def _ask_user() -> Callable[[str], bool] | None:
-    """A function that asks the user; None if there is no terminal."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return None
-    return lambda question: typer.confirm(question, default=False, err=True)
 
 
 @command(machines, "list")
@@ -317,7 +308,7 @@ def lost(
     Its attempts end, and its jobs run elsewhere. Only for a machine that is gone: one that is merely silent may still be running them.
     """
     if not yes:
-        asks = _ask_user()
+        asks = ask_user()
         if asks is None:
             raise UsageError(
                 f"`vm mark-lost {vm}` gives up all that runs there; say --yes if there is no terminal."
@@ -355,7 +346,7 @@ def trust(
             found = access.machine(vm)
         # If it has shown none, `trust` says why.
         if (fingerprint := found["seen_fingerprint"]) is not None:
-            asks = _ask_user()
+            asks = ask_user()
             if asks is None:
                 raise UsageError(
                     f"{vm} shows the host key {fingerprint}. Compare it with the machine's own (`ssh-keygen -lf "
@@ -426,7 +417,7 @@ def set_machine(
         raise UsageError("--project and --any-project contradict each other.")
     _check_trust(trust_jump, yes, "--trust-jump")
     with fleet(fleet_at) as access:
-        by = Trust(of_jump=trust_jump, unasked=yes, ask=_ask_user())
+        by = Trust(of_jump=trust_jump, unasked=yes, ask=ask_user())
         changes = {
             **(ssh.of_known(by) if access.is_local else ssh.of_known_from_afar(by)),
             **settings.fields(),
@@ -514,15 +505,15 @@ def set_project(
     as_json: AsJson = False,
 ) -> None:
     """Set weight and quotas of a project."""
-    wanted: dict[str, float | None] = {} if weight is None else {"weight": weight}
+    changes: dict[str, float | None] = {} if weight is None else {"weight": weight}
     if max_gpus is not None:
-        wanted["max_gpus"] = _quota("--max-gpus", max_gpus)
+        changes["max_gpus"] = _quota("--max-gpus", max_gpus)
     if max_waiting is not None:
-        wanted["max_waiting"] = _quota("--max-waiting", max_waiting)
-    if not wanted:
+        changes["max_waiting"] = _quota("--max-waiting", max_waiting)
+    if not changes:
         raise UsageError("nothing to change: give --weight, --max-gpus or --max-waiting.")
     with fleet(fleet_at, make=True) as access:
-        found = access.change_project(name, **wanted)
+        found = access.change_project(name, **changes)
     if as_json:
         write_json(found)
     else:

@@ -7,6 +7,7 @@ machine. For a fleet that runs elsewhere nothing is looked up: the machine of th
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.keys import Alias, HostKey
 
 NO_KEY_FROM_AFAR = (
-    "--trust and --yes are for who types on the machine where the fleet runs: what {vm} shows here need not be what it shows there. Leave "
+    "--trust and --yes only work on the machine where the fleet runs: {vm} may show another key there than here. Leave "
     "them out; the fleet reads its host key in the next round, and `groupwise fleet vm trust {vm} SHA256:…` then trusts it."
 )
 NO_PREPARING_FROM_AFAR = (
-    "--prepare is for who types on the machine where the fleet runs: it needs SSH keys and the code there. Leave it out, and type "
+    "--prepare only works on the machine where the fleet runs: it needs SSH keys and the code there. Leave it out, and run "
     "`groupwise fleet vm prepare {vm}` there."
 )
 NO_ALIAS_FROM_AFAR = (
@@ -71,6 +72,13 @@ class Trust:
         return (
             fingerprint is not None or self.unasked or (self.ask is not None and self.ask(question))
         )
+
+
+def ask_user() -> Callable[[str], bool] | None:
+    """A function that asks the user yes or no; None if there is no terminal."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return None
+    return lambda question: typer.confirm(question, default=False, err=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +129,8 @@ class SshOptions:
         """The location of a new machine of a fleet that runs elsewhere: nothing can be looked up from here. Raises UsageError."""
         if self.alias is not None:
             raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
-        said = {"--host": self.host, "--user": self.user, "--key": self.key}
-        missing = [name for name, value in said.items() if value is None]
+        needed = {"--host": self.host, "--user": self.user, "--key": self.key}
+        missing = [name for name, value in needed.items() if value is None]
         if missing:
             raise UsageError(
                 f"the fleet runs elsewhere, and nothing can be looked up there: say {' and '.join(missing)} too. --key is the path of the "
@@ -210,7 +218,7 @@ def private_key(given: str | None) -> str | None:
     path = Path(given).expanduser().absolute()
     if not path.is_file():
         raise UsageError(
-            f"--key {given}: there is no such file; the private key is wanted, not the .pub."
+            f"--key {given}: there is no such file; the private key is expected, not the .pub."
         )
     if path.suffix == ".pub":
         raise UsageError(

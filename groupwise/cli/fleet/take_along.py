@@ -145,7 +145,7 @@ def _reward(found: dict[str, Path], word: str, of_all: Mapping[str, Path]) -> st
 
 
 def _check(documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise UsageError for documents that are no valid requests, the same way for every fleet."""
+    """Raise UsageError for documents that are not valid requests, the same way for every fleet."""
     from groupwise.jobs.fleet.queue.request import from_document
 
     for place, each in documents.items():

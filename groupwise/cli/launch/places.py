@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,12 +53,10 @@ class LoginOptions:
             raise UsageError(
                 "Other machines are reached by asyncssh: pip install 'groupwise[launch]'."
             )
-        from groupwise.cli.fleet.reach import SshOptions, Trust
+        from groupwise.cli.fleet.reach import SshOptions, Trust, ask_user
         from groupwise.jobs.launch.places import AGENT, SSH, JobBackend
 
-        asks = sys.stdin.isatty() and sys.stderr.isatty()
-        ask = partial(typer.confirm, default=False, err=True) if asks else None
-        trust = Trust(self.trust, self.trust_jump, ask=ask)
+        trust = Trust(self.trust, self.trust_jump, ask=ask_user())
         before, _, name = host.rpartition("@")
         alone, colon, number = name.rpartition(":")
         port = self.port
@@ -253,7 +249,7 @@ def check_name(name: str) -> None:
 
     if not JOB_ID.fullmatch(name):
         raise UsageError(
-            f"{name[:80]!r} is no name of a job: letters, digits, - and _ are expected, 80 at most, a letter or a digit first."
+            f"{name[:80]!r} is not a name of a job: letters, digits, - and _ are expected, 80 at most, a letter or a digit first."
         )
 
 

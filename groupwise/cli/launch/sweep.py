@@ -82,9 +82,9 @@ def _say_swept(found: list[tuple[str, SweepResult]], *, dry_run: bool) -> None:
     verb = "would be ended" if dry_run else "is ended"
     for place, each in found:
         for one in each.overdue:
-            say(f"{one.id}, of {one.owner or 'somebody'} for {one.job}, {verb} ({place})")
+            say(f"{one.id}, of {one.owner or 'unknown'} for {one.job}, {verb} ({place})")
         for one in each.left:
-            say(f"{one.job}, of {one.owner or 'somebody'}: {rentals.stays(one)} ({place})")
+            say(f"{one.job}, of {one.owner or 'unknown'}: {rentals.stays(one)} ({place})")
         if not each.overdue and not each.left:
             say(f"nothing is there ({place})")
 
@@ -105,7 +105,7 @@ def _places(at: list[str] | None, profile: str | None) -> list[JobBackend]:
         accounts = {(str(each), each.detail.get("profile")): each for each in known}
         return [*accounts.values()]
     if find_spec("boto3") is None:
-        raise UsageError("AWS is asked by boto3: pip install 'groupwise[launch,aws]'.")
+        raise UsageError("AWS is reached by boto3: pip install 'groupwise[launch,aws]'.")
     places: list[JobBackend] = []
     for word in at:
         kind, _, region = word.partition(":")
@@ -114,7 +114,7 @@ def _places(at: list[str] | None, profile: str | None) -> list[JobBackend]:
                 kind == MODAL
             )
             raise UsageError(
-                f"--at {word}: {why}a place that rents machines is wanted, aws:REGION."
+                f"--at {word}: {why}a place that rents machines is expected, aws:REGION."
             )
         places.append(JobBackend(AWS, {"region": region, "profile": profile}))
     return places

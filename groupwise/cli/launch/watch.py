@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 from groupwise.cli.log_text import LogWriter
-from groupwise.cli.output import say, write_json
+from groupwise.cli.output import CANCELLED_CODE, say, shell_code, write_json
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import interrupting
 from groupwise.core.terminal.text import one_line
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from groupwise.jobs.launch.places import JobBackend
     from groupwise.jobs.launch.watching import Watch
 
-CANCELLED_CODE = 130
-"""The exit code of a program that was interrupted, as shells have it."""
 STOP_GRACE = 60.0
 """Seconds between TERM and KILL for a job that is stopped."""
 Result = TypeVar("Result")
@@ -51,7 +49,7 @@ async def find(backend: Backend, name: str) -> Handle:
         from groupwise.jobs.clouds.backend import NotHere
 
         raise NotHere(
-            f"there is no job called {name} any more where it was; `groupwise launch list` shows those that there are."
+            f"there is no job called {name} at its place any more; `groupwise launch list` shows all jobs."
         )
     return handle
 
@@ -97,6 +95,7 @@ def watch(
 
     `again` begins another attempt; it is called once if the job's machine was taken away.
     """
+    from groupwise.jobs.clouds.backend import Outcome
     from groupwise.jobs.hosts.failures import FailureClass
     from groupwise.jobs.launch.watching import Watch
 
@@ -118,13 +117,14 @@ def watch(
         document = _stopped(watching, note, folder)
     finally:
         log.end()
-    _say_result(note, folder, document, as_json=as_json)
-    raise typer.Exit(_exit_code(document))
-
-
-def _say_result(note: Note, folder: Path, document: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         write_json(document)
+    _say_result(note, folder, document)
+    codes = {Outcome.SUCCEEDED: 0, Outcome.CANCELLED: CANCELLED_CODE}
+    raise typer.Exit(codes.get(document["state"], shell_code(document["exit_code"])))
+
+
+def _say_result(note: Note, folder: Path, document: Mapping[str, Any]) -> None:
     seconds = document["seconds"]
     after = "" if seconds is None else f" after {seconds:.0f} s"
     say(f"{note.name} {document['state']}{after}: {document['reason']}")
@@ -144,13 +144,13 @@ def _stopped(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
     from groupwise.jobs.launch.watching import patiently
 
     say(f"stopping {note.name}; Ctrl-C once more to leave without waiting for its end")
-    asked = False
+    is_stopping = False
     try:
         ask(note.place, lambda backend: patiently(lambda: stop_job(backend, note.name), say))
-        asked = True
+        is_stopping = True
         return asyncio.run(_watched(watching, note, folder))
     except KeyboardInterrupt:
-        state = "was asked to end" if asked else "STILL RUNS"
+        state = "was asked to end" if is_stopping else "STILL RUNS"
         say(f"{note.name} {state}; `groupwise launch stop {note.name}` ends it")
         tell_of_rented(note)
         raise
@@ -211,17 +211,3 @@ def folder_of(note: Note, to: Path | None) -> Path:
     if to is not None:
         return to.expanduser()
     return note.results or note.project / FOLDER / note.name
-
-
-def _exit_code(document: Mapping[str, Any]) -> int:
-    """The exit code of the job's command, as a shell has it."""
-    from groupwise.jobs.clouds.backend import Outcome
-
-    if document["state"] == Outcome.SUCCEEDED:
-        return 0
-    if document["state"] == Outcome.CANCELLED:
-        return CANCELLED_CODE
-    code = document["exit_code"]
-    if not code:
-        return 1
-    return 128 - code if code < 0 else min(code, 255)

@@ -112,7 +112,7 @@ def rollouts(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(help="Of a mixture: only this task, by its label or its data set's name."),
+        typer.Option(help="Only this task of a mixture, by its label or the name of its data set."),
     ] = None,
     text: Annotated[
         str | None,
@@ -120,12 +120,12 @@ def rollouts(
             help="Only with all these words in the prompt, or in the completion; quotes hold a phrase."
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 16,
+    limit: Annotated[int, typer.Option(min=1, help="Most rollouts to show.")] = 16,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read rollouts: each prompt once, then what the members of its group answered and earned.
+    """Read rollouts: each prompt once, then the answers of its group and their rewards.
 
     Without --step, the last step is shown; with --failed, --part, --task, --text, --best or --worst all steps are searched.
     """
@@ -167,7 +167,7 @@ def plot(
     svg: Annotated[Path | None, typer.Option(help="Write an SVG file as well.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the curve of a metric in the terminal, and to a file if asked; before step 0 that of the warm-up, where there was one."""
+    """Draw the curve of a metric in the terminal, and to a file with --svg; the curve of a warm-up stands before step 0."""
     path = resolve(run, dir).path
     with Store.open(path / RECORD, readonly=True) as store:
         names = store.metric_names()
@@ -181,8 +181,8 @@ def plot(
         svg.write_text(svg_curve(series, title=title), encoding="utf-8")
         typer.echo(f"wrote {svg}", err=True)
     if as_json:
-        told = {"warm_up": warm_up} if warm_up else {}
-        write_json({"run": path.name, "metric": metric, "points": points, **told})
+        more = {"warm_up": warm_up} if warm_up else {}
+        write_json({"run": path.name, "metric": metric, "points": points, **more})
         return
     width = min(shutil.get_terminal_size().columns, 100)
     print_text(terminal_curve(series, width, title=title, colour=sys.stdout.isatty()))
@@ -309,7 +309,7 @@ def _expect_name(what: str, name: str, names: Sequence[str]) -> None:
 
 
 def _expect_present(store: Store, part: str | None, task: str | None, step: int | None) -> None:
-    """Raise RunNotFoundError if the run has no such part, task or step. None: not asked for."""
+    """Raise RunNotFoundError if the run has no such part, task or step. None is not checked."""
     if part is not None:
         _expect_name(f"reward part '{part}'", part, store.part_names())
     if task is not None:

@@ -37,7 +37,7 @@ def compare(
     b: What,
     dir: RunsDir = RUNS,
     rows: Annotated[
-        int, typer.Option(min=0, help="Show so many of the prompts that changed most.")
+        int, typer.Option(min=0, help="Number of prompts to show, those that changed most.")
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -56,7 +56,7 @@ def compare(
 
 
 def print_comparison(comparison: Comparison, rows: int = 0) -> None:
-    """A comparison for people."""
+    """Print a comparison."""
     from groupwise.runs.tables import prompt_text
 
     print_pairs([("A", comparison.a.label), ("B", comparison.b.label)])

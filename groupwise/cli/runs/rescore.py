@@ -33,7 +33,7 @@ def rescore(
     overrides: Overrides = None,
     task_module: Annotated[
         str | None,
-        typer.Option("--task-module", "-t", metavar="T", help="Whose get_reward_funcs judge."),
+        typer.Option("--task-module", "-t", metavar="T", help="Task whose get_reward_funcs score."),
     ] = None,
     rewards: Annotated[
         str | None,
@@ -47,10 +47,10 @@ def rescore(
         int | None, typer.Option(help="Only this step, an index from 0; default: all steps.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="At most so many groups, the last ones.")
+        int | None, typer.Option(min=1, help="Most groups to score, the last ones.")
     ] = None,
     rows: Annotated[
-        int, typer.Option(min=0, help="Show so many of the rollouts that moved farthest.")
+        int, typer.Option(min=0, help="Number of rollouts to show, those that moved farthest.")
     ] = 10,
     as_json: AsJson = False,
 ) -> None:
