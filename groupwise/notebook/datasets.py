@@ -23,10 +23,10 @@ from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.rows import (
     RUBRIC,
     accepted_forms,
+    as_row_list,
     holds,
     is_chat,
     key_of,
-    listed,
     refuse_odd_answer,
     row_of,
     said_last,
@@ -236,7 +236,7 @@ def _of_loader(name: str, loader: Loader, config: TrainingConfig) -> Rows | tupl
 def _checked(given: Any, where: str, config: TrainingConfig) -> Rows:
     """The rows of a loader, dataset_max of them."""
     rows = run_user_code(
-        lambda: listed(given, f"{where} gave", ", or two of them, (train, test)"),
+        lambda: as_row_list(given, f"{where} gave", ", or two of them, (train, test)"),
         what=f"{where} failed",
     )
     drawn = [rows[place] for place in sample(len(rows), config.dataset_max, config.seed)]
@@ -295,7 +295,7 @@ def split_rows(
 
 def replacement_rows(part: str, given: object, config: TrainingConfig) -> Rows:
     """Rows that the user assigns to a part, as `with_prompts` makes them; the part's name is for messages."""
-    rows = given if isinstance(given, Rows) else listed(given, f"{part} was given")
+    rows = given if isinstance(given, Rows) else as_row_list(given, f"{part} was given")
     if not rows:
         raise TaskError(f"{part} was given no rows. Expected at least one.")
     return with_prompts(rows, config)

@@ -12,6 +12,7 @@ from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.terminal.notebook import Code, Table, show
 from groupwise.engine.models.bundled import ALIASES
 from groupwise.engine.models.config import ModelConfig
+from groupwise.engine.sampler.vllm.own import largest_rank
 from groupwise.notebook import drive
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import core_config, run_folder
@@ -24,8 +25,6 @@ from groupwise.training.review.export import export
 
 HF_LORA = "hf_lora"
 """The folder within a checkpoint that holds the exported adapter."""
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM accepts as the largest rank of an adapter; it refuses adapters of a larger rank."""
 
 
 def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Session) -> str:
@@ -113,6 +112,5 @@ def _show_commands(model: ModelConfig, rank: int, name: str, adapter: Path) -> N
     ]
     show(Code("To load it", "\n".join(lines)))
     revision = f" --revision {quote(model.revision)}" if model.revision else ""
-    most = next((each for each in VLLM_RANKS if each >= rank), rank)
-    lora = f"--enable-lora --max-lora-rank {most} --lora-modules {quote(f'{name}={adapter}')}"
+    lora = f"--enable-lora --max-lora-rank {largest_rank(rank)} --lora-modules {quote(f'{name}={adapter}')}"
     show(Code("To serve it", f"vllm serve {served}{revision} {lora}"))

@@ -74,10 +74,10 @@ def create_reward_functions(
         kind = kind_of(prepare_datasets(config)[0])
     layout = {
         "name": "match_format",
-        "reasoning_tag": _listed(tags.reasoning),
-        "answer_tag": _listed(tags.answer),
+        "reasoning_tag": _plain_tag(tags.reasoning),
+        "answer_tag": _plain_tag(tags.answer),
     }
-    answers = {"name": "math_answer", "tolerant": True, "answer_tag": _listed(tags.answer)}
+    answers = {"name": "math_answer", "tolerant": True, "answer_tag": _plain_tag(tags.answer)}
     overlap = {"name": "rubric_overlap", "answer_column": "reference"}
     second = answers if kind == "numeric" else overlap
     return [function for function, _ in get_reward_funcs([layout, second])]
@@ -144,7 +144,7 @@ def _make_reward(where: str, given: Any, tags: Tags) -> Any:
             # A reward that looks for marks looks for those of the config, unless it is given others.
             taken = {parameter.name for parameter in taken_by(kind)}
             marked = {"reasoning_tag": tags.reasoning, "answer_tag": tags.answer}
-            own = {name: _listed(tag) for name, tag in marked.items() if name in taken}
+            own = {name: _plain_tag(tag) for name, tag in marked.items() if name in taken}
             section = {**own, **section}
         [(function, weight)] = get_reward_funcs([section], where=where)
         return _on_texts(function), weight
@@ -178,7 +178,7 @@ def _text(said: Prompt | CompletionText) -> str:
     return said if isinstance(said, str) else completion_text([{**said[-1], "role": "assistant"}])
 
 
-def _listed(tag: Tag) -> str | list[str]:
+def _plain_tag(tag: Tag) -> str | list[str]:
     return tag if isinstance(tag, str) else list(tag)
 
 

@@ -65,7 +65,7 @@ def usable_rows(
     return Rows(found, Account(dict(left_out)))
 
 
-def listed(given: Any, source: str, also: str = "") -> list[Any]:
+def as_row_list(given: Any, source: str, also: str = "") -> list[Any]:
     """The given rows as a list; cells of a pandas table become Python values. `source` and `also` are for the message."""
     kind = type(given).__name__
     if kind == "DataFrame":

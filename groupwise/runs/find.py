@@ -117,7 +117,7 @@ def newest_unfinished(name: str, runs_dir: Path) -> Path:
 
     RunNotFoundError says whether all of them are finished, or there are none; StoreError why its record cannot be read.
     """
-    found = called(name, runs_dir)
+    found = runs_called(name, runs_dir)
     if not found:
         own = _find_folder(name, runs_dir)
         if own is not None:
@@ -285,7 +285,7 @@ def run_folders(runs_dir: Path) -> list[Path]:
     )
 
 
-def called(name: str, runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
+def runs_called(name: str, runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
     """The runs that were asked for as `name`, or are called so, with their facts; those that cannot be read are left out."""
     found: list[tuple[Path, dict[str, Any]]] = []
     for path in run_folders(runs_dir):

@@ -258,12 +258,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return _read_json(path / CONFIG)
 
 
-def flattened(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
+def flatten(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
     """Dotted keys of a configuration and their values, as JSON."""
     found: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
-            found |= flattened(cast("dict[str, Any]", value), f"{before}{key}.")
+            found |= flatten(cast("dict[str, Any]", value), f"{before}{key}.")
         else:
             found[f"{before}{key}"] = json.dumps(value, ensure_ascii=False)
     return found

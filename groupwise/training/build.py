@@ -40,7 +40,7 @@ from groupwise.engine.distributed.rpc import Calls
 from groupwise.engine.distributed.sampler import RankSampler, RankWitness
 from groupwise.engine.distributed.sampler_workers import Samplers
 from groupwise.engine.distributed.spawned_workers import Started
-from groupwise.engine.distributed.torchrun import launched, refuse_other_number
+from groupwise.engine.distributed.torchrun import read_launch, refuse_other_number
 from groupwise.engine.models.memory import memory_explained
 from groupwise.runs import publications
 from groupwise.training.config import RunConfig, load_config
@@ -198,7 +198,7 @@ def be_launched(config: AnyConfig) -> None:
 
     The process of the first rank runs the whole program, and calls the others. Raises UsageError if their number is not the config's.
     """
-    place = launched()
+    place = read_launch()
     refuse_other_number(place, config.distributed.learners)
     if place is not None and place.rank > 0:
         from groupwise.engine.distributed import peer
@@ -664,12 +664,12 @@ def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> Started:
             tells=kind != "sampling",
             patience=config.distributed.sampler_timeout,
         )
-    return Peers(layout.learners, launched(), learning=kind in LEARNING)
+    return Peers(layout.learners, read_launch(), learning=kind in LEARNING)
 
 
 def _first_gpu(layout: Layout) -> int:
     """Index of the first sampler's GPU: the GPUs before it belong to this machine's learners."""
-    place = launched()
+    place = read_launch()
     return layout.learners if place is None else place.local_count
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
-from groupwise.engine.distributed.torchrun import launched, refuse_other_number
+from groupwise.engine.distributed.torchrun import read_launch, refuse_other_number
 from groupwise.engine.models.config import Dtype
 from groupwise.engine.models.machine import available_cores
 from groupwise.training.config import RunConfig
@@ -174,7 +174,7 @@ def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
 
 def _cores() -> int:
     """Cores of all machines, which are assumed to be alike."""
-    place = launched()
+    place = read_launch()
     return available_cores() * (place.machines if place is not None else 1)
 
 
@@ -201,7 +201,7 @@ def _of_tunix(config: RunConfig) -> Layout:
 
 def _layout(config: AnyConfig) -> Layout:
     device = prefork.choose_device()
-    learners, samplers, place = config.distributed.learners, samplers_of(config), launched()
+    learners, samplers, place = config.distributed.learners, samplers_of(config), read_launch()
     refuse_other_number(place, learners)
     needed = (place.local_count if place is not None else learners) + samplers
     if needed > 1 and device != "cpu" and needed > (there := prefork.gpu_count()):

@@ -42,7 +42,7 @@ from groupwise.runs import checkpoints
 from groupwise.runs.advice import advice_on
 from groupwise.runs.curves import warm_up_curve
 from groupwise.runs.find import RunInfo, final_step, list_runs, resolve, run_info
-from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
+from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flatten, read_config, read_summary
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
@@ -295,7 +295,7 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
     for evaluation in facts["evaluations"]:
         title = f"evaluation {evaluation['name']} of {evaluation['policy']} after {evaluation['step']} steps"
         print_section(title, [(k, rounded(v)) for k, v in evaluation["metrics"].items()])
-    print_section("configuration", list(flattened(facts["config"]).items()))
+    print_section("configuration", list(flatten(facts["config"]).items()))
 
 
 # Rollouts

@@ -11,7 +11,7 @@ from pydantic import Field
 from groupwise.core.errors import StoreError, UsageError
 from groupwise.dashboard.pages import Page, Query, Visit, live_of, page_route
 from groupwise.dashboard.runs.curves import names_of
-from groupwise.runs.folder import RECORD, flattened, read_config
+from groupwise.runs.folder import RECORD, flatten, read_config
 from groupwise.runs.store import Store
 from groupwise.training.review.compare import PLACES
 
@@ -89,7 +89,7 @@ def compare(visit: Visit) -> Page:
 
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     """Settings that are not the same in all of these: dotted key -> the value in each, in their order."""
-    flat = {name: flattened(config) for name, config in configs.items()}
+    flat = {name: flatten(config) for name, config in configs.items()}
     keys = sorted({key for each in flat.values() for key in each} - PLACES)
     rows = {key: [each.get(key, "") for each in flat.values()] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}

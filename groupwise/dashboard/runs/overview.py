@@ -17,7 +17,7 @@ from groupwise.runs import checkpoints
 from groupwise.runs.advice import advice_on
 from groupwise.runs.curves import WARM_UP
 from groupwise.runs.find import ENDS, RunInfo, final_step, mean_of
-from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
+from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flatten, read_config, read_summary
 from groupwise.runs.lock import holder
 from groupwise.runs.store import Store
 
@@ -75,7 +75,7 @@ def config(visit: Visit) -> Page:
     """All settings of a run, resolved."""
     path = visit.place.run(visit.named("run"))
     tree = read_config(path)
-    data = {**head_of(visit, path), "config": tree, "settings": flattened(tree)}
+    data = {**head_of(visit, path), "config": tree, "settings": flatten(tree)}
     return Page("config.html", data)
 
 

@@ -10,9 +10,6 @@ Ctrl-C. If one of them ends for any reason, all end, and every call then fails w
 
 from __future__ import annotations
 
-import asyncio
-import json
-import logging
 import os
 import selectors
 import signal
@@ -36,16 +33,15 @@ from groupwise.engine.distributed.messages import (
     LogRecordMessage,
     MessageChannel,
     Ready,
-    Setup,
 )
 from groupwise.engine.distributed.rpc import (
     ENVIRONMENT,
     RESUME,
     Calls,
     how,
-    log_here,
     reason_of,
     settle,
+    setup_of,
 )
 
 _END_LIMIT = 10.0
@@ -102,20 +98,12 @@ class Ranks(Calls):
         Raises what it raises, and RunError if a process has ended. After an error, or if the wait is cancelled, all processes have ended.
         """
         self._set_up(factory, arguments, count)
-        try:
-            await asyncio.wrap_future(self._ready)
-        except BaseException:
-            self.close()
-            raise
+        await self._until_made()
 
     def make_now(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
         """Like `make`, for code that is not async."""
         self._set_up(factory, arguments, count)
-        try:
-            self._ready.result()
-        except BaseException:
-            self.close()
-            raise
+        self._until_made_now()
 
     def close(self) -> None:
         """End all processes, even busy ones, and wait until they are gone. May be called again."""
@@ -129,14 +117,8 @@ class Ranks(Calls):
         pairs = [socket.socketpair() for _ in range(count)]
         self.count = count
         self._lines = [MessageChannel(ours) for ours, _ in pairs]
-        setup = Setup(
-            factory,
-            json.loads(json.dumps(dict(arguments))),
-            tuple(str(folder) for folder in sys.path),
-            logging.getLogger("groupwise").getEffectiveLevel(),
-        )
         with suppress(OSError):  # it has ended, and the thread hears why
-            self._control.send(setup, [theirs for _, theirs in pairs])
+            self._control.send(setup_of(factory, arguments), [theirs for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
 
@@ -194,7 +176,7 @@ class Ranks(Calls):
             for key, _ in self._selector.select():
                 line: MessageChannel = key.data
                 try:
-                    messages = line.arrived()
+                    messages = line.receive_available()
                 except EOFError:
                     if line is self._control:
                         return
@@ -205,14 +187,6 @@ class Ranks(Calls):
 
     def _take(self, message: Ready | Ended | Answered | Failed | LogRecordMessage) -> None:
         match message:
-            case LogRecordMessage(record):
-                log_here(record)
-            case Answered(number, value):
-                settle(self._pop_pending(number), value)
-            case Failed(0, error):
-                settle(self._ready, error=error)
-            case Failed(number, error):
-                settle(self._pop_pending(number), error=error)
             case Ready(processes):
                 self.processes = processes
                 for line in self._lines:
@@ -222,3 +196,5 @@ class Ranks(Calls):
                 assert self._output is not None
                 who = f"Model worker {rank + 1} of {self.count}"
                 self._end(RunError(f"{who} ended: {how(code)} {RESUME}"))
+            case _:
+                self._take_answer(message)

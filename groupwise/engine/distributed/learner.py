@@ -21,7 +21,7 @@ from groupwise.core.types import (
     Row,
     UpdateResult,
 )
-from groupwise.engine.distributed.rpc import Calls, RankCall, agreed
+from groupwise.engine.distributed.rpc import Calls, RankCall, same_in_all
 from groupwise.engine.distributed.sharding import cut_rows
 
 
@@ -68,7 +68,7 @@ class RankLearner:
             [(rank, "learner.update", (params,)) for rank in ranks]
         )
         self._trained = []
-        agreed("the norms of the gradient", [repr(each.grad_norm) for each in found])
+        same_in_all("the norms of the gradient", [repr(each.grad_norm) for each in found])
         return found[0]
 
     def discard(self) -> None:
@@ -82,7 +82,7 @@ class RankLearner:
         """See `groupwise.core.types.Learner.publish`. The first rank writes; raises RunError if the weights are not those of all."""
         calls = self._by_first("learner.publish", (version,), "learner.attend_publication")
         policy, *others = await self._together(calls)
-        agreed("the learners' weights", [policy.fingerprint, *others])
+        same_in_all("the learners' weights", [policy.fingerprint, *others])
         return policy
 
     async def logprobs(
@@ -97,7 +97,7 @@ class RankLearner:
 
     def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. The first rank writes; raises RunError if the weights are not those of all."""
-        agreed("the learners' weights", self._ranks.call_all_now("learner.fingerprint"))
+        same_in_all("the learners' weights", self._ranks.call_all_now("learner.fingerprint"))
         self._ranks.call_each_now(self._by_first("learner.save", (folder,), "learner.attend_save"))
 
     def load(self, folder: str) -> None:

@@ -176,7 +176,7 @@ class MessageChannel:
             self._receive_piece()
         return self._unpickle(frame)
 
-    def arrived(self) -> list[Any]:
+    def receive_available(self) -> list[Any]:
         """All messages that are complete after one more read; data must be there. EOFError as `receive`."""
         self._receive_piece()
         messages: list[Any] = []

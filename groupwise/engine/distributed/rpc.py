@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
@@ -20,7 +22,15 @@ from typing import Any
 from groupwise.core.errors import RunError
 from groupwise.core.plugins import explain
 from groupwise.core.processes.family import PLAIN, how_it_ended
-from groupwise.engine.distributed.messages import Call, Cancel, MessageChannel
+from groupwise.engine.distributed.messages import (
+    Answered,
+    Call,
+    Cancel,
+    Failed,
+    LogRecordMessage,
+    MessageChannel,
+    Setup,
+)
 from groupwise.engine.models.memory import REMEDY
 
 ENVIRONMENT = {
@@ -97,6 +107,34 @@ class Calls:
         """End all processes, even busy ones, and wait until they are gone. May be called again."""
         raise NotImplementedError
 
+    async def _until_made(self) -> None:
+        """Wait for ranks that host the object. After an error, or if the wait is cancelled, all processes have ended."""
+        try:
+            await asyncio.wrap_future(self._ready)
+        except BaseException:
+            self.close()
+            raise
+
+    def _until_made_now(self) -> None:
+        """Like `_until_made`, for code that is not async."""
+        try:
+            self._ready.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_answer(self, message: Answered | Failed | LogRecordMessage) -> None:
+        """Settle the future of a call, or log what a process has logged."""
+        match message:
+            case LogRecordMessage(record):
+                _log(record)
+            case Answered(number, value):
+                settle(self._pop_pending(number), value)
+            case Failed(0, error):
+                settle(self._ready, error=error)
+            case Failed(number, error):
+                settle(self._pop_pending(number), error=error)
+
     def _begin_call(self) -> None:
         """Called before a call is sent."""
 
@@ -141,6 +179,16 @@ class Calls:
         return True
 
 
+def setup_of(factory: str, arguments: Mapping[str, Any]) -> Setup:
+    """What a process is told to make: `factory` (`package.module:function`) is called with `arguments`, which JSON can express."""
+    return Setup(
+        factory,
+        json.loads(json.dumps(dict(arguments))),
+        tuple(str(folder) for folder in sys.path),
+        logging.getLogger("groupwise").getEffectiveLevel(),
+    )
+
+
 def how(code: int | None) -> str:
     """How a process ended, and how to use less memory if that may be the reason."""
     how = f"{how_it_ended(code)}."
@@ -161,7 +209,7 @@ def reason_of(lived: Callable[[], RunError]) -> RunError:
         return reason
 
 
-def log_here(record: logging.LogRecord) -> None:
+def _log(record: logging.LogRecord) -> None:
     """Log it in this process. Errors of handlers or filters are reported as by the standard library's handlers, and end nothing."""
     log = logging.getLogger(record.name)
     try:
@@ -171,7 +219,7 @@ def log_here(record: logging.LogRecord) -> None:
         logging.Handler().handleError(record)
 
 
-def agreed(what: str, found: Sequence[str]) -> str:
+def same_in_all(what: str, found: Sequence[str]) -> str:
     """The value of `what` that all ranks report. Raises RunError if they differ."""
     if len(set(found)) > 1:
         raise RunError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise.core.types import Completion, GroupRequest, Policy
-from groupwise.engine.distributed.rpc import Calls, agreed
+from groupwise.engine.distributed.rpc import Calls, same_in_all
 from groupwise.engine.distributed.sharding import Share, deal
 
 _SERVED = "the samplers' weights"
@@ -40,7 +40,7 @@ class RankSampler:
         self._loads = [0] * ranks.count
         self._waiting: list[_Ticket] = []
         self._dealt: list[_Ticket] = []
-        self._fingerprint = agreed(_SERVED, ranks.call_all_now("sampler.fingerprint"))
+        self._fingerprint = same_in_all(_SERVED, ranks.call_all_now("sampler.fingerprint"))
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`."""
@@ -73,7 +73,7 @@ class RankSampler:
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Each rank reads the files."""
         await self._ranks.call_all("sampler.load", policy)
-        self._fingerprint = agreed(_SERVED, await self._ranks.call_all("sampler.fingerprint"))
+        self._fingerprint = same_in_all(_SERVED, await self._ranks.call_all("sampler.fingerprint"))
 
     def fingerprint(self) -> str:
         """Fingerprint of the tensors in the memory of all ranks, as they were when they were loaded."""

@@ -7,15 +7,12 @@ all together, `groupwise.engine.distributed.sampler_workers` are replaced.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import selectors
 import signal
 import socket
 import sys
 import threading
-from asyncio import wrap_future
 from collections.abc import Mapping
 from contextlib import suppress
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
@@ -35,7 +32,7 @@ from groupwise.engine.distributed.messages import (
     Ready,
     Setup,
 )
-from groupwise.engine.distributed.rpc import ENVIRONMENT, Calls, log_here, reason_of, settle
+from groupwise.engine.distributed.rpc import ENVIRONMENT, Calls, reason_of, settle, setup_of
 from groupwise.engine.distributed.torchrun import gpu_of
 
 HERE = "127.0.0.1"
@@ -74,21 +71,15 @@ class Started(Calls):
 
     async def make(self, factory: str, arguments: Mapping[str, Any]) -> None:
         """Like `groupwise.engine.distributed.forked_workers.Ranks.make`."""
-        self._begin(factory, arguments)
-        try:
-            await wrap_future(self._ready)
-        except BaseException:
-            self.close()
-            raise
+        self._made = setup_of(factory, arguments)
+        self._thread.start()
+        await self._until_made()
 
     def make_now(self, factory: str, arguments: Mapping[str, Any]) -> None:
         """Like `make`, for code that is not async."""
-        self._begin(factory, arguments)
-        try:
-            self._ready.result()
-        except BaseException:
-            self.close()
-            raise
+        self._made = setup_of(factory, arguments)
+        self._thread.start()
+        self._until_made_now()
 
     def close(self) -> None:
         """See `Calls.close`. Processes that were started by others end by themselves."""
@@ -120,15 +111,6 @@ class Started(Calls):
     def _wake_thread(self) -> None:
         with suppress(OSError):  # they have ended by themselves
             self._wake.sendall(b".")
-
-    def _begin(self, factory: str, arguments: Mapping[str, Any]) -> None:
-        self._made = Setup(
-            factory,
-            json.loads(json.dumps(dict(arguments))),
-            tuple(str(folder) for folder in sys.path),
-            logging.getLogger("groupwise").getEffectiveLevel(),
-        )
-        self._thread.start()
 
     def _begin_call(self) -> None:
         for output in [*self._outputs.values()]:
@@ -164,7 +146,6 @@ class Started(Calls):
     # --- what runs in the thread -----------------------------------------------------------------
 
     def _run_thread(self) -> None:
-        """The thread."""
         reason = reason_of(self._listen)
         self._end_all()
         self._fail_all(reason)
@@ -181,42 +162,31 @@ class Started(Calls):
                 if key.data is None:
                     self._accept_caller()
                     continue
-                heard.add(key.data)
-                reason = self._take_messages(key.data)
-                if reason is not None:
-                    return reason
+                rank: int = key.data
+                heard.add(rank)
+                try:
+                    messages = self._by_rank[rank].receive_available()
+                except EOFError:
+                    reason = self._handle_end(rank)
+                    if reason is not None:
+                        return reason
+                    continue
+                for message in messages:
+                    self._take(rank, message)
             reason = self._check_silence(heard)
             if reason is not None:
                 return reason
 
-    def _take_messages(self, rank: int) -> RunError | None:
-        """Take a rank's messages; returns the reason if its line has ended and that ends all."""
-        try:
-            messages = self._by_rank[rank].arrived()
-        except EOFError:
-            return self._handle_end(rank)
-        for message in messages:
-            self._take(rank, message)
-        return None
-
     def _take(self, rank: int, message: FromRank) -> None:
         match message:
-            case LogRecordMessage(record):
-                log_here(record)
-            case Answered(number, value):
-                settle(self._pop_pending(number), value)
-            case Failed(0, error):
-                settle(self._ready, error=error)
-            case Failed(number, error):
-                settle(self._pop_pending(number), error=error)
             case Alive():
                 pass  # that it was heard of is all
-            case Ready((process,)):
-                self._pids[rank] = process
+            case Ready(processes):
+                (self._pids[rank],) = processes
                 self.processes = tuple(self._pids[each] for each in sorted(self._pids))
                 self._is_ready(rank)
             case _:
-                raise AssertionError(message)
+                self._take_answer(message)
 
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()

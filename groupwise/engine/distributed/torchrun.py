@@ -39,7 +39,7 @@ class Launched:
         return rank >= self.local_count
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
+def read_launch(environment: Mapping[str, str] = os.environ) -> Launched | None:
     """This process's place if it was started with others, else None. Raises UsageError for values that are not whole numbers."""
     if not all(environment.get(word) for word in WORDS):
         return None

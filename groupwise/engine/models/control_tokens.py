@@ -1,7 +1,8 @@
 """Treats control tokens in messages as text: a user, a tool or a policy that writes `<|im_end|>` does not end a turn.
 
 A chat template writes control tokens as text, too, and a tokenizer reads both alike. So before a template sees a message, each control
-token in it is broken by a character that no text has (`spelled`), and the tokenizer gets the rendered text in the pieces between.
+token in it is broken by a character that no text has (`break_control_tokens`), and the tokenizer gets the rendered text in pieces, split
+at these characters.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def special_texts(tokenizer: Any) -> tuple[str, ...]:
     return (*tokenizer.all_special_tokens, *(token.content for token in added if token.special))
 
 
-def spelled(tokenizer: Any, value: Any, *, of_tool: bool = False) -> Any:
+def break_control_tokens(tokenizer: Any, value: Any, *, of_tool: bool = False) -> Any:
     """The value with all control tokens in its texts broken, at any depth of lists and mappings.
 
     `of_tool`: a tool's output may hold no token that the template writes, such as `</tool_response>`; other texts may name `<think>`.
@@ -38,7 +39,7 @@ def spelled(tokenizer: Any, value: Any, *, of_tool: bool = False) -> Any:
         written = {each for each in added if each.strip() and each in str(tokenizer.chat_template)}
         patterns = (tokenizer.chat_template, _any_of(control), _any_of(control | written))
         setattr(tokenizer, _PATTERNS, patterns)
-    return _spelled(patterns[2 if of_tool else 1], value)
+    return _break_texts(patterns[2 if of_tool else 1], value)
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:
@@ -46,16 +47,16 @@ def _any_of(texts: set[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def _spelled(pattern: re.Pattern[str], value: Any) -> Any:
+def _break_texts(pattern: re.Pattern[str], value: Any) -> Any:
     if isinstance(value, str):
         return pattern.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
     if isinstance(value, Mapping):
         return {
-            _spelled(pattern, key): _spelled(pattern, each)
+            _break_texts(pattern, key): _break_texts(pattern, each)
             for key, each in cast("Mapping[Any, Any]", value).items()
         }
     if isinstance(value, list | tuple):
-        return [_spelled(pattern, each) for each in cast("Sequence[Any]", value)]
+        return [_break_texts(pattern, each) for each in cast("Sequence[Any]", value)]
     return value
 
 

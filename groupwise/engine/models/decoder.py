@@ -101,7 +101,16 @@ class Decoder:
         self.config = model.config.get_text_config()
         kinds = getattr(self.config, "layer_types", None)
         self.layer_types = set(kinds) if kinds else None
-        self.window = self._sliding_window()
+        kinds = self.layer_types or set[str]()
+        if kinds - {"full_attention", "sliding_attention"}:
+            raise ModelError(
+                f"The model {self.config.model_type!r} has layers of kind {', '.join(sorted(kinds))}; "
+                "full and sliding attention are what this version can sample and train."
+            )
+        # Models that do not say which layers have a window have it in all.
+        windowed = self.layer_types is None or "sliding_attention" in kinds
+        self.window: int | None = getattr(self.config, "sliding_window", None) if windowed else None
+        """Most tokens that a layer with a window sees."""
         if self.device.type == "cuda" and getattr(self.config, "num_key_value_heads", 0) == 1:
             # Transformers repeats the one head's keys without a copy, and of those torch's memory-efficient kernel with a mask finds
             # something else for the last query of 65, 129, 257 and so on: seen with torch 2.11 on an H100.
@@ -158,17 +167,6 @@ class Decoder:
             return mask_B1TK
         lowest = torch.finfo(self.model.dtype).min
         return torch.zeros_like(mask_B1TK, dtype=self.model.dtype).masked_fill(~mask_B1TK, lowest)
-
-    def _sliding_window(self) -> int | None:
-        """Most tokens that a layer with a window sees. Models that do not say which layers have it have it in all."""
-        if self.layer_types is None:
-            return getattr(self.config, "sliding_window", None)
-        if self.layer_types - {"full_attention", "sliding_attention"}:
-            raise ModelError(
-                f"The model {self.config.model_type!r} has layers of kind {', '.join(sorted(self.layer_types))}; "
-                "full and sliding attention are what this version can sample and train."
-            )
-        return self.config.sliding_window if "sliding_attention" in self.layer_types else None
 
     @torch.no_grad()
     def _check_head(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.footprint import Counts, Sizes
 from groupwise.engine.models.native.facts import FAMILIES
-from groupwise.engine.models.tokenizer import located
+from groupwise.engine.models.tokenizer import locate
 from groupwise.engine.models.transformers_log import quiet
 
 WHOLE_NUMBERS = (
@@ -95,26 +95,19 @@ def read_decoder(config: ModelConfig) -> DecoderShapes | None:
     """Shapes of the model, or None if it might be counted wrongly. Raises `ModelError` if its files cannot be located."""
     if config.trust_remote_code:
         return None
-    path = _config_file(config)
+    resolved = locate(config)
+    path = Path(resolved.location, "config.json")
     try:
-        said = json.loads(path.read_bytes()) if path else None
+        if not resolved.local:
+            from huggingface_hub import hf_hub_download
+
+            with quiet():
+                found = hf_hub_download(resolved.location, path.name, **resolved.arguments())
+            path = Path(found)
+        said = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
     return _shapes(said) if isinstance(said, dict) and not _is_unusual(said) else None
-
-
-def _config_file(config: ModelConfig) -> Path | None:
-    """Path of config.json; None if the hub does not provide it."""
-    resolved = located(config)
-    if resolved.local:
-        return Path(resolved.location, "config.json")
-    from huggingface_hub import hf_hub_download
-
-    try:
-        with quiet():
-            return Path(hf_hub_download(resolved.location, "config.json", **resolved.arguments()))
-    except (OSError, ValueError):
-        return None
 
 
 def _is_unusual(said: Mapping[str, Any]) -> bool:

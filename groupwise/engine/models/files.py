@@ -74,13 +74,13 @@ def model_files(folder: Path) -> list[Path]:
     if (folder / FULL_WEIGHTS).is_file():
         return [folder / FULL_WEIGHTS]
     if (folder / INDEX).is_file():
-        return [folder / name for name in indexed(folder / INDEX)]
+        return [folder / name for name in files_in_index(folder / INDEX)]
     raise ModelError(
         f"There is neither {FULL_WEIGHTS} nor {INDEX} in {folder}; it holds: {_listing(folder)}."
     )
 
 
-def indexed(index: Path) -> list[str]:
+def files_in_index(index: Path) -> list[str]:
     """The names of the files that an index of weights lists; `ModelError` if one of them leads out of its folder."""
     weights = read_json(index).get("weight_map")
     names: list[Any] = list(weights.values()) if isinstance(weights, dict) else []  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
@@ -114,13 +114,19 @@ def check_sent(folder: Path) -> None:
     """
     for path in sorted(folder.rglob("*.json")):
         if path.name.endswith(".index.json"):
-            indexed(path)
+            files_in_index(path)
         try:
             content = json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError):
             content = None  # reported by the code that needs it
         if path.name == "config.json" and isinstance(content, dict):
-            _check_kind(cast("dict[str, Any]", content))
+            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+            kind = cast("dict[str, Any]", content).get("model_type")
+            if kind is not None and kind not in list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+                raise ModelError(
+                    f"config.json of what was sent has 'model_type': {kind!r:.80}, which is no language model that transformers knows."
+                )
         for key, value in _entries(content):
             of_hub = key in OF_HUB and isinstance(value, str | int | float) and bool(value)
             of_hub |= bool(IMPLEMENTATION.search(key)) and not _is_plain(value)
@@ -130,16 +136,6 @@ def check_sent(folder: Path) -> None:
                     f"{path.name} of what was sent has {key!r}: {value!r:.80}. A model that is sent may name no code and no file outside "
                     "of its folder; remove the key, or ask the server's operator to put the model there."
                 )
-
-
-def _check_kind(content: dict[str, Any]) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    kind = content.get("model_type")
-    if kind is not None and kind not in list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        raise ModelError(
-            f"config.json of what was sent has 'model_type': {kind!r:.80}, which is no language model that transformers knows."
-        )
 
 
 def _is_plain(value: Any) -> bool:

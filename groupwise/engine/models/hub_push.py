@@ -83,7 +83,11 @@ def check_access(target: Target, run: Path | None = None) -> str | None:
     try:
         api = _api()
         if _may_write(api, target.repo_id):
-            _check_content(api, target, run)
+            _refuse_public(api, target)
+            there = _files(api, target) or {}
+            made = None if run is None else run / FINAL
+            if not (made is not None and made.is_dir() and _equal(made, there)):
+                _replaceable(api, target, there, run)
     except _Refused as refused:
         raise UsageError(str(refused)) from refused
     except OfflineModeIsEnabled as error:
@@ -150,14 +154,6 @@ def _check_revision(revision: str) -> None:
             "other, no dash or slash at the beginning, no part that begins with a dot or ends in .lock, and no slash or dot at the end. "
             "Give something like main, or my-run/v2."
         )
-
-
-def _check_content(api: Any, target: Target, run: Path | None) -> None:
-    """Raises _Refused if an existing repository is public against the target, or holds files that may not be replaced."""
-    _refuse_public(api, target)
-    there = _files(api, target)
-    if there and not (run is not None and (run / FINAL).is_dir() and _equal(run / FINAL, there)):
-        _replaceable(api, target, there, run)
 
 
 def _refuse_public(api: Any, target: Target) -> None:

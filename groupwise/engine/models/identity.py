@@ -47,19 +47,15 @@ def identity(config: ModelConfig) -> str:
         commit = Path(found).parent.name  # …/snapshots/<commit>/config.json
         digest.update(f"{resolved.location}@{commit}".encode())
     if config.adapter is not None:
-        _add_adapter(digest, config)
+        from groupwise.engine.models.adapters import adapter_commit, adapter_folder
+        from groupwise.engine.models.lora import WEIGHTS
+
+        adapter, commit = adapter_folder(config), adapter_commit(config)
+        if commit is not None:
+            digest.update(f"{config.adapter}@{commit}".encode())
+        elif adapter is not None:
+            _add_file(digest, adapter / WEIGHTS)
     return digest.hexdigest()[:16]
-
-
-def _add_adapter(digest: Any, config: ModelConfig) -> None:
-    from groupwise.engine.models.adapters import adapter_commit, adapter_folder
-    from groupwise.engine.models.lora import WEIGHTS
-
-    folder, commit = adapter_folder(config), adapter_commit(config)
-    if commit is not None:
-        digest.update(f"{config.adapter}@{commit}".encode())
-    elif folder is not None:
-        _add_file(digest, folder / WEIGHTS)
 
 
 def _add_file(digest: Any, path: Path) -> None:

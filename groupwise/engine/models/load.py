@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from groupwise.engine.models.config import Dtype, ModelConfig
 from groupwise.engine.models.hub import fetch_weights
-from groupwise.engine.models.tokenizer import explained, located, resolve
+from groupwise.engine.models.tokenizer import explained, locate, resolve
 from groupwise.engine.models.transformers_log import quiet
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:
     """The model's weights, in evaluation mode, no parameter trainable."""
-    resolved = located(config)
+    resolved = locate(config)
     with quiet(), explained(config, resolved, "model"):
         loaded = AutoModelForCausalLM.from_pretrained(
             resolved.location,
@@ -48,7 +48,7 @@ def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTra
 
 def read_model_config(config: ModelConfig) -> PreTrainedConfig:
     """The config that comes with the model; no weights are read."""
-    resolved = located(config)
+    resolved = locate(config)
     with quiet(), explained(config, resolved, "model"):
         return AutoConfig.from_pretrained(
             resolved.location, trust_remote_code=config.trust_remote_code, **resolved.arguments()
@@ -74,7 +74,7 @@ def hollow_model(config: ModelConfig) -> PreTrainedModel:
 
 def model_folder(config: ModelConfig) -> Path:
     """The folder with the model's files, which are fetched from the hub if need be; see `groupwise.engine.models.hub.fetch_weights`."""
-    resolved = located(config)
+    resolved = locate(config)
     if resolved.local:
         return Path(resolved.location)
     return fetch_weights("@".join(filter(None, [resolved.location, resolved.revision])))
@@ -89,7 +89,7 @@ def described_stop_token_ids(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
     """The same for a model that is not loaded."""
-    resolved = located(config)
+    resolved = locate(config)
     try:
         generation = GenerationConfig.from_pretrained(resolved.location, **resolved.arguments())
     except OSError:  # a model need not have one

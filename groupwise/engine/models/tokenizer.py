@@ -55,14 +55,23 @@ def resolve(config: ModelConfig) -> ResolvedModel:
         return ResolvedModel(str(converted_gguf(path)), None, local=True)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise _no_model(path)
+            if (path / "adapter_config.json").is_file():
+                described = json.loads((path / "adapter_config.json").read_text())
+                raise ModelError(
+                    f"model.name: {path} holds an adapter, not a model. Give its base as model.name "
+                    f"({described.get('base_model_name_or_path')!r} is what it names) and the folder as model.adapter."
+                )
+            files = sorted(entry.name for entry in path.iterdir())[:8]
+            raise ModelError(
+                f"model.name: {path} has no config.json, so it holds no model. It holds: {', '.join(files) or 'nothing'}."
+            )
         return ResolvedModel(str(path), None, local=True)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(f"model.name: there is no folder {name!r} (looked in {Path.cwd()}).")
     return ResolvedModel(name, config.revision, local=False)
 
 
-def located(config: ModelConfig) -> ResolvedModel:
+def locate(config: ModelConfig) -> ResolvedModel:
     """Like `resolve`, for callers that read more than the tokenizer: raises `ModelError` also for a revision that has no effect."""
     resolved = resolve(config)
     if resolved.local and config.revision is not None:
@@ -100,20 +109,6 @@ def import_class() -> None:
     from transformers import PreTrainedTokenizerFast
 
     assert PreTrainedTokenizerFast
-
-
-def _no_model(path: Path) -> ModelError:
-    """The error for a folder that holds no model."""
-    if (path / "adapter_config.json").is_file():
-        base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
-        return ModelError(
-            f"model.name: {path} holds an adapter, not a model. Give its base as model.name ({base!r} is what it names) "
-            "and the folder as model.adapter."
-        )
-    files = sorted(entry.name for entry in path.iterdir())[:8]
-    return ModelError(
-        f"model.name: {path} has no config.json, so it holds no model. It holds: {', '.join(files) or 'nothing'}."
-    )
 
 
 @contextlib.contextmanager

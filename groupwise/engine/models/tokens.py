@@ -50,7 +50,7 @@ def prompt_ids(
 
 
 def text_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Tokens of a piece of text, special tokens in it parsed, none added; those that `control_tokens.spelled` has broken are not."""
+    """Tokens of a piece of text, special tokens in it parsed, none added; not those that `break_control_tokens` has broken."""
     return tuple(
         token
         for piece in pieces(text)

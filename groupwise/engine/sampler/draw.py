@@ -107,7 +107,7 @@ def without_early_stops(
     return logits_SV.index_put((rows_X, tokens_X), never)
 
 
-def truncated(
+def truncate(
     logits_SV: Tensor, temperatures_S: Tensor, params: Sequence[SamplingParams | None]
 ) -> Tensor:
     """The logits at the temperature (0: at 1), with -inf for the tokens that top_k, top_p and min_p leave out, each applied to what the one

@@ -22,7 +22,7 @@ from groupwise.core.errors import GroupwiseError, NonFiniteError, RunError
 from groupwise.core.types import Completion, FinishReason, GroupRequest, Policy
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.memory import lacks_memory, memory_explained, out_of_memory
-from groupwise.engine.sampler.draw import draw_tokens, truncated, without_early_stops
+from groupwise.engine.sampler.draw import draw_tokens, truncate, without_early_stops
 from groupwise.engine.sampler.engine import Prompt
 from groupwise.engine.sampler.rules import (
     ends_with_stop,
@@ -207,7 +207,7 @@ COLDEST = 1e-30
 """The lowest temperature above 0 that logits are divided by: a lower one draws the same tokens, but the quotient overflows."""
 
 
-def drawn(
+def draw_members(
     members: Sequence[Member], logits_NV: Tensor, empty: int = 0
 ) -> tuple[list[int], list[float]]:
     """A token and its log-probability for each row of logits; the last `empty` rows belong to no member."""
@@ -217,7 +217,7 @@ def drawn(
     temperatures = [1.0 if each is None else each.temperature for each in params]
     temperatures_N = torch.tensor([each and max(each, COLDEST) for each in temperatures])
     logits_NV = without_early_stops(logits_NV, params, lengths)
-    logits_NV = truncated(logits_NV, temperatures_N, params)
+    logits_NV = truncate(logits_NV, temperatures_N, params)
     tokens_N, logprobs_N = draw_tokens(
         logits_NV,
         temperatures_N,

@@ -23,7 +23,13 @@ from groupwise.engine.sampler.engine import Engine, Row, SlotEngine
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import cuda_graphs, plainly
-from groupwise.engine.sampler.queued import DecodeLayout, Member, QueuedSampler, Ticket, drawn
+from groupwise.engine.sampler.queued import (
+    DecodeLayout,
+    Member,
+    QueuedSampler,
+    Ticket,
+    draw_members,
+)
 from groupwise.engine.sampler.weights import ServedWeights
 
 
@@ -120,7 +126,7 @@ class TorchSampler(QueuedSampler):
         by_row = logits_NV.device.type == "cpu" or kernels_for(logits_NV) is not None
         empty = 0 if by_row else self.layout.slots - len(members)
         logits_NV = F.pad(logits_NV, (0, 0, 0, empty)) if empty else logits_NV
-        tokens, logprobs = drawn(members, logits_NV, empty)
+        tokens, logprobs = draw_members(members, logits_NV, empty)
         for member, token, logprob in zip(members, tokens, logprobs, strict=False):
             self._append(member, token, logprob)
 

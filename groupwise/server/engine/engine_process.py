@@ -375,7 +375,7 @@ class EngineProcess:
                 )  # before the look into the socket: its last words are read
                 if selector.select(0 if over else _TICK):
                     try:
-                        messages = self._line.arrived()
+                        messages = self._line.receive_available()
                     except EOFError:
                         return
                     for message in messages:

@@ -19,7 +19,7 @@ from groupwise.api.schemas.template_columns import ForTemplate, for_template
 from groupwise.core.errors import TaskError
 from groupwise.core.types import Completion, Message, Prompt, SamplingParams, Segment
 from groupwise.engine.models.chat_template import Chat, prompt_text
-from groupwise.engine.models.control_tokens import spelled
+from groupwise.engine.models.control_tokens import break_control_tokens
 from groupwise.engine.models.tokens import completion_text, prompt_ids, text_ids
 from groupwise.tasks.data.messages import join_conversation
 from groupwise.tasks.environment import Observation
@@ -264,7 +264,7 @@ class ChatDialogue:
         if rest.startswith(verbatim):
             return rest[len(verbatim) :]
         text = completion_text(self._tokenizer, self._last).strip()
-        rest, words = rest.lstrip(), spelled(self._tokenizer, text)
+        rest, words = rest.lstrip(), break_control_tokens(self._tokenizer, text)
         if not rest.startswith(words):
             return None
         return rest[len(words) :].removeprefix(self._end_of_turn())
@@ -285,7 +285,7 @@ class ChatDialogue:
         """Turns a tool's result into a user's message if the chat's template knows no tools."""
         if not self._told or message["role"] != "tool":
             return message
-        brought = spelled(self._tokenizer, message["content"], of_tool=True)
+        brought = break_control_tokens(self._tokenizer, message["content"], of_tool=True)
         result = f"<tool_response>\n{brought}\n</tool_response>"
         return {"role": "user", "content": result}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import StoreError, UsageError
-from groupwise.engine.distributed.torchrun import launched
+from groupwise.engine.distributed.torchrun import read_launch
 from groupwise.runs import checkpoints, find
 from groupwise.runs.curves import WARM_UP, WARM_UP_SUMMARY
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
@@ -80,7 +80,7 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
         return WarmedUp(str(made), summary, untrained=None if dry_run else _untrained(loaded, task))
     if dry_run:
         return WarmedUp(None, plan_sft(prepared))
-    if launched() is not None:
+    if read_launch() is not None:
         raise UsageError(
             "The processes that torchrun has started serve one run, so that warm_up cannot be made here. Make it first, by groupwise sft "
             "with the same config: it is found then."
@@ -112,7 +112,7 @@ def _free_name(given: LoadedSftConfig) -> str:
 
 
 def _untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
-    if launched() is not None:  # torchrun's processes serve one run, which is the one to come
+    if read_launch() is not None:  # torchrun's processes serve one run, which is the one to come
         return None
     logger.info("held-out prompts, answered by the model as it was before the warm-up")
     return evaluate_untrained(loaded, task)
@@ -123,10 +123,10 @@ def needs_warm_up(loaded: LoadedConfig, ways: StartMode) -> bool:
     if not ways.resume:
         return ways == StartMode()
     runs = Path(loaded.config.run.dir)
-    states = [facts.get("state") for _, facts in find.called(loaded.run_name, runs)]
+    states = [facts.get("state") for _, facts in find.runs_called(loaded.run_name, runs)]
     if any(state != "finished" for state in states):
         return False
-    warm_ups = find.called(config_of_warm_up(loaded).run_name, runs)
+    warm_ups = find.runs_called(config_of_warm_up(loaded).run_name, runs)
     return not states or any(facts.get("state") != "finished" for _, facts in warm_ups)
 
 

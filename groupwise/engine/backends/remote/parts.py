@@ -141,7 +141,7 @@ async def start(
         await session.open(owner_of(wanted))
         for name, folder in wanted.sent.items():
             files = model_files(folder) if name == "model" else weight_files(folder)
-            await session.awaited(session.upload(files, f"{SENT}-{name}"))
+            await session.run(session.upload(files, f"{SENT}-{name}"))
         order = Open(
             kind=wanted.kind,
             config=sections(wanted.kind, wanted.config),
@@ -227,7 +227,7 @@ class RemoteSampler:
 
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Files that the server does not have are sent to it."""
-        await self._session.awaited(self._loaded(policy))
+        await self._session.run(self._loaded(policy))
 
     def fingerprint(self) -> str:
         """Fingerprint of the tensors in the server's memory, as they were when they were loaded."""
@@ -314,7 +314,7 @@ class RemoteLearner(VerbLearner):
 
     async def publish(self, version: int) -> Policy:
         """See `groupwise.core.types.Learner.publish`. The files are fetched; old publications are removed."""
-        return await self._session.awaited(self._publish(version))
+        return await self._session.run(self._publish(version))
 
     def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. StoreError if the disk here refuses."""

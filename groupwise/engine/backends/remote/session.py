@@ -92,17 +92,17 @@ class RequestThread:
         self._thread.join()
         self._loop.close()
 
-    def begun(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine in the thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def now(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the thread, and block until it is done."""
-        return self.begun(work).result()
+        return self.start(work).result()
 
-    async def awaited(self, work: Coroutine[Any, Any, T]) -> T:
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The same for async callers; cancelling the wait cancels the work."""
-        return await asyncio.wrap_future(self.begun(work))
+        return await asyncio.wrap_future(self.start(work))
 
 
 def as_usage(error: ClientError) -> UsageError:
@@ -144,12 +144,12 @@ class Session(RequestThread):
         sent = self._send("PUT", body=body, server_wait=60.0, patience=FIRST_PATIENCE)
         self._open = True  # perhaps, even if the wait for the answer is cancelled
         try:
-            answer = read_answer(PartsAnswer, await self.awaited(sent))
+            answer = read_answer(PartsAnswer, await self.run(sent))
         except (Refused, NoAnswer) as error:
             self._open = False
             raise as_usage(error) from None
         self._piece = answer.piece
-        self._beats = self.begun(self._beat(min(HEARTBEAT, answer.silence / 4)))
+        self._beats = self.start(self._beat(min(HEARTBEAT, answer.silence / 4)))
         return answer
 
     async def call(self, do: AnyVerb, *, ordered: bool = False) -> Any:
@@ -157,7 +157,7 @@ class Session(RequestThread):
 
         Cancelling it gives the call up. Raises the server's error, and ClientError.
         """
-        return await self.awaited(self.called(do, ordered=ordered))
+        return await self.run(self.called(do, ordered=ordered))
 
     def call_now(self, do: AnyVerb, *, ordered: bool = False) -> Any:
         """The same, for code that is not async."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from groupwise.core.errors import ModelError, UsageError
 from groupwise.engine.backends.tunix.messages import Open
-from groupwise.engine.models.files import indexed
+from groupwise.engine.models.files import files_in_index
 
 Described = Mapping[str, Any]
 """The config of a model's text part: `config.json` with transformers' defaults for its kind."""
@@ -203,7 +203,7 @@ class Stored:
 def check_files(folder: Path, described: Described) -> None:
     """Raise `ModelError` unless the files hold every weight of the description, in its shape and in a format that Tunix reads, and no
     weights that it would leave out."""
-    kind, wanted = described["model_type"], expected(described)
+    kind, wanted = described["model_type"], expected_shapes(described)
     found = _read_headers(folder, TEXT if kind == "gemma3_text" else "")
     if missing := sorted(set(wanted) - set(found)):
         raise ModelError(
@@ -241,7 +241,7 @@ def check_files(folder: Path, described: Described) -> None:
         )
 
 
-def expected(described: Described) -> dict[str, Shape]:
+def expected_shapes(described: Described) -> dict[str, Shape]:
     """Transformers' names of a model's weights in files, with their shapes."""
     hidden, inner = described["hidden_size"], described["intermediate_size"]
     head = _head_size(described)
@@ -287,7 +287,7 @@ def _read_headers(folder: Path, prefix: str) -> dict[str, Stored]:
     if (folder / MODEL).is_file():
         files = {folder / MODEL}
     elif (folder / INDEX).is_file():
-        names = indexed(folder / INDEX)
+        names = files_in_index(folder / INDEX)
         if lost := sorted(name for name in names if not (folder / name).is_file()):
             raise ModelError(f"{folder / INDEX} names {', '.join(lost)}, which are not there.")
         files = {folder / name for name in names}

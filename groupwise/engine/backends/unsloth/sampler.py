@@ -24,7 +24,13 @@ from transformers import (
 )
 
 from groupwise.engine.backends.unsloth import library
-from groupwise.engine.sampler.queued import DecodeLayout, Member, QueuedSampler, Ticket, drawn
+from groupwise.engine.sampler.queued import (
+    DecodeLayout,
+    Member,
+    QueuedSampler,
+    Ticket,
+    draw_members,
+)
 from groupwise.engine.sampler.weights import ServedWeights
 
 
@@ -88,7 +94,7 @@ class UnslothSampler(QueuedSampler):
         going = [place for place, member in enumerate(self._batch) if not self._is_over(member)]
         if going:
             members = [self._batch[place] for place in going]
-            tokens, logprobs = drawn(members, logits_BV[going])
+            tokens, logprobs = draw_members(members, logits_BV[going])
             for member, token, logprob in zip(members, tokens, logprobs, strict=True):
                 self._append(member, token, logprob)
             tokens_B[going] = torch.tensor(tokens, device=logits_BV.device)

@@ -31,7 +31,7 @@ from groupwise.engine.sampler.native.cache import (
     in_blocks,
     with_room,
 )
-from groupwise.engine.sampler.native.prefill import prefilled
+from groupwise.engine.sampler.native.prefill import prefill
 from groupwise.engine.sampler.weights import ServedWeights
 
 NO_NORM = np.empty(0, np.float32)
@@ -56,7 +56,7 @@ class NativeEngine:
         def keep(keys_PJD: Tensor, values_PJD: Tensor) -> tuple[Tensor, Tensor]:
             return in_blocks(keys_PJD), with_room(values_PJD)
 
-        return NativePrompt(len(ids), *prefilled(self._model, ids, self._several, keep))
+        return NativePrompt(len(ids), *prefill(self._model, ids, self._several, keep))
 
     def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
         """See `Engine.prefill_all`."""

@@ -27,7 +27,7 @@ from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.models.native.linear import LowRank
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler.engine import Prompt, Row
-from groupwise.engine.sampler.native.prefill import prefilled_together
+from groupwise.engine.sampler.native.prefill import prefill_together
 from groupwise.engine.sampler.native.recording import Compute, Record
 from groupwise.engine.sampler.weights import ServedWeights
 
@@ -83,7 +83,7 @@ class GraphEngine:
 
     def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
         """See `Engine.prefill_all`."""
-        found = prefilled_together(self._model, texts, self._adapter, self._slots)
+        found = prefill_together(self._model, texts, self._adapter, self._slots)
         return [PagedPrompt(len(ids), *each) for ids, each in zip(texts, found, strict=True)]
 
     def begin(self, prompt: Prompt) -> Row:

@@ -20,7 +20,7 @@ Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Turns keys, in float32, and values [P, J, D] of one layer into the form that an engine keeps."""
 
 
-def prefilled(
+def prefill(
     model: NativeModel, ids: Sequence[int], adapter: Adapter | None, keep: Keep
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [V] after a prompt; and the kept forms of its keys and of its values, those of all layers above each other."""
@@ -39,7 +39,7 @@ def prefilled(
     return model.logits(last_8H)[0], torch.stack(keys), torch.stack(values)
 
 
-def prefilled_together(
+def prefill_together(
     model: NativeModel, texts: Sequence[Sequence[int]], adapter: Adapter | None, most: int
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Logits [V] after each prompt, and its keys and values [L, J, P, D] in the model's number format; for a GPU.

@@ -28,7 +28,7 @@ NO_SUCH_ROUTE = frozenset({404, 405})
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedModel:
     """A model that a server says it has."""
 
     root: str | None
@@ -71,27 +71,29 @@ def adapter_name(policy: Policy) -> str:
     return f"groupwise-{run}-v{policy.version}-{policy.fingerprint}"
 
 
-async def listed(server: Server) -> dict[str, Listed]:
+async def list_models(server: Server) -> dict[str, ListedModel]:
     """The models of a server by their names. Raises EndpointError."""
     return await server.client.ask("GET", "/models", None, _read_listed, 0)
 
 
-def _read_listed(body: bytes) -> dict[str, Listed]:
+def _read_listed(body: bytes) -> dict[str, ListedModel]:
     entries: object = read_json(body).get("data")
     if not isinstance(entries, list):
         raise EndpointError(f"answered no list of models, but {excerpt(body)}")
-    found: dict[str, Listed] = {}
+    found: dict[str, ListedModel] = {}
     for entry in cast("list[Any]", entries):
         fields = cast("Mapping[str, Any]", entry) if isinstance(entry, Mapping) else {}
         name, root, longest = (fields.get(key) for key in ("id", "root", "max_model_len"))
         if isinstance(name, str):
-            found[name] = Listed(
+            found[name] = ListedModel(
                 root if isinstance(root, str) else None, longest if type(longest) is int else None
             )
     return found
 
 
-async def make_served(server: Server, name: str, folder: str, there: Mapping[str, Listed]) -> None:
+async def make_served(
+    server: Server, name: str, folder: str, there: Mapping[str, ListedModel]
+) -> None:
     """Have the adapter in `folder` served as `name`, and no other one of the same run. `there`: the server's list."""
     if name in there and there[name].root != folder:
         await unload(server, name)

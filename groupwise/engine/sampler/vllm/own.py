@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 PROGRAM = ("-m", "vllm.entrypoints.openai.api_server")
 HOST = "127.0.0.1"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's --max-lora-rank."""
+"""Values of vLLM's --max-lora-rank; it refuses adapters of a larger rank."""
 GRACE = 20.0
 """Seconds that a server may take to end by itself."""
 FAST = 3
@@ -45,6 +45,11 @@ if os.getppid() != int(sys.argv[1]):
 os.execv(sys.argv[2], sys.argv[2:])
 """
 """Has the kernel end it with the thread that started it, then becomes the server (prctl(2), PR_SET_PDEATHSIG)."""
+
+
+def largest_rank(rank: int) -> int:
+    """The --max-lora-rank for adapters of this rank."""
+    return next((each for each in RANKS if each >= rank), rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +80,6 @@ class ServerSpec:
 
     def arguments(self, port: int) -> tuple[str, ...]:
         """Command-line arguments of vLLM's server."""
-        rank = next((each for each in RANKS if each >= self.rank), self.rank)
         return (
             *PROGRAM,
             f"--model={self.location}",
@@ -86,7 +90,7 @@ class ServerSpec:
             f"--dtype={self.dtype}",
             f"--max-model-len={self.longest}",
             "--enable-lora",
-            f"--max-lora-rank={rank}",
+            f"--max-lora-rank={largest_rank(self.rank)}",
             "--max-loras=2",
             "--logprobs-mode=processed_logprobs",
             f"--gpu-memory-utilization={self.memory}",

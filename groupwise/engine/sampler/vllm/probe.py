@@ -48,7 +48,14 @@ def judge(
     if distance > NEGLIGIBLE:
         for lacking, values in others.items():
             if CLEARLY * _distance(answered, values) < distance:
-                raise PolicyMismatchError(_explanation(server, name, lacking))
+                raise PolicyMismatchError(
+                    f"{server} answers for {name} as the base does without any adapter, so nothing that is learnt would be sampled. "
+                    "Start it with --enable-lora and a --max-lora-rank of at least lora.r, and see whether it adapts the layers in "
+                    "lora.target_modules."
+                    if lacking == NOT_APPLIED
+                    else f"{server} gives log-probabilities at temperature 1, whatever it samples at, so ratios would be wrong. Start it "
+                    "with --logprobs-mode processed_logprobs."
+                )
     gap = fmean(abs(a - b) for a, b in zip(answered, expected, strict=True))
     if not gap <= tolerance:
         raise PolicyMismatchError(
@@ -60,15 +67,3 @@ def judge(
 
 def _distance(some: Sequence[float], others: Sequence[float]) -> float:
     return math.sqrt(fmean((a - b) ** 2 for a, b in zip(some, others, strict=True)))
-
-
-def _explanation(server: str, name: str, lacking: str) -> str:
-    if lacking == NOT_APPLIED:
-        return (
-            f"{server} answers for {name} as the base does without any adapter, so nothing that is learnt would be sampled. Start it with "
-            "--enable-lora and a --max-lora-rank of at least lora.r, and see whether it adapts the layers in lora.target_modules."
-        )
-    return (
-        f"{server} gives log-probabilities at temperature 1, whatever it samples at, so ratios would be wrong. Start it with "
-        "--logprobs-mode processed_logprobs."
-    )

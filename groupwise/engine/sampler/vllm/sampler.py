@@ -25,7 +25,7 @@ from groupwise.engine.sampler.vllm.adapters import (
     UNLOAD,
     Shared,
     adapter_name,
-    listed,
+    list_models,
     make_served,
 )
 from groupwise.engine.sampler.vllm.servers import Server, Servers
@@ -198,7 +198,7 @@ class VllmSampler:
 
     async def _prepare(self, server: Server, served: Served) -> None:
         """Load the adapter into a server, and compare its answers with those of the weights here."""
-        there = await listed(server)
+        there = await list_models(server)
         base = there.get(self._base)
         if base is None:
             raise UsageError(

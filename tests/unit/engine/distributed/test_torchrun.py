@@ -11,7 +11,7 @@ from groupwise.engine.distributed import peer, prefork, spawned_workers
 from groupwise.engine.distributed.learner_workers import Peers
 from groupwise.engine.distributed.messages import Setup
 from groupwise.engine.distributed.sampler_workers import Samplers
-from groupwise.engine.distributed.torchrun import Launched, gpu_of, launched, refuse_other_number
+from groupwise.engine.distributed.torchrun import Launched, gpu_of, read_launch, refuse_other_number
 from groupwise.engine.models.footprint import bytes_of
 from groupwise.training import placement
 from groupwise.training.config import load_config
@@ -26,15 +26,15 @@ TORCHRUN = {
 
 
 def test_the_environment_says_what_a_process_is():
-    found = launched(TORCHRUN)
+    found = read_launch(TORCHRUN)
     assert found == Launched(5, 8, 1, 4, "first")
     assert found.machines == 2
     assert [found.elsewhere(rank) for rank in (0, 3, 4, 7)] == [False, False, True, True]
     for word in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        assert launched({**TORCHRUN, word: ""}) is None
-    assert launched({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
+        assert read_launch({**TORCHRUN, word: ""}) is None
+    assert read_launch({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
     with pytest.raises(UsageError, match="RANK=five"):
-        launched({**TORCHRUN, "RANK": "five"})
+        read_launch({**TORCHRUN, "RANK": "five"})
     refuse_other_number(None, 4)
     refuse_other_number(found, 8)
     with pytest.raises(UsageError, match=r"distributed\.learners is 2"):

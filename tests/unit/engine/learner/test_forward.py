@@ -16,7 +16,7 @@ from groupwise.engine.learner.forward import (
     shared_prompt,
     whole_rows,
 )
-from groupwise.engine.learner.layout import MicroBatch, microbatches, packed
+from groupwise.engine.learner.layout import MicroBatch, microbatches, pack_rows
 from groupwise.engine.models.decoder import Decoder, causal_mask
 from tests.unit.engine.models.native.families import SMALL
 
@@ -60,7 +60,7 @@ def plain_logits(decoder, row):
 
 def assert_plain(decoder, compute, rows):
     """What is computed is what the plain model gives of each row; padding is 0."""
-    batches: Any = packed(rows, 60) if compute is packed_rows else microbatches(rows, 10_000)
+    batches: Any = pack_rows(rows, 60) if compute is packed_rows else microbatches(rows, 10_000)
     for batch in batches:
         with torch.no_grad():
             found = compute(decoder, batch).logprobs_BT
@@ -144,7 +144,7 @@ def test_packed_rows_equal_whole_rows_in_values_and_gradients(decoder, make_rows
         named = decoder.model.named_parameters()
         return values, {name: p.grad.clone() for name, p in named if p.grad is not None}
 
-    packs = packed(rows, budget)
+    packs = pack_rows(rows, budget)
     assert len(packs) < len(rows)
     values, slopes = computed(packed_rows, packs)
     plain_values, plain_slopes = computed(whole_rows, microbatches(rows, 10_000))

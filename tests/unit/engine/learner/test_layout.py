@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.core.types import Row
-from groupwise.engine.learner.layout import MicroBatch, PackedBatch, cut, microbatches, packed
+from groupwise.engine.learner.layout import MicroBatch, PackedBatch, cut, microbatches, pack_rows
 
 
 def row(prompt: tuple[int, ...], length: int) -> Row:
@@ -47,7 +47,7 @@ def length(each: Row) -> int:
 @settings(max_examples=50)
 @given(ROWS, BUDGETS)
 def test_packed_rows_stand_once_and_apart(rows, budget):
-    packs = packed(rows, budget)
+    packs = pack_rows(rows, budget)
     assert sorted(index for pack in packs for index in pack.indices) == list(range(len(rows)))
     for pack in packs:
         assert pack.rows == tuple(rows[index] for index in pack.indices)
@@ -63,7 +63,7 @@ def test_packed_rows_stand_once_and_apart(rows, budget):
 @settings(max_examples=50)
 @given(ROWS, BUDGETS)
 def test_packs_keep_the_budget_but_for_a_single_long_row(rows, budget):
-    for pack in packed(rows, budget):
+    for pack in pack_rows(rows, budget):
         sequences, capacity = pack.shape
         assert capacity == max(map(length, pack.rows)), "no longer than one row needs"
         assert pack.tokens == sequences * capacity

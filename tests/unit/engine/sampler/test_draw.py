@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.core.types import SamplingParams
-from groupwise.engine.sampler.draw import BLOCK, draw_tokens, truncated, without_early_stops
+from groupwise.engine.sampler.draw import BLOCK, draw_tokens, truncate, without_early_stops
 from groupwise.engine.sampler.rules import uniform
 
 SEEDS = st.integers(0, 2**64 - 1)
@@ -201,7 +201,7 @@ TRUNCATIONS = st.builds(
 def test_what_is_left_is_what_the_definitions_say(params, seed):
     logits = wide_logits(len(params), 60, seed)
     temperatures = torch.tensor([each.temperature for each in params])
-    found = truncated(logits, temperatures, params)
+    found = truncate(logits, temperatures, params)
     for row, each in enumerate(params):
         left = set(torch.isfinite(found[row]).nonzero()[:, 0].tolist())
         values = logits[row].double().tolist()
@@ -239,25 +239,25 @@ def test_a_large_vocabulary_keeps_what_transformers_keeps(params, spread):
         (MinPLogitsWarper, params.min_p),
     ):
         wanted = wanted if value is None else warper(value)(no_ids, wanted)
-    found = truncated(logits, torch.ones(4), [params] * 4)
+    found = truncate(logits, torch.ones(4), [params] * 4)
     assert torch.equal(torch.isneginf(found), torch.isneginf(wanted))
 
 
 def test_tokens_of_one_logit_stay_together():
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
     for params in (SamplingParams(9, top_k=2), SamplingParams(9, top_p=0.6)):
-        found = truncated(logits, torch.ones(1), [params])
+        found = truncate(logits, torch.ones(1), [params])
         assert torch.isfinite(found).tolist() == [[True, True, True, True, False]]
 
 
 def test_the_token_that_crosses_the_threshold_is_kept_and_the_temperature_counts():
     logits = torch.tensor([[0.4, 0.1, 0.3, 0.2]]).log()
     for top_p, left in ((0.39, [0]), (0.41, [0, 2]), (0.69, [0, 2]), (0.71, [0, 2, 3])):
-        found = truncated(logits, torch.ones(1), [SamplingParams(9, top_p=top_p)])
+        found = truncate(logits, torch.ones(1), [SamplingParams(9, top_p=top_p)])
         assert torch.isfinite(found[0]).nonzero()[:, 0].tolist() == left
-    hot = truncated(logits, torch.full((1,), 9.0), [SamplingParams(9, 9.0, top_p=0.41)])
+    hot = truncate(logits, torch.full((1,), 9.0), [SamplingParams(9, 9.0, top_p=0.41)])
     assert torch.isfinite(hot[0]).nonzero()[:, 0].tolist() == [0, 2]
-    hot = truncated(logits, torch.full((1,), 9.0), [SamplingParams(9, 9.0, top_p=0.69)])
+    hot = truncate(logits, torch.full((1,), 9.0), [SamplingParams(9, 9.0, top_p=0.69)])
     assert torch.isfinite(hot[0]).nonzero()[:, 0].tolist() == [0, 2, 3]
 
 
@@ -268,18 +268,18 @@ def test_a_row_has_the_same_bits_beside_any_others():
     ]  # fmt: skip
     logits = wide_logits(6, 5000)
     temperatures = torch.tensor([each.temperature if each else 1.0 for each in params])
-    found = truncated(logits, temperatures, params)
+    found = truncate(logits, temperatures, params)
     for row in (1, 3, 5):
         assert torch.equal(found[row], logits[row])
     order = torch.randperm(6, generator=torch.Generator().manual_seed(1))
     shuffled: Any = [params[place] for place in order]
-    assert torch.equal(truncated(logits[order], temperatures[order], shuffled), found[order])
+    assert torch.equal(truncate(logits[order], temperatures[order], shuffled), found[order])
 
 
 def test_logits_that_are_not_numbers_stay_so():
     logits = wide_logits(1, 30)
     logits[0, 4] = math.nan
     params = SamplingParams(9, top_k=3, top_p=0.5, min_p=0.1)
-    found = truncated(logits, torch.ones(1), [params])
+    found = truncate(logits, torch.ones(1), [params])
     _, logprob = draw_tokens(found, torch.ones(1), torch.tensor([0.5], dtype=torch.float64))
     assert not math.isfinite(float(logprob))

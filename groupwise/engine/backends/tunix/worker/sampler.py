@@ -316,7 +316,7 @@ def _first_beyond(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
 
 
 def _truncate(scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None) -> Any:
-    """Like `groupwise.engine.sampler.draw.truncated`: each rule acts on what the one before it left."""
+    """Like `groupwise.engine.sampler.draw.truncate`: each rule acts on what the one before it left."""
     if top_k is not None:
         least = jax.lax.top_k(scaled_SV, min(top_k, scaled_SV.shape[1]))[0][:, -1:]
         scaled_SV = jnp.where(scaled_SV < least, NEVER, scaled_SV)

@@ -132,16 +132,16 @@ async def test_files_go_to_and_fro_whole_and_nowhere_else(
         (sent / name).write_bytes(value)
     files = weight_files(sent)
     assert {path.name for path in model_files(sent)} == {*content, "run.db", "d.txt"}
-    await session.awaited(session.upload(files, "there"))
-    await session.awaited(session.download("there", got))
+    await session.run(session.upload(files, "there"))
+    await session.run(session.download("there", got))
     assert {path.name: path.read_bytes() for path in got.iterdir()} == content
-    await session.awaited(session.forget("there"))
+    await session.run(session.forget("there"))
     with pytest.raises(Refused, match="unknown_file"):
-        await session.awaited(session.download("there", got))
+        await session.run(session.download("there", got))
     told = FolderAnswer(files=[FileFacts(path="../../x", size=1)])
     monkeypatch.setattr(Files, "list", lambda *_: told)
     with pytest.raises(RunError, match="none of a folder"):
-        await session.awaited(session.download("there", tmp_path))
+        await session.run(session.download("there", tmp_path))
 
 
 async def test_what_is_cancelled_is_given_up_and_the_next_call_comes_after_it(
@@ -162,7 +162,7 @@ async def test_what_is_cancelled_is_given_up_and_the_next_call_comes_after_it(
     discarding = asyncio.create_task(asyncio.to_thread(learner.discard))
     await wait_until_async(lambda: any("calls/3" in path for path in pair.network.paths))
     assert pair.parts.done == []
-    pair.session.begun(_set(held))
+    pair.session.start(_set(held))
     await discarding
     assert pair.parts.done == ["forward_backward", "discard"]
 
@@ -211,7 +211,7 @@ async def test_a_call_that_is_refused_holds_up_none_after_it(
     assert pair.parts.done == ["discard"]
     (tmp_path / "sent").mkdir()
     (tmp_path / "sent" / "a.safetensors").write_bytes(bytes(300_000))
-    await pair.session.awaited(pair.session.upload(weight_files(tmp_path / "sent"), "there"))
+    await pair.session.run(pair.session.upload(weight_files(tmp_path / "sent"), "there"))
     found = pair.server.service.files(pair.session.id).list("there")
     assert [each.size for each in found.files] == [300_000], "in pieces that the server takes"
 
