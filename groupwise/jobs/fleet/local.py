@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import httpx2
@@ -19,7 +20,8 @@ from groupwise.api.http.in_process import InProcessTransport
 from groupwise.api.schemas.keys import LOCAL
 from groupwise.jobs.fleet.api.app import ACTS_FOR, make_local_app
 from groupwise.jobs.fleet.api.serving import Folders, LocalServing
-from groupwise.jobs.fleet.client import Document, FleetClient
+from groupwise.jobs.fleet.client import Document, FleetClient, named_files
+from groupwise.jobs.fleet.download import Sum, Tell, tell_nobody
 from groupwise.jobs.fleet.notify.composite import doorbell_of
 from groupwise.jobs.fleet.settings import FleetPlace
 from groupwise.jobs.fleet.store.database import Database
@@ -68,6 +70,20 @@ class LocalFleet(FleetClient):
         """Add one: the fields of `verbs.machines.NewMachine`, `transport` and `seen_host_key` among them."""
         new = machines.NewMachine(**machine)
         return self.database.run(lambda session: machines.add(session, Actor(self.user), new))
+
+    def upload(
+        self,
+        files: Sequence[str | Path] | Mapping[str, str | Path],
+        *,
+        tell: Tell = tell_nobody,
+    ) -> dict[str, list[Any]]:
+        """See `FleetClient.upload`. Files of this machine are read once, and copied while they are hashed."""
+        found = named_files(files)
+        total = Sum(tell, sum(path.stat().st_size for path in found.values()))
+        entries = BlobStore(self.place.blobs).put_files(
+            found, lambda name, count: total.more(f"copying {name}", count)
+        )
+        return {name: [entry.sha256, entry.mode, entry.size] for name, entry in entries.items()}
 
     def close(self) -> None:
         """Give the doorbell a moment to send what it has not sent yet, and end the application."""
