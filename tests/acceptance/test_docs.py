@@ -332,7 +332,7 @@ def within_seconds(words: list[str]) -> list[str]:
     ]
     if words[0] not in ("rl", "sft"):
         return replaced
-    several = [word.partition("=")[2] for word in words if word.startswith("scale.")]
+    several = [each[1] for word in words if (each := re.fullmatch(r"distributed\.\w+=(\d+)", word))]
     threads = [f"run.threads={sum(map(int, several))}"] if several else []
     return [*replaced, *threads, f"training.max_steps={steps}"]
 
