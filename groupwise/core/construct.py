@@ -39,7 +39,7 @@ def instance(kind: type, parameters: Mapping[str, Any], what: str) -> object:
     except Exception:  # noqa: BLE001 — annotations of users may be anything; without them any value is taken
         hints: dict[str, Any] = {}
     values = {
-        name: _typed(value, hints.get(name), f"{what}: {name}")
+        name: _convert(value, hints.get(name), f"{what}: {name}")
         for name, value in parameters.items()
     }
     return refusing(lambda: kind(**values), what)
@@ -63,7 +63,7 @@ def refusing(call: Callable[[], Any], what: str) -> Any:
     return run_user_code(explained, what=f"{what} failed")
 
 
-def _typed(value: Any, hint: Any, what: str) -> Any:
+def _convert(value: Any, hint: Any, what: str) -> Any:
     """The value as its parameter's annotation wants it: lists become tuples, whole numbers numbers, and nothing else is converted."""
     if hint is None:
         return value

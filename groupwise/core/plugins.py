@@ -88,7 +88,7 @@ def load(
     builtins = builtins or {}
     if attribute is None and target in builtins:
         return _loaded_plugin(_import(builtins[target], kind), builtins[target], None, kind)
-    announced = _announced(entry_points)
+    announced = _entry_points(entry_points)
     if attribute is None and target in announced:
         target, attribute = _split(announced[target])
     if _exists(target):
@@ -105,7 +105,7 @@ def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: 
     file = Path(target).expanduser()
     if _is_path(target) or file.is_file():
         return None if file.is_file() else _no_file(file, spec, kind)
-    announced = _announced(entry_points)
+    announced = _entry_points(entry_points)
     if "." in target or target in builtins or target in announced or _exists(target):
         return None
     return _not_found(spec, target, kind, builtins, announced)
@@ -198,7 +198,7 @@ def _loaded_plugin(
             close = nearest(name, public)
             hint = f" Did you mean {' or '.join(f'`{n}`' for n in close)}?" if close else ""
             raise TaskError(
-                f"{source} has no `{name}` to load as a {kind}.{hint} It has: {_listed(public)}."
+                f"{source} has no `{name}` to load as a {kind}.{hint} It has: {_list_names(public)}."
             )
         found = getattr(found, name)
     if inspect.isclass(found) and instantiate:
@@ -320,7 +320,7 @@ def _import(name: str, kind: str) -> ModuleType:
     return run_user_code(run, what=what)
 
 
-def _announced(group: str | None) -> dict[str, str]:
+def _entry_points(group: str | None) -> dict[str, str]:
     if group is None:
         return {}
     return {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
@@ -336,7 +336,7 @@ def _no_file(file: Path, spec: str, kind: str) -> str:
     files = sorted(path.name for path in shown.glob("*.py"))
     return (
         f"The {kind} file `{spec}` was not found: {file.absolute()} {where}.{hint} "
-        f"Python files in {shown}: {_listed(files)}."
+        f"Python files in {shown}: {_list_names(files)}."
     )
 
 
@@ -348,7 +348,7 @@ def _not_found(
     tried = [
         f"a file {Path(target).absolute()}",
         *([f"a built-in {kind}"] if builtins else []),
-        *([f"an entry point of an installed package (there are: {_listed(announced)})"]),
+        *([f"an entry point of an installed package (there are: {_list_names(announced)})"]),
         f"a module `{target}` to import",
     ]
     lines = [
@@ -358,12 +358,12 @@ def _not_found(
     if close:
         lines.append(f"Did you mean {' or '.join(f'`{name}`' for name in close)}?")
     if builtins:
-        lines.append(f"Built-in: {_listed(builtins)}.")
+        lines.append(f"Built-in: {_list_names(builtins)}.")
     lines.append("Give path/to/file.py, package.module, module:attribute or one of these names.")
     return "\n".join(lines)
 
 
-def _listed(names: Iterable[str], limit: int = 20) -> str:
+def _list_names(names: Iterable[str], limit: int = 20) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
     return ", ".join(ordered[:limit]) + more if ordered else "none"

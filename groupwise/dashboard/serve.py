@@ -86,10 +86,10 @@ def serve(
     door = Door(keys_of(settings, plain), acts=settings.acts)
     place = DashboardContext(RunsIndex(settings.runs), door, fleet, server)
     with bind(settings.host, settings.port) as listening:
-        return asyncio.run(_served(place, settings, listening, say))
+        return asyncio.run(_serve_place(place, settings, listening, say))
 
 
-async def _served(
+async def _serve_place(
     place: DashboardContext,
     settings: Settings,
     listening: socket.socket,

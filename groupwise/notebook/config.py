@@ -281,7 +281,7 @@ class TrainingConfig(Worded):
 
         def __setattr__(self, name: str, value: Any) -> None:
             if self._prepared and name in type(self).model_fields:
-                raise _closed(name)
+                raise _closed_error(name)
             before = dict(self.__dict__), set(self.__pydantic_fields_set__)
             try:
                 super().__setattr__(name, value)
@@ -373,7 +373,7 @@ ColabTrainingConfig = TrainingConfig
 
 
 def _refused(*_: Any, **__: Any) -> NoReturn:
-    raise _closed("overrides")
+    raise _closed_error("overrides")
 
 
 _refuse: Any = _refused
@@ -424,7 +424,7 @@ def _is_mask(value: object) -> bool:
     return isinstance(text, str) and set(text.strip()) == {"*"}
 
 
-def _closed(name: str) -> ConfigError:
+def _closed_error(name: str) -> ConfigError:
     return ConfigError(
         f"{name} cannot be changed: a session was prepared with this config. Make another one, "
         f"config.changed({name}=…), and prepare a session with that."

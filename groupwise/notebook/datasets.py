@@ -162,7 +162,7 @@ def _of_rubrics(rows: Sequence[Row], name: str) -> Rows:
     def made(row: Row) -> Row:
         return rubric_answers.row_of(own, {ours: row.get(names[ours]) for ours in names})
 
-    return _renamed(rows, names, made, name)
+    return _rename_columns(rows, names, made, name)
 
 
 def _of_answers(rows: Sequence[Row], name: str) -> Rows:
@@ -182,7 +182,7 @@ def _of_answers(rows: Sequence[Row], name: str) -> Rows:
             "answer": answers if isinstance(given, list | tuple) else answers[0],
         }
 
-    return _renamed(rows, names, made, name)
+    return _rename_columns(rows, names, made, name)
 
 
 def _names(
@@ -203,7 +203,7 @@ def _names(
     return found
 
 
-def _renamed(
+def _rename_columns(
     rows: Sequence[Row], names: Mapping[str, str], make: Callable[[Row], Row], name: str
 ) -> Rows:
     """The rows with what `make` makes of the named columns, and with their other columns and a chat that holds the question."""
@@ -227,13 +227,13 @@ def _of_loader(name: str, loader: Loader, config: TrainingConfig) -> Rows | tupl
         train, test = cast("tuple[Any, Any]", given)
         name = where.replace("The", "the", 1)
         return (
-            _checked(train, f"The train part of {name}", config),
-            _checked(test, f"The test part of {name}", config),
+            _check_rows(train, f"The train part of {name}", config),
+            _check_rows(test, f"The test part of {name}", config),
         )
-    return _checked(given, where, config)
+    return _check_rows(given, where, config)
 
 
-def _checked(given: Any, where: str, config: TrainingConfig) -> Rows:
+def _check_rows(given: Any, where: str, config: TrainingConfig) -> Rows:
     """The rows of a loader, dataset_max of them."""
     rows = run_user_code(
         lambda: as_row_list(given, f"{where} gave", ", or two of them, (train, test)"),

@@ -121,7 +121,7 @@ def search(
             raise
         except (RunError, UsageError) as error:
             fail(study, trial, error)
-        _collected(study, folder)
+        _collect_names(study, folder)
         if journal is not None:
             _copy_to_drive(folder / JOURNAL, journal)
         show(found)
@@ -162,7 +162,7 @@ def _refuse_other_question(
     if before is None:
         study.set_user_attr(QUESTION, question)
         return
-    before, question = comparable(before, question, _collected(study, folder))
+    before, question = comparable(before, question, _collect_names(study, folder))
     # What is not part of the question any more is a difference, too.
     if changed := differences(before, {**dict.fromkeys(before), **question}):
         raise ConfigError(
@@ -171,7 +171,7 @@ def _refuse_other_question(
         )
 
 
-def _collected(study: Study, folder: Path) -> set[str]:
+def _collect_names(study: Study, folder: Path) -> set[str]:
     """Names that the trials' rewards changed; the study keeps them, since the trials' folders stay on this machine."""
     kept = {*study.user_attrs.get(COLLECTED, ())}
     found = kept.union(*map(collected_names, folder.glob("trial-*")))

@@ -53,7 +53,7 @@ def plan_of(db: Database, wanted: RolloutFilter, few: int) -> Plan:
         several = bool(db.one(query, (label(wanted.part or ""),))[0])
     plan = Plan(None, db.indexed, db.tasks_indexed, several)
     counts: Counter[Lead] = Counter()
-    for lead, query, values, each in _counted(wanted, plan, db.lengths_indexed):
+    for lead, query, values, each in _count_matches(wanted, plan, db.lengths_indexed):
         most = -(-few // each)
         counts[lead] += each * db.one(f"SELECT count(*) FROM ({query} LIMIT {most})", values)[0]
     lead = min(counts, key=counts.__getitem__, default=None)
@@ -85,7 +85,7 @@ class _Condition:
 
 def _conditions(wanted: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
     outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
-    measured, of_value = _measured(wanted)
+    measured, of_value = _measured_column(wanted)
     asked: tuple[tuple[Lead, str, Any], ...] = (
         ("part", "§part.name = ?", wanted.part and label(wanted.part)),
         ("step", "§rollouts.step = ?", wanted.step),
@@ -134,7 +134,7 @@ def _range(wanted: RolloutFilter) -> tuple[float, float]:
     return (-math.inf if least is None else least), (math.inf if most is None else most)
 
 
-def _measured(wanted: RolloutFilter) -> tuple[str, Lead]:
+def _measured_column(wanted: RolloutFilter) -> tuple[str, Lead]:
     """The column that the range and the order are about, and the condition that it belongs to."""
     return ("reward", "reward") if wanted.part is None else ("part.value", "part")
 
@@ -200,7 +200,7 @@ def _id(wanted: RolloutFilter) -> str:
 
 def _order(wanted: RolloutFilter, plan: Plan) -> str:
     """Ties go by id in the index's own direction, so that a page is read from it and nothing is sorted; of few all are."""
-    measured, of_value = _measured(wanted)
+    measured, of_value = _measured_column(wanted)
     by_lead = wanted.order in ("best", "worst") and plan.lead == of_value
     plus = "" if plan.lead is None or plan.lead in _ORDERED or by_lead else "+"
     id = _id(wanted)
@@ -253,7 +253,7 @@ def _index_query(terms: Sequence[str], plan: Plan) -> str:
 # --- how many meet a condition --------------------------------------------------------------------
 
 
-def _counted(
+def _count_matches(
     wanted: RolloutFilter, plan: Plan, lengths: bool
 ) -> Iterator[tuple[Lead, str, Row, int]]:
     """Yields for each condition that may lead: its name, the SQL of its matches, its values, and how many rollouts a match stands for."""

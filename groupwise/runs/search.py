@@ -154,8 +154,8 @@ def _views(db: Database, ids: Sequence[int], most: int | None = None) -> list[Ro
             parts.get(id, ()),
             bool(truncated),
             completion_tokens,
-            _shortened(texts[0], texts[1], texts[2], most),
-            _shortened(texts[3], texts[4], texts[5], most),
+            _shorten(texts[0], texts[1], texts[2], most),
+            _shorten(texts[3], texts[4], texts[5], most),
             ended_by,
             task,
         )
@@ -173,7 +173,7 @@ def _cut(text: str, most: int | None) -> str:
     )
 
 
-def _shortened(head: str | bytes, tail: str | bytes, length: int, most: int | None) -> str:
+def _shorten(head: str | bytes, tail: str | bytes, length: int, most: int | None) -> str:
     """A text whose middle may not have been read. Half a surrogate pair is kept as bytes, which may be cut within a letter."""
     if most is None or length <= most:
         return plain_text(head) or ""

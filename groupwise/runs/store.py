@@ -246,7 +246,7 @@ class Store:
         """A curve for a picture that is so many columns wide: each column's mean, smallest and largest value, so that nothing that stands
         out is lost. A curve of no more steps than that has each in a column of its own. `within` is the range of steps that the picture
         shows, by default that of the curve."""
-        return self._thinned(
+        return self._thin_curve(
             f"SELECT step, {FINITE} AS value FROM metrics WHERE name = ?1",
             label(name),
             columns,
@@ -262,7 +262,7 @@ class Store:
             " GROUP BY step"
         )
         chosen = json.dumps([label(name) for name in names])
-        return self._thinned(each, chosen, columns, within or self.range_of(names))
+        return self._thin_curve(each, chosen, columns, within or self.range_of(names))
 
     def thinned_times(
         self, columns: int, within: tuple[int, int] | None, name: str | None = None
@@ -272,7 +272,7 @@ class Store:
         of_metric = " WHERE step IN (SELECT step FROM metrics WHERE name = ?5)"
         times = f"SELECT step, finished_at - ?1 AS value FROM steps{of_metric if name else ''}"
         more = (label(name),) if name else ()
-        return self._thinned(times, self._beginning(), columns, within, *more)
+        return self._thin_curve(times, self._beginning(), columns, within, *more)
 
     def seconds_after(self, steps_done: Iterable[int]) -> dict[int, float]:
         """When so many steps were done, in the same seconds; without those that the record has not."""
@@ -293,9 +293,11 @@ class Store:
     ) -> list[CurvePoint]:
         """The same of values by steps that stand elsewhere."""
         values = "SELECT json_extract(value, '$[0]') AS step, json_extract(value, '$[1]') AS value FROM json_each(?1)"
-        return self._thinned(values, json.dumps(without_nan(list(points.items()))), columns, within)
+        return self._thin_curve(
+            values, json.dumps(without_nan(list(points.items()))), columns, within
+        )
 
-    def _thinned(
+    def _thin_curve(
         self,
         values: str,
         chosen: str | float,

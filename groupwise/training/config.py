@@ -102,7 +102,7 @@ class AlgorithmConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _filled(cls, given: Any) -> Any:
+    def _fill_preset(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
         values, preset = dict(cast("Mapping[str, Any]", given)), _preset_of(given)

@@ -255,23 +255,23 @@ class LazyTokenizer:
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The tokenizer's own, for `isinstance`."""
-        return self._loaded().__class__
+        return self._load().__class__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._loaded(), name)
+        return getattr(self._load(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._loaded(), name, value)
+        setattr(self._load(), name, value)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._loaded()(*arguments, **keywords)
+        return self._load()(*arguments, **keywords)
 
     def __len__(self) -> int:
-        return len(self._loaded())
+        return len(self._load())
 
-    def _loaded(self) -> Any:
+    def _load(self) -> Any:
         own = vars(self)
         if own["_tokenizer"] is None:
             from groupwise.engine.models.tokenizer import load_tokenizer

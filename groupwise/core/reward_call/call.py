@@ -261,9 +261,9 @@ async def call(
             answer = call_plain(function, arguments)
         entries = _entries(answer, count)
     except _Unusable as problem:
-        return _failed(count, f"reward `{name}` {problem}")
+        return _failed_result(count, f"reward `{name}` {problem}")
     except (Exception, SystemExit) as error:  # noqa: BLE001 — user code; it fails its rollouts only
-        return _failed(count, f"reward `{name}` raised {explain(error).strip()}")
+        return _failed_result(count, f"reward `{name}` raised {explain(error).strip()}")
     return _answer(name, entries, logged)
 
 
@@ -406,7 +406,7 @@ def _number(entry: Any) -> tuple[float | None, str | None]:
     return value, None
 
 
-def _failed(count: int, reason: str) -> FunctionResult:
+def _failed_result(count: int, reason: str) -> FunctionResult:
     return FunctionResult((None,) * count, (printable(reason),) * count)
 
 

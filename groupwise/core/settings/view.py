@@ -24,7 +24,7 @@ class View(Mapping[str, Any]):  # noqa: PLW1641 - unhashable like the dict that 
     def __getitem__(self, key: str) -> Any:
         if key not in self._values:
             raise KeyError(self._missing(key))
-        return self._wrapped(self._values[key], f"{self._path}.{key}")
+        return self._wrap(self._values[key], f"{self._path}.{key}")
 
     def __getattr__(self, key: str) -> Any:
         if key.startswith("__") or key not in self._values:
@@ -43,11 +43,11 @@ class View(Mapping[str, Any]):  # noqa: PLW1641 - unhashable like the dict that 
         there = ", ".join(self._values) or "nothing"
         return f"{self._path} has no `{key}`.{hint} It has: {there}."
 
-    def _wrapped(self, value: Any, path: str) -> Any:
+    def _wrap(self, value: Any, path: str) -> Any:
         if isinstance(value, dict):
             return View(cast("dict[str, Any]", value), path)
         if isinstance(value, list):
-            return [self._wrapped(item, path) for item in cast("list[Any]", value)]
+            return [self._wrap(item, path) for item in cast("list[Any]", value)]
         return value
 
     def to_dict(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class Board:
         if not self._metrics:
             return []
         name, value = self.headline()
-        curve = self._rewards if self._rewarded() else self._losses
+        curve = self._rewards if self._has_rewards() else self._losses
         line = Text.assemble((f"{name} ", "dim"), (value, "bold green"))
         room = width - line.cell_len - 2
         if room >= 10:
@@ -142,11 +142,11 @@ class Board:
 
     def headline(self) -> tuple[str, str]:
         """The number that the run is about: its reward, or the loss where nothing is rewarded."""
-        if self._rewarded():
+        if self._has_rewards():
             return "reward", self._reward() or "none scored"
         return "loss", self._number("loss", "{:z.4f}") or ""
 
-    def _rewarded(self) -> bool:
+    def _has_rewards(self) -> bool:
         return "reward" in self._metrics or "rollouts/scored" in self._metrics
 
     def facts(self) -> list[tuple[str, str]]:
@@ -160,7 +160,7 @@ class Board:
             ("groups without signal", self._number("frac_reward_zero_std", "{:.0%}")),
             ("grad norm", self._number("grad_norm", "{:.3g}")),
             ("learning rate", self._number("learning_rate", "{:.2e}")),
-            ("loss", self._number("loss", "{:z.4f}") if self._rewarded() else None),
+            ("loss", self._number("loss", "{:z.4f}") if self._has_rewards() else None),
             ("tokens right", self._number("mean_token_accuracy", "{:.1%}")),
             ("epoch", self._number("epoch", "{:.2f}")),
             ("sampling", self._number("perf/sampling_tokens_per_second", "{:,.0f} tok/s")),

@@ -161,18 +161,18 @@ def matches(
     found: list[tuple[GroupAsked, GroupAsked]] = []
     seen_a: set[Key] = set()
     seen_b: set[Key] = set()
-    for key in (_numbered, _text):
-        of_b = _firsts([each for each in b if _numbered(each) not in seen_b], key)
-        left = [each for each in a if _numbered(each) not in seen_a]
+    for key in (_sort_key, _text):
+        of_b = _firsts([each for each in b if _sort_key(each) not in seen_b], key)
+        left = [each for each in a if _sort_key(each) not in seen_a]
         pairs = [(each, of_b[name]) for name, each in _firsts(left, key).items() if name in of_b]
-        seen_a |= {_numbered(each) for each, _ in pairs}
-        seen_b |= {_numbered(each) for _, each in pairs}
+        seen_a |= {_sort_key(each) for each, _ in pairs}
+        seen_b |= {_sort_key(each) for _, each in pairs}
         found += pairs
     places = {each.draw: place for place, each in enumerate(a)}
     return sorted(found, key=lambda pair: places[pair[0].draw])
 
 
-def _numbered(group: GroupAsked) -> Key:
+def _sort_key(group: GroupAsked) -> Key:
     return group.example, group.prompt
 
 

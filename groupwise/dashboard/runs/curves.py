@@ -124,13 +124,19 @@ def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
     there = set(names)
     found: list[Plot] = []
     for plot in PLOTS:
-        lines = tuple(_known(line, there) for line in plot.lines if line.metric in there)
+        lines = tuple(
+            _without_unknown_spread(line, there) for line in plot.lines if line.metric in there
+        )
         if lines:
             found.append(replace(plot, lines=lines))
     parts = [
         Plot(
             f"Part: {name.removeprefix(PART).removesuffix(MEAN)}",
-            (_known(PlottedMetric(name, "mean", name.removesuffix(MEAN) + SPREAD), there),),
+            (
+                _without_unknown_spread(
+                    PlottedMetric(name, "mean", name.removesuffix(MEAN) + SPREAD), there
+                ),
+            ),
             "Mean of the part's own value, and its spread over all rollouts.",
             "Reward",
         )
@@ -157,7 +163,7 @@ def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
     return {section: plots for section, plots in sections.items() if plots}
 
 
-def _known(line: PlottedMetric, names: set[str]) -> PlottedMetric:
+def _without_unknown_spread(line: PlottedMetric, names: set[str]) -> PlottedMetric:
     """The curve, without its spread if the run has no such metric."""
     return line if line.spread in names else PlottedMetric(line.metric, line.label)
 

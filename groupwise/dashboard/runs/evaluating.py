@@ -234,7 +234,7 @@ def answers(visit: Visit) -> Page:
     if all(row.get("success") is None for row in found.rows):
         # It is not known which answers succeed: those that earn the highest reward of all.
         best = max(_rewards(found.rows), default=math.inf)
-    prompts = [_answered(rows, best) for rows in by_prompt(found.rows).values()]
+    prompts = [_prompt_with_answers(rows, best) for rows in by_prompt(found.rows).values()]
     counts = Counter(each["solved"] for each in prompts)
     chosen = [each for each in prompts if asked.show in ("all", each["solved"])]
     chosen.sort(key=lambda each: (each["mean"] is not None, each["mean"] or 0.0))
@@ -258,7 +258,7 @@ def _rewards(rows: Sequence[Row]) -> list[float]:
     return [reward for reward in known if math.isfinite(reward)]
 
 
-def _answered(rows: Sequence[Row], best: float | None) -> dict[str, Any]:
+def _prompt_with_answers(rows: Sequence[Row], best: float | None) -> dict[str, Any]:
     """A prompt with its answers. `best`: the reward by which an answer succeeds; None if `success` says so itself."""
     rewards = _rewards(rows)
     judged = [row.get("success") if best is None else row["reward"] == best for row in rows]

@@ -54,7 +54,7 @@ def run(visit: Visit) -> Page:
             "resumes": [asdict(each) for each in store.resumes()],
             "error": meta.get("error"),
             "warm_up": meta.get(WARM_UP),
-            "left_seconds": _left(store, listed.info),
+            "left_seconds": _seconds_left(store, listed.info),
             "curve": listed.curve,
             "metric": listed.metric,
         }
@@ -108,7 +108,7 @@ def _head(path: Path, listed: Listed) -> dict[str, Any]:
     }
 
 
-def _left(store: Store, info: RunInfo) -> float | None:
+def _seconds_left(store: Store, info: RunInfo) -> float | None:
     """Estimated seconds until the end of a running run, by the time that its last steps took."""
     if info.state != "running" or not info.steps or info.max_steps is None:
         return None

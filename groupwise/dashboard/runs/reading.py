@@ -256,15 +256,15 @@ def _find_rollout(store: Store, name: str) -> tuple[int | None, Callable[[Rollou
     if match := ADDRESS.fullmatch(name):
         draw, member, attempt = (int(each or 0) for each in match.groups())
         return draw, lambda view: (view.member, view.attempt) == (member, attempt)
-    number = _numbered(name, "rollout")
+    number = _number_of(name, "rollout")
     return store.draw_of(number), lambda view: view.id == number
 
 
 def _number(visit: Visit, name: str) -> int:
-    return _numbered(visit.named(name), name)
+    return _number_of(visit.named(name), name)
 
 
-def _numbered(word: str, name: str) -> int:
+def _number_of(word: str, name: str) -> int:
     if not word.isdecimal() or len(word) > 18:
         raise RunNotFoundError(f"{word[:40]!r} is no number of a {name}.")
     return int(word)

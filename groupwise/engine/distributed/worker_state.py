@@ -197,7 +197,7 @@ class AdapterHost:
         """Remove a model when all calls of it have ended; no call comes after this one."""
         standing = self._models.pop(name, None)
         if standing is None:
-            raise _unknown(name, self._models)
+            raise _unknown_model(name, self._models)
         standing.dropped = True
         if standing.under_way:
             await standing.gone.wait()
@@ -226,7 +226,7 @@ class AdapterHost:
 
     def _find(self, name: str) -> _Standing:
         if name not in self._models:
-            raise _unknown(name, self._models)
+            raise _unknown_model(name, self._models)
         return self._models[name]
 
     def _remove(self, standing: _Standing) -> None:
@@ -240,7 +240,7 @@ def _call_model(standing: _Standing, what: str, arguments: tuple[Any, ...]) -> A
     return found(*arguments) if callable(found) else found
 
 
-def _unknown(name: str, there: dict[str, _Standing]) -> UsageError:
+def _unknown_model(name: str, there: dict[str, _Standing]) -> UsageError:
     return UsageError(
         f"There is no model {name} in this process; there are {', '.join(there) or 'none'}."
     )

@@ -256,13 +256,13 @@ def asked_of(rows: Sequence[Row], wanted: ForwardOutputs, device: torch.device) 
     targets = Targets(
         ids_N=_padded_ids(rows, device)[places_BT],
         temperatures_N=temperatures_B[:, None].expand_as(places_BT)[places_BT],
-        withheld_X2=_withheld(rows, among_A),
+        withheld_X2=_withheld_pairs(rows, among_A),
         wanted=wanted,
     )
     return QueriedTokens(targets, among_A, places_BT)
 
 
-def _withheld(rows: Sequence[Row], among_A: Tensor) -> Tensor | None:
+def _withheld_pairs(rows: Sequence[Row], among_A: Tensor) -> Tensor | None:
     """[X, 2]: pairs of the index of a token that is asked about, counted over all rows, and an id that could not be drawn there."""
     if not any(row.withheld for row in rows):
         return None

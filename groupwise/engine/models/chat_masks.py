@@ -130,7 +130,7 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
         same = _common(before, whole)
         raise TaskError(
             f"message {turn} (assistant): the chat template writes the conversation differently once the turn is there. Where "
-            f"the prompt goes on with {_shown(before[same:])}, it writes {_shown(whole[same:])}, so the model would be trained "
+            f"the prompt goes on with {_short_repr(before[same:])}, it writes {_short_repr(whole[same:])}, so the model would be trained "
             "after other tokens than it is asked with. Give the row as `prompt` and `completion` texts, give what the template "
             "misses (a thinking model wants the turn's `reasoning_content`), or give as model.chat_template a template that "
             "does not do so, or that marks the assistant's words with {% generation %}."
@@ -214,8 +214,8 @@ def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> 
     rest = text_ids(tokenizer, whole[len(before) :])
     if tokenizer.decode([*opening, *rest]) != tokenizer.decode(list(ids)):
         raise TaskError(
-            f"the text {_shown(whole[len(before) :])} cannot be tokenised apart from what stands before it, "
-            f"{_shown(before[-MAX_CHARACTERS_IN_MESSAGE:])}: the parts make another text. Let the completion begin with a space or a line "
+            f"the text {_short_repr(whole[len(before) :])} cannot be tokenised apart from what stands before it, "
+            f"{_short_repr(before[-MAX_CHARACTERS_IN_MESSAGE:])}: the parts make another text. Let the completion begin with a space or a line "
             "break."
         )
     return rest
@@ -246,7 +246,7 @@ def _common(first: Sequence[object], second: Sequence[object]) -> int:
     return next(differ, min(len(first), len(second)))
 
 
-def _shown(text: str) -> str:
+def _short_repr(text: str) -> str:
     return repr(
         text[:MAX_CHARACTERS_IN_MESSAGE] + ("…" if len(text) > MAX_CHARACTERS_IN_MESSAGE else "")
     )

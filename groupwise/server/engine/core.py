@@ -123,7 +123,7 @@ class EngineCore:
         """Metrics of steps that were committed after the checkpoint."""
         self._oldest = 0
         """Steps of the oldest checkpoint that is kept."""
-        self.models = EngineModels(self._shared, self._scope)
+        self.models = EngineModels(self._shared_model, self._scope)
         """Models trained beside the run, or without one."""
         self.parts = EngineParts(self._scope)
         """Parts for a loop that runs elsewhere, in an engine without a run."""
@@ -225,7 +225,7 @@ class EngineCore:
             folder.keep_tokenizer(prepared.tokenizer.save_pretrained)
         return folder, prepared
 
-    def _shared(self) -> Shared | None:
+    def _shared_model(self) -> Shared | None:
         if self._opened is None:
             return None
         prepared = self._opened.prepared

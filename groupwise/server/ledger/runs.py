@@ -67,7 +67,7 @@ def add_run(
         config=pack_json(config),
         state="active",
         started_at=transaction.now,
-        tokenizer=_packed(tokenizer),
+        tokenizer=_pack_tokenizer(tokenizer),
     )
     return read_run(transaction, run)
 
@@ -105,7 +105,7 @@ def go_on(
     set_run_state(transaction, run, "active")
     transaction.execute(
         "UPDATE runs SET settings = ?, config = ?, tokenizer = ? WHERE run = ?",
-        (pack_json(settings), pack_json(config), _packed(tokenizer), run),
+        (pack_json(settings), pack_json(config), _pack_tokenizer(tokenizer), run),
     )
     return read_run(transaction, run)
 
@@ -153,7 +153,7 @@ def _run(row: Row) -> RunRow:
     return RunRow(run, folder, *read, *rest, tokenizer=_tokenizer(tokenizer))
 
 
-def _packed(tokenizer: Tokenizer | None) -> str | None:
+def _pack_tokenizer(tokenizer: Tokenizer | None) -> str | None:
     return None if tokenizer is None else pack_json(asdict(tokenizer))
 
 

@@ -135,7 +135,7 @@ class OpenAIService:
         for each in await self.models():
             if each.id == name:
                 return each
-        raise self._unknown(name)
+        raise self._unknown_model(name)
 
     def _now(self) -> RunStatus | None:
         try:
@@ -145,7 +145,7 @@ class OpenAIService:
                 raise
             return None
 
-    def _unknown(self, name: str) -> Refusal:
+    def _unknown_model(self, name: str) -> Refusal:
         now = self._now()
         there = "none, because no run is active" if now is None else ", ".join(_names(now))
         return Refusal(
@@ -157,7 +157,7 @@ class OpenAIService:
 
     async def answer(self, ask: Ask, caller: Caller, render: Render) -> StoredResponse:
         """The answer as a whole. What is kept is on the disk with it."""
-        return (await self._kept(ask, caller, render, _Progress())).answer
+        return (await self._sample_and_store(ask, caller, render, _Progress())).answer
 
     async def stream(self, ask: Ask, caller: Caller) -> AsyncGenerator[Begun | Piece | Completed]:
         """`Begun`, then texts as they are written, and at last everything. What is kept is on the disk before that.
@@ -167,7 +167,7 @@ class OpenAIService:
         assert caller.answer_key is None, "a stream is not sent again"
         progress = _Progress()
         shown = [""] * (len(ask.prompts) * ask.n)
-        work = asyncio.create_task(self._kept(ask, caller, _nothing, progress))
+        work = asyncio.create_task(self._sample_and_store(ask, caller, _nothing, progress))
         begun = False
         try:
             while not work.done():
@@ -189,11 +189,13 @@ class OpenAIService:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
-    async def _kept(self, ask: Ask, caller: Caller, render: Render, progress: _Progress) -> Kept:
+    async def _sample_and_store(
+        self, ask: Ask, caller: Caller, render: Render, progress: _Progress
+    ) -> Kept:
         conductor = self._host.active()
         _ = conductor.engine  # refused before waiting
         if ask.model not in _names(conductor.now):
-            raise self._unknown(ask.model)
+            raise self._unknown_model(ask.model)
         keeping = Keeping(caller, conductor.request.lease_seconds, render)
         if not ask.store:
             return await self._only_sampled(ask, conductor, keeping, progress)
@@ -232,7 +234,7 @@ class OpenAIService:
             orders.append(SampleOrder(draw, prompt, ask.n, sampling, columns=columns, trains=False))
         self._sampling += completions
         try:
-            found = await self._sampled(ask, orders, ask.n, conductor, progress)
+            found = await self._sample_orders(ask, orders, ask.n, conductor, progress)
         finally:
             self._sampling -= completions
         rollouts = [rollout for each in found for rollout in each.group.rollouts]
@@ -245,7 +247,7 @@ class OpenAIService:
             fingerprint=first.fingerprint,
             created=time.time(),
             prompt_tokens=sum(len(each.group.rollouts[0].prompt_ids) for each in found),
-            choices=tuple(await self._written(ask, rollouts, conductor)),
+            choices=tuple(await self._write_choices(ask, rollouts, conductor)),
         )
         if keeping.caller.answer_key is None:
             return Kept(completed, keeping.render(completed))
@@ -268,8 +270,8 @@ class OpenAIService:
         wait = self._config.completions_wait
         async with conductor.room.admitted((None,), wait, keeping.caller.key_id) as (draw,):
             order = SampleOrder(draw, ask.prompts[0], size, ask.sampling, columns=ask.columns)
-            (sampled,) = await self._sampled(ask, [order], ask.n, conductor, progress)
-            choices = await self._written(ask, sampled.group.rollouts[: ask.n], conductor)
+            (sampled,) = await self._sample_orders(ask, [order], ask.n, conductor, progress)
+            choices = await self._write_choices(ask, sampled.group.rollouts[: ask.n], conductor)
             kept = await self._ledger.do(
                 storing.keep_group,
                 conductor.now.run,
@@ -292,7 +294,7 @@ class OpenAIService:
         if found is None:
             return None
         member, rollout = found
-        (choice,) = await self._written(ask, [rollout], conductor)
+        (choice,) = await self._write_choices(ask, [rollout], conductor)
         return await self._ledger.do(
             storing.give_member, member, len(rollout.prompt_ids), choice, keeping
         )
@@ -317,7 +319,7 @@ class OpenAIService:
 
     # --- the engine -------------------------------------------------------------------------------
 
-    async def _sampled(
+    async def _sample_orders(
         self,
         ask: Ask,
         orders: Sequence[SampleOrder],
@@ -335,7 +337,9 @@ class OpenAIService:
         progress.engine = None
         steps = {each.step for each in found}
         if ask.model != LATEST and steps != {int(ask.model.rpartition("@")[2])}:
-            raise self._unknown(ask.model)  # it has moved on before the prompts had their turn
+            raise self._unknown_model(
+                ask.model
+            )  # it has moved on before the prompts had their turn
         if len(steps) > 1:
             raise Refusal(
                 "engine_recovering",
@@ -344,7 +348,7 @@ class OpenAIService:
             )
         return list(found)
 
-    async def _written(
+    async def _write_choices(
         self, ask: Ask, rollouts: Sequence[Rollout], conductor: Conductor
     ) -> list[Written]:
         texts: Sequence[TokenTexts | None] = [None] * len(rollouts)

@@ -39,7 +39,7 @@ class Kept:
 
 def keep_answer(transaction: Transaction, keeping: Keeping, completed: Completed) -> Kept:
     """Completions that are not kept; only the answer is, if the request has an Idempotency-Key."""
-    kept = _kept(transaction, keeping, lambda: completed)
+    kept = _store_once(transaction, keeping, lambda: completed)
     assert kept is not None
     return kept
 
@@ -63,9 +63,9 @@ def keep_group(
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
         member = None if gathering is None else members.share(transaction, gathering, group).place
         prompt = len(sampled.group.rollouts[0].prompt_ids)
-        return _completed(transaction, row, member, prompt, choices)
+        return _completed_answer(transaction, row, member, prompt, choices)
 
-    kept = _kept(transaction, keeping, work)
+    kept = _store_once(transaction, keeping, work)
     assert kept is not None
     return kept
 
@@ -91,12 +91,12 @@ def give_member(
         if not members.give(transaction, member):
             return None
         counters.count(transaction, member.row.run, counters.COMPLETION_REQUESTS)
-        return _completed(transaction, member.row, member.place, prompt_tokens, [choice])
+        return _completed_answer(transaction, member.row, member.place, prompt_tokens, [choice])
 
-    return _kept(transaction, keeping, work)
+    return _store_once(transaction, keeping, work)
 
 
-def _completed(
+def _completed_answer(
     transaction: Transaction,
     row: GroupRow,
     member: int | None,
@@ -115,7 +115,7 @@ def _completed(
     )
 
 
-def _kept(
+def _store_once(
     transaction: Transaction, keeping: Keeping, work: Callable[[], Completed | None]
 ) -> Kept | None:
     completed: Completed | None = None

@@ -20,10 +20,10 @@ def showable(text: str, stops: Sequence[str]) -> str:
     whole = cut(text, stops)
     if len(whole) < len(text):
         return whole
-    return text[: len(text) - max((_begun(text, stop) for stop in stops), default=0)]
+    return text[: len(text) - max((_length_of_begun_stop(text, stop) for stop in stops), default=0)]
 
 
-def _begun(text: str, stop: str) -> int:
+def _length_of_begun_stop(text: str, stop: str) -> int:
     """Characters at the end of the text that may be the beginning of a stop."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -81,7 +81,7 @@ class Calls:
         if call is None:
             ordered = request.after is not None
             if ordered and number <= self._forgotten:
-                raise _unknown(number)
+                raise _unknown_call(number)
             self._named = max(self._named, request.after or 0)
             self._refuse_more(len(content))
             task = asyncio.create_task(
@@ -101,7 +101,7 @@ class Calls:
     async def answer(self, number: int, wait: float) -> CallAnswer:
         """The state of a call."""
         if number not in self._calls:
-            raise _unknown(number)
+            raise _unknown_call(number)
         return await self._state_of(number, self._calls[number], wait)
 
     async def give_up(self, number: int) -> CallAnswer:
@@ -109,7 +109,7 @@ class Calls:
         call = self._calls.get(number)
         if call is None:
             if number <= self._forgotten:
-                raise _unknown(number)
+                raise _unknown_call(number)
             self._refuse_more(0)
             call = self._calls[number] = _Call(b"", None, ordered=True)
             self._note_over(number)
@@ -205,7 +205,7 @@ class Calls:
         return CallAnswer(number=number, state="failed", error=failure)
 
 
-def _unknown(number: int) -> Refusal:
+def _unknown_call(number: int) -> Refusal:
     return Refusal(
         "unknown_call",
         f"There is no call {number}: it was never made, or it is over and its answer is kept no longer.",

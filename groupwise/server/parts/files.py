@@ -107,9 +107,9 @@ class Files:
                     f"{path} {problem}.",
                     errors=[FieldError(field="path", message=problem)],
                 )
-            return self._written(place, path, offset, content)
+            return self._append(place, path, offset, content)
 
-    def _written(self, place: Path, path: str, offset: int, content: bytes) -> FolderAnswer:
+    def _append(self, place: Path, path: str, offset: int, content: bytes) -> FolderAnswer:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             with place.open("ab") as file:
@@ -123,7 +123,7 @@ class Files:
                 file.truncate(offset)
                 file.write(content)
         except OSError as error:
-            raise _refused(path, error) from None
+            raise _refusal_of(path, error) from None
         return FolderAnswer(files=[FileFacts(path=place.name, size=offset + len(content))])
 
     def delete(self, path: str) -> None:
@@ -137,7 +137,7 @@ class Files:
             shutil.rmtree(self.root, ignore_errors=True)
 
 
-def _refused(path: str, error: OSError) -> Refusal:
+def _refusal_of(path: str, error: OSError) -> Refusal:
     if is_full(error):
         return Refusal("disk_full", retry_after=FULL_SECONDS)
     problem = f"{path} cannot be written: {os.strerror(error.errno or 0)}"

@@ -153,7 +153,7 @@ class PartsService:
         """A run or models are to begin. Refused as `run_active` while there are parts; see `groupwise.server.run.service.Beside`."""
         await self._end_if_silent()
         if self._parts is not None:
-            raise _taken(self._parts)
+            raise _taken_refusal(self._parts)
         await self._end_spare()
 
     async def let_go(self) -> None:
@@ -184,12 +184,12 @@ class PartsService:
             if known is not None and known.id == id:
                 return self._answer(known)
             if id in self._gone:
-                raise self._ended(id)
+                raise self._ended_refusal(id)
             if known is not None and known.owner == request.owner:
                 await self._end(f"{request.owner} has opened other parts", "parts_taken")
             await self._end_if_silent()
             if self._parts is not None:
-                raise _taken(self._parts)
+                raise _taken_refusal(self._parts)
             if self._runs.conducted() is not None:
                 raise _run_is_active()
             await self._runs.make_room(NAME)
@@ -211,15 +211,15 @@ class PartsService:
                 engine = await self._engine_to_plan()
             self._spare_until = self._clock() + self._silence
             try:
-                with self._described(request.described) as sent:
-                    return await self._planned(engine, request, sent)
+                with self._model_description(request.described) as sent:
+                    return await self._plan_answer(engine, request, sent)
             finally:
                 # Parts may have been opened in this engine meanwhile.
                 of_parts = self._parts is not None and self._parts.engine is engine
                 if engine is not self._spare and not of_parts:
                     await cast("Engine", engine).close()
 
-    async def _planned(
+    async def _plan_answer(
         self, engine: Called, request: PlanRequest, described: str | None
     ) -> PlanAnswer:
         try:
@@ -236,7 +236,7 @@ class PartsService:
         return PlanAnswer(layout=layout)
 
     @contextmanager
-    def _described(self, text: str | None) -> Generator[str | None]:
+    def _model_description(self, text: str | None) -> Generator[str | None]:
         """A folder with nothing but the description of a model."""
         if text is None:
             yield None
@@ -271,7 +271,7 @@ class PartsService:
             if self._parts is not None and self._parts.id == id:
                 await self._end("they were closed", "parts_taken")
             elif id not in self._gone:
-                raise self._ended(id)
+                raise self._ended_refusal(id)
 
     def files(self, id: str) -> Files:
         """Files sent, saved and published."""
@@ -313,11 +313,11 @@ class PartsService:
     def _of(self, id: str) -> _Parts:
         parts = self._parts
         if parts is None or parts.id != id:
-            raise self._ended(id)
+            raise self._ended_refusal(id)
         parts.seen = self._clock()
         return parts
 
-    def _ended(self, id: str) -> Refusal:
+    def _ended_refusal(self, id: str) -> Refusal:
         if id in self._gone:
             gone = self._gone[id]
             return Refusal(
@@ -347,26 +347,26 @@ class PartsService:
     ) -> CallAnswer:
         """See `Calls.make`."""
         parts = self._of(id)
-        return await self._waited(parts, parts.calls.make(number, request, content, wait))
+        return await self._await_answer(parts, parts.calls.make(number, request, content, wait))
 
     async def answer(self, id: str, number: int, wait: float) -> CallAnswer:
         """See `Calls.answer`."""
         parts = self._of(id)
-        return await self._waited(parts, parts.calls.answer(number, wait))
+        return await self._await_answer(parts, parts.calls.answer(number, wait))
 
     async def give_up(self, id: str, number: int) -> CallAnswer:
         """See `Calls.give_up`."""
         parts = self._of(id)
-        return await self._waited(parts, parts.calls.give_up(number))
+        return await self._await_answer(parts, parts.calls.give_up(number))
 
-    async def _waited(self, parts: _Parts, work: Awaitable[CallAnswer]) -> CallAnswer:
+    async def _await_answer(self, parts: _Parts, work: Awaitable[CallAnswer]) -> CallAnswer:
         """Await an answer; if the parts have ended meanwhile, raise how."""
         try:
             answer = await work
         except EngineLost:
-            raise self._ended(parts.id) from None
+            raise self._ended_refusal(parts.id) from None
         if self._parts is not parts:
-            raise self._ended(parts.id)
+            raise self._ended_refusal(parts.id)
         parts.seen = self._clock()
         return answer
 
@@ -475,7 +475,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
 
 
-def _taken(parts: _Parts) -> Refusal:
+def _taken_refusal(parts: _Parts) -> Refusal:
     return Refusal(
         "run_active",
         f"The loop {parts.owner} drives sampler and learner of this server from elsewhere (parts {parts.id}). It frees them when it ends "

@@ -113,7 +113,7 @@ class AskPost:
         self, answers: Sequence[RewardAnswer], seconds: float
     ) -> list[RewardAnswer]:
         """Answers as they are after the step that learnt from them, or when the time is over."""
-        return await self._awaited(
+        return await self._wait_until(
             lambda: self._ledger.do(ledger_operations.after_step, answers),
             lambda found: all(each.status == "trained" for each in found),
             seconds,
@@ -148,13 +148,13 @@ class AskPost:
 
     async def step_taken(self, answer: StepAnswer, seconds: float) -> StepAnswer:
         """The answer as it is after the step that was planned, or when the time is over."""
-        return await self._awaited(
+        return await self._wait_until(
             lambda: self._ledger.do(ledger_operations.step_after, answer),
             lambda found: found.status == "trained",
             seconds,
         )
 
-    async def _awaited(
+    async def _wait_until(
         self, look: Callable[[], Awaitable[T]], done: Callable[[T], bool], seconds: float
     ) -> T:
         """Look again at each beat, and return the result once it is done, the time is over, or no more steps will be taken."""

@@ -185,7 +185,7 @@ class Conductor:
             self._order = replace(self._order, run=opened.run)
             self._place(opened)
         else:
-            self._engine = await self._recovered()
+            self._engine = await self._recover()
         await self._ready()
         return self.now
 
@@ -244,7 +244,7 @@ class Conductor:
     async def _by_one_engine(self) -> bool:
         """Take steps as long as the engine lasts; whether the run is over, or is left."""
         try:
-            engine = self._engine or await self._recovered()
+            engine = self._engine or await self._recover()
             await self._ready()
             await self._tell_checkpoint()
             await self._take_steps(engine)
@@ -308,7 +308,7 @@ class Conductor:
 
     # --- beginning again --------------------------------------------------------------------------
 
-    async def _recovered(self) -> Engine:
+    async def _recover(self) -> Engine:
         """A new engine that stands where the run stood."""
         self.phase = "recovering"
         engine, opened = await self._supervisor.open(self._order)

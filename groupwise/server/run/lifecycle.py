@@ -101,7 +101,7 @@ class StartStop:
                     await each.make_way()
             await self._make_way(replacing)
             conductor = self._conductor_of(request, order)
-            standing = await self._begun(conductor)
+            standing = await self._begin_within_limit(conductor)
             answer = StartAnswer(
                 run_id=standing.run,
                 model_version=standing.version,
@@ -130,7 +130,7 @@ class StartStop:
         """The order for the engine; a resumed run gets its own settings, overlaid with those of the request."""
         if request.resume_from is None:
             order = await self._checked_order(request)
-            return self._named(order), request, None
+            return self._open_under_free_name(order), request, None
         rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
         if (old := rows.get(request.resume_from)) is not None:
             if request.run_name not in (None, old.run):
@@ -140,21 +140,21 @@ class StartStop:
                 )
                 error = FieldError(field="run_name", message=message)
                 raise Refusal("settings_conflict", f"run_name {message}.", errors=[error])
-            merged = _merged(old.settings, request)
+            merged = _merge_settings(old.settings, request)
             order = await self._checked_order(merged)
             config = _with_run(order.config, name=old.run)
             return OpenRun(config, merged.max_prompt_length, run=old.run), merged, old
         beginning = self._checkpoints.beginning(request.resume_from, rows)
-        merged = _merged(beginning.settings, request)
+        merged = _merge_settings(beginning.settings, request)
         _refuse_other_weights(request.resume_from, beginning.settings, merged)
-        order = self._named(await self._checked_order(merged))
+        order = self._open_under_free_name(await self._checked_order(merged))
         return replace(order, start_from=str(beginning.folder)), merged, None
 
     async def _checked_order(self, request: StartRequest) -> OpenRun:
         """Convert the request to an order. Runs in a thread, because checking a whole config takes a while."""
         return await asyncio.to_thread(order_of, request, self._allowed, self._config.folder)
 
-    def _named(self, order: OpenRun) -> OpenRun:
+    def _open_under_free_name(self, order: OpenRun) -> OpenRun:
         """Under a name that no run has had: one that was stopped is gone on with by `resume_from`, not by chance."""
         wanted = order.config["run"]["name"]
         name, number = wanted, 1
@@ -179,9 +179,9 @@ class StartStop:
                 "run_active",
                 f"{run} is active. Stop it first (POST /stop), or start with `replace: true`, which stops it cleanly.",
             )
-        await self._left(conductor, "replace")
+        await self._leave(conductor, "replace")
 
-    async def _begun(self, conductor: Conductor) -> RunStatus:
+    async def _begin_within_limit(self, conductor: Conductor) -> RunStatus:
         limit = self._config.start_time_limit
         try:
             async with asyncio.timeout(limit):
@@ -231,13 +231,13 @@ class StartStop:
         """End the run after the step under way, with a checkpoint; harmless when repeated."""
         async with self.turn:
             if self._current.conductor is not None:
-                await self._left(self._current.conductor, "stop")
+                await self._leave(self._current.conductor, "stop")
             row = self._current.latest
             if row is None:
                 return StopAnswer()
             return StopAnswer(run_id=row.run, step=await self._ledger.do(steps.next_step, row.run))
 
-    async def _left(self, conductor: Conductor, why: Leaving) -> None:
+    async def _leave(self, conductor: Conductor, why: Leaving) -> None:
         await conductor.leave(why, self._config.step_time_limit)
         self._current.changed.beat()
 
@@ -249,7 +249,7 @@ def _with_run(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
 
 def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: StartRequest) -> None:
     """A checkpoint of all weights holds no adapter, and one of an adapter nothing else. Checked before anything is loaded."""
-    had_all = _merged(settings, StartRequest()).trains_all
+    had_all = _merge_settings(settings, StartRequest()).trains_all
     if had_all != request.trains_all:
         was, wanted = ("all weights", "an adapter") if had_all else ("an adapter", "all weights")
         mend = "adapter: full" if had_all else "adapter: new"
@@ -271,7 +271,7 @@ _REPLACED: Mapping[str, tuple[str, ...]] = {
 """Equivalent settings: if the key is given, these settings of the earlier run are dropped."""
 
 
-def _merged(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:
+def _merge_settings(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:
     """Overlay an earlier run's settings with those of the request. Refused as `settings_conflict` if they do not go together."""
     given = request.model_dump(mode="json", exclude_unset=True)
     fresh = {key: value for key, value in given.items() if key not in _OURS}

@@ -47,7 +47,7 @@ class Versions:
     def steps(self) -> list[int]:
         """All that can be read, in order."""
         published = (step for step, policy in self.published.items() if Path(policy.path).is_dir())
-        return sorted({*published, *self._saved()})
+        return sorted({*published, *self._saved_places()})
 
     def open(self, version: str | None) -> OpenVersion:
         """A version with its files open: its weights, the tokenizer, and a model card.
@@ -58,30 +58,30 @@ class Versions:
         if version is not None and version != LATEST:
             run, _, number = version.rpartition("@")
             here = run in ("", self.run) and number.isascii() and number.isdecimal()
-            if not here or (int(number) > self.step and int(number) not in self._saved()):
+            if not here or (int(number) > self.step and int(number) not in self._saved_places()):
                 raise Refusal(
                     "unknown_version",
                     f"there is no version {version!r}: the run is {self.run}, and it has done {self.step} steps. Versions that can be "
-                    f"read: {self._listed()}. {OTHERS}",
+                    f"read: {self._list_steps()}. {OTHERS}",
                 )
             step = int(number)
-        for place in (self._published(step), self._saved().get(step)):
+        for place in (self._published_place(step), self._saved_places().get(step)):
             if place is not None:
                 try:
-                    return self._opened(step, *place)
+                    return self._open_version(step, *place)
                 except FileNotFoundError:  # it was deleted meanwhile
                     continue
         raise Refusal(
             "version_gone",
-            f"version {self.run}@{step} is no longer kept. Versions that can be read: {self._listed()}. {OTHERS} Save a checkpoint by "
+            f"version {self.run}@{step} is no longer kept. Versions that can be read: {self._list_steps()}. {OTHERS} Save a checkpoint by "
             "name to keep one.",
         )
 
-    def _published(self, step: int) -> Place | None:
+    def _published_place(self, step: int) -> Place | None:
         policy = self.published.get(step)
         return None if policy is None else (Path(policy.path), policy.fingerprint)
 
-    def _saved(self) -> dict[int, Place]:
+    def _saved_places(self) -> dict[int, Place]:
         """Checkpoints, and the final weights in place of the one after the same steps."""
         named = [found for path in self.named if (found := _whole(path)) is not None]
         automatic = checkpoints.complete(self.folder / CHECKPOINTS)
@@ -97,7 +97,7 @@ class Versions:
                 saved[step] = (final, saved[step][1])
         return saved
 
-    def _opened(self, step: int, folder: Path, fingerprint: str) -> OpenVersion:
+    def _open_version(self, step: int, folder: Path, fingerprint: str) -> OpenVersion:
         from groupwise.engine.models.card import (
             model_card,  # imports what knows the hub, a third of a second
         )
@@ -117,7 +117,7 @@ class Versions:
             files.append(OpenFile(CARD, len(card), io.BytesIO(card)))
         return OpenVersion((self.run, step), fingerprint, kind, files)
 
-    def _listed(self) -> str:
+    def _list_steps(self) -> str:
         return ", ".join(f"{self.run}@{step}" for step in self.steps()) or "none"
 
 

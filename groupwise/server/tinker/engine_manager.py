@@ -152,7 +152,7 @@ class Host:
 
     def names(self) -> tuple[str, ...]:
         """See `VerbEngine.names`."""
-        bound = self._bound()
+        bound = self._required_base()
         if bound is not None:
             return (bound[0],)
         return (*ALIASES, *folders_in(self._allowed.model_dir), *self._allowed.models)
@@ -160,14 +160,14 @@ class Host:
     def admit(self, base: str) -> None:
         """See `VerbEngine.admit`."""
         loads = self._loads(base)
-        bound = self._bound()
+        bound = self._required_base()
         if bound is not None and self._loads(bound[0]) != loads:
             raise UsageError(
                 f"The base model {base!r} cannot be had now: {bound[0]} is in memory, for {bound[1]}, and there is one base at a time. "
                 f"Take {bound[0]}, or wait until it is not needed any more."
             )
 
-    def _bound(self) -> tuple[str, str] | None:
+    def _required_base(self) -> tuple[str, str] | None:
         """The base that has to stay in memory, and for whom."""
         run = self._runs.conducted()
         if run is not None:
@@ -279,7 +279,7 @@ class Host:
                 return await standing.call("sample", stored, order)
             except EngineLost as error:
                 losses += 1
-                await self._lost(standing, error)
+                await self._release_lost(standing, error)
                 if losses == LOSSES:
                     raise
 
@@ -298,7 +298,7 @@ class Host:
                 return None if verb is None else await standing.call(verb, model, *arguments)
             except EngineLost as error:
                 losses += 1
-                await self._lost(standing, error)
+                await self._release_lost(standing, error)
                 if losses == LOSSES:
                     raise
             except UsageError:
@@ -356,7 +356,7 @@ class Host:
         if not isinstance(engine, Called):
             raise UsageError("The engine of the active run trains nothing beside it.")
         try:
-            return await self._opened(engine, loads, run)
+            return await self._open_base(engine, loads, run)
         except EngineLost:
             return None
 
@@ -376,7 +376,7 @@ class Host:
             self._standing = None
             engine = cast("Called", await self._supervisor.begin())
             try:
-                return await self._opened(engine, loads, None)
+                return await self._open_base(engine, loads, None)
             except EngineLost as error:
                 await self._supervisor.pause(error)
                 return None
@@ -384,13 +384,13 @@ class Host:
                 await self._supervisor.end()
                 raise
 
-    async def _opened(self, engine: Called, loads: str, run: Conductor | None) -> _Standing:
+    async def _open_base(self, engine: Called, loads: str, run: Conductor | None) -> _Standing:
         order = OpenModels(loads, self._folder, self._most, self._longest)
         base: Base = await engine.call("models.open", order)
         self._standing = _Standing(engine, base, loads, run)
         return self._standing
 
-    async def _lost(self, standing: _Standing, error: EngineLost) -> None:
+    async def _release_lost(self, standing: _Standing, error: EngineLost) -> None:
         """Release an engine that has ended. TooManyRestarts where that has happened too often."""
         async with self._turn:
             if self._standing is not standing:

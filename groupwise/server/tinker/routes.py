@@ -88,7 +88,7 @@ def verb_routes(
     handlers = _Handlers(service, bodies or Bodies(MOST_BYTES), poll)
 
     def handling(route: VerbRoute) -> Handler:
-        return _guarded(lambda request: route.handler(handlers, request), service, authorise)
+        return _guard(lambda request: route.handler(handlers, request), service, authorise)
 
     return [
         *(
@@ -98,7 +98,7 @@ def verb_routes(
         Route(f"{PREFIX}/healthz", _healthz, methods=["GET"]),
         Route(
             f"{PREFIX}/{{path:path}}",
-            _guarded(handlers.refuse, service, authorise),
+            _guard(handlers.refuse, service, authorise),
             methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"],
         ),
     ]
@@ -112,16 +112,16 @@ class _Handlers:
 
     async def client_config(self, request: Request) -> Response:
         """How the client is to go about it. A body is not read."""
-        return _sent(answers.ClientConfig())
+        return _json_response(answers.ClientConfig())
 
     async def dynamic_config(self, request: Request) -> Response:
         """Settings that may change while the client runs. A body is not read."""
-        return _sent(answers.DynamicConfig())
+        return _json_response(answers.DynamicConfig())
 
     async def capabilities(self, request: Request) -> Response:
         """The base models of the server."""
         found = {"supported_models": self._service.capabilities()}
-        return _sent(answers.Capabilities.model_validate(found))
+        return _json_response(answers.Capabilities.model_validate(found))
 
     async def create_session(self, request: Request) -> Response:
         """Open a session; the same one for the same X-Idempotency-Key, caller and body."""
@@ -132,22 +132,22 @@ class _Handlers:
         named = [name, caller, body.model_dump_json()]
         key = hashlib.sha256(json.dumps(named).encode()).hexdigest() if name else None
         session = await self._service.opened.create_session(key, caller)
-        return _sent(answers.SessionMade(session_id=session))
+        return _json_response(answers.SessionMade(session_id=session))
 
     async def heartbeat(self, request: Request) -> Response:
         """The client is there."""
         self._service.opened.heartbeat((await self._read(request, requests.Heartbeat)).session_id)
-        return _sent(answers.Heard())
+        return _json_response(answers.Heard())
 
     async def finish(self, request: Request) -> Response:
         """The client is done: its models are let go of. A body is not read; repeating it is harmless."""
         await self._service.opened.finish(request.path_params["session"])
-        return _sent(answers.Finished())
+        return _json_response(answers.Finished())
 
     async def telemetry(self, request: Request) -> Response:
         """Taken and thrown away: the client sends it wherever it is pointed to."""
         await self._body(request)
-        return _sent(answers.Thrown())
+        return _json_response(answers.Thrown())
 
     async def create_model(self, request: Request) -> Response:
         """Make a model with a new adapter."""
@@ -158,7 +158,7 @@ class _Handlers:
     async def get_info(self, request: Request) -> Response:
         """A model's base and adapter."""
         model = (await self._read(request, requests.GetInfo)).model_id
-        return _sent(answers.Info.model_validate(await self._service.training.info(model)))
+        return _json_response(answers.Info.model_validate(await self._service.training.info(model)))
 
     async def forward_backward(self, request: Request) -> Response:
         """Log-probabilities and loss of some data, with or without gradient."""
@@ -193,35 +193,35 @@ class _Handlers:
         sampler = await self._service.sampling.create_sampler(
             await self._read(request, requests.CreateSampler)
         )
-        return _sent(answers.SamplerMade(sampling_session_id=sampler))
+        return _json_response(answers.SamplerMade(sampling_session_id=sampler))
 
     async def sampler(self, request: Request) -> Response:
         """The model of a sampler."""
         found = self._service.sampling.sampler(request.path_params["sampler"])
-        return _sent(answers.SamplerInfo.model_validate(found))
+        return _json_response(answers.SamplerInfo.model_validate(found))
 
     async def weights_info(self, request: Request) -> Response:
         """The kind of model that saved the weights at a path."""
         path = (await self._read(request, requests.WeightsInfo)).tinker_path
         found = await self._service.training.weights_info(path)
-        return _sent(answers.AboutWeights.model_validate(found))
+        return _json_response(answers.AboutWeights.model_validate(found))
 
     async def sample(self, request: Request) -> Response:
         """Complete a prompt, or tell its log-probabilities."""
         body = await self._read(request, requests.Sample)
         id, sequences = await self._service.sampling.sample(body)
         await self._service.accepted(id)
-        return _sent(answers.SamplePromise(request_id=id, sample_sequence_ids=sequences))
+        return _json_response(answers.SamplePromise(request_id=id, sample_sequence_ids=sequences))
 
     async def retrieve(self, request: Request) -> Response:
         """The result of a call; 408 if it has none after a while."""
         id = (await self._read(request, requests.Retrieve)).request_id
         answer = await self._service.answer(id, self._poll)
         if answer is None:
-            return _sent(answers.TryAgain(request_id=id), 408)
+            return _json_response(answers.TryAgain(request_id=id), 408)
         if answer.state == "failed":
             category = "user" if answer.media_type == "user" else "server"
-            return _sent(answers.Failed(error=answer.body.decode(), category=category))
+            return _json_response(answers.Failed(error=answer.body.decode(), category=category))
         return Response(answer.body, media_type=answer.media_type)
 
     async def refuse(self, request: Request) -> Response:
@@ -234,7 +234,7 @@ class _Handlers:
 
     async def _promise(self, model: str, id: str) -> Response:
         await self._service.accepted(id)
-        return _sent(answers.Promise(request_id=id, model_id=model))
+        return _json_response(answers.Promise(request_id=id, model_id=model))
 
     async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
         try:
@@ -400,7 +400,7 @@ ROUTES: tuple[VerbRoute, ...] = (
 """All that need a key: one that may read for GET, one that may train for the others."""
 
 
-def _guarded(handler: Handler, service: VerbService, authorise: Authorise) -> Handler:
+def _guard(handler: Handler, service: VerbService, authorise: Authorise) -> Handler:
     async def guarded(request: Request) -> Response:
         try:
             authorise(request)
@@ -408,12 +408,12 @@ def _guarded(handler: Handler, service: VerbService, authorise: Authorise) -> Ha
         except ClientGone:
             raise
         except Exception as error:  # noqa: BLE001 — a mistake in one request stops no other; its details stay in the log
-            return await _refused(request, service, error)
+            return await _refusal_response(request, service, error)
 
     return guarded
 
 
-async def _refused(request: Request, service: VerbService, error: Exception) -> Response:
+async def _refusal_response(request: Request, service: VerbService, error: Exception) -> Response:
     code = code_of(error)
     facts: Facts | None = request.scope.get(SCOPE)
     if facts is not None:
@@ -428,13 +428,15 @@ async def _refused(request: Request, service: VerbService, error: Exception) -> 
     headers = {"Retry-After": "1"} if CODES[code].retry else {}
     if isinstance(error, Refusal):
         headers |= error.headers
-    return _sent(answers.Refused(code=code, message=message), CODES[code].status, headers)
+    return _json_response(answers.Refused(code=code, message=message), CODES[code].status, headers)
 
 
 async def _healthz(request: Request) -> Response:
-    return _sent(answers.Healthy())
+    return _json_response(answers.Healthy())
 
 
-def _sent(answer: BaseModel, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def _json_response(
+    answer: BaseModel, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
     content = answer.model_dump_json(exclude_none=True)
     return Response(content, status, headers, "application/json")

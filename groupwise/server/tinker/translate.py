@@ -227,7 +227,7 @@ def text_tokens(chunks: Iterable[Any], where: str) -> tuple[int, ...]:
         kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
         if kind != "encoded_text":
             raise UsageError(f"{where} holds a chunk {kind!r}; this server takes text alone.")
-        tokens.extend(_unpacked(chunk.encoded_text.tokens, "i", where))
+        tokens.extend(_unpack(chunk.encoded_text.tokens, "i", where))
     for place, token in enumerate(tokens):
         if token < 0:
             raise UsageError(f"{where} has the token {token} at {place}; a token is 0 or more.")
@@ -294,7 +294,7 @@ def _tensor(tensors: Mapping[str, Any], name: str, length: int, where: str) -> l
     if tensor.dtype not in formats or (name == "target_tokens" and formats[tensor.dtype] == "f"):
         wanted = "int64" if name == "target_tokens" else "float32"
         raise UsageError(f"{place} has a dtype that does not fit; it must be {wanted}.")
-    values = _unpacked(tensor.dense, formats[tensor.dtype], place)
+    values = _unpack(tensor.dense, formats[tensor.dtype], place)
     if len(values) != length:
         raise UsageError(
             f"{place} has {len(values)} numbers, but the model input has {length} tokens; they must be as many."
@@ -317,7 +317,7 @@ def _settings(message: Any) -> dict[str, float]:
     return found
 
 
-def _unpacked(data: bytes, kind: str, where: str) -> list[Any]:
+def _unpack(data: bytes, kind: str, where: str) -> list[Any]:
     size = struct.calcsize(f"<{kind}")
     if len(data) % size:
         raise UsageError(f"{where} has {len(data)} bytes, which is no multiple of {size}.")

@@ -333,7 +333,7 @@ class Callbacks:
 
     async def groups_scored(self, groups: Sequence[Group], rejected: Sequence[Group] = ()) -> None:
         """The groups of a step are there."""
-        await self._announce("on_groups", lambda: (_copied(groups), _copied(rejected)))
+        await self._announce("on_groups", lambda: (_copy_groups(groups), _copy_groups(rejected)))
 
     async def step_committed(self, metrics: Mapping[str, float]) -> None:
         """A step is committed to the record."""
@@ -398,7 +398,7 @@ class Callbacks:
         states = kept.get("states", {})
         for member in self._members:
             if member.name in states:
-                self._guarded(
+                self._call_safely(
                     member, "load_state", lambda m=member: m.callback.load_state(states[m.name])
                 )
         self._announced = list(kept.get("told", ()))
@@ -410,7 +410,8 @@ class Callbacks:
     def _state_now(self) -> dict[str, Any]:
         keeping = [member for member in self._members if overrides(member.callback, "state")]
         found = {
-            m.name: self._guarded(m, "state", lambda m=m: _json_state(m.callback)) for m in keeping
+            m.name: self._call_safely(m, "state", lambda m=m: _json_state(m.callback))
+            for m in keeping
         }
         return {
             "states": {name: state for name, state in found.items() if state is not None},
@@ -469,7 +470,7 @@ class Callbacks:
             task.cancel()
         return RuntimeError("it was cancelled from within") if task.cancelled() else task.result()
 
-    def _guarded(self, member: _Member, method: str, call: Callable[[], Any]) -> Any:
+    def _call_safely(self, member: _Member, method: str, call: Callable[[], Any]) -> Any:
         try:
             with redirect_stdout(sys.stderr):
                 return call()
@@ -529,7 +530,7 @@ def _json_state(callback: Callback) -> Any:
     return kept
 
 
-def _copied(groups: Sequence[Group]) -> tuple[Group, ...]:
+def _copy_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
     """Copies of groups: nothing mutable in them belongs to the run."""
     return tuple(
         replace(

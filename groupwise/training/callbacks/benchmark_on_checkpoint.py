@@ -217,7 +217,7 @@ class BenchmarkOnCheckpoint(Callback):
         if end.state == "finished":
             self._wait(run)
         if self._waiting or self._started:
-            left = f"{self.label} of {self._left()}"
+            left = f"{self.label} of {self._unfinished_steps()}"
             run.say(f"{left} is done when the run goes on")
             if end.state == "finished":
                 run.leave(left)
@@ -230,13 +230,13 @@ class BenchmarkOnCheckpoint(Callback):
             if said is None or time.monotonic() - said >= REMINDER:
                 again = "" if said is None else "still "
                 run.say(
-                    f"{again}waiting for {self.label}: {self._left()}. Ctrl-C leaves that to --resume"
+                    f"{again}waiting for {self.label}: {self._unfinished_steps()}. Ctrl-C leaves that to --resume"
                 )
                 said = time.monotonic()
             self._poll(run)
             time.sleep(POLL_INTERVAL)
 
-    def _left(self) -> str:
+    def _unfinished_steps(self) -> str:
         steps = sorted([*(each.step for each in self._started), *self._waiting])
         return ", ".join(f"step-{step}" for step in steps)
 
@@ -266,7 +266,7 @@ class BenchmarkOnCheckpoint(Callback):
             "{step}": str(step),
             "{run}": run.name,
         }
-        words = [*(_filled(word, named) for word in self.command), *self._verbatim]
+        words = [*(_fill_placeholders(word, named) for word in self.command), *self._verbatim]
         log, here = place / LOG, Path.cwd()
         family = Family(words, folder=here, log=log, environment={}, niceness=NICENESS)
         logger.info("%s of step-%d begins", self.label, step)
@@ -397,7 +397,7 @@ def _evaluation(
     )
 
 
-def _filled(word: str, named: Mapping[str, str]) -> str:
+def _fill_placeholders(word: str, named: Mapping[str, str]) -> str:
     for name, value in named.items():
         word = word.replace(name, value)
     return word

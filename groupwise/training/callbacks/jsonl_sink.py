@@ -52,19 +52,19 @@ class JsonlSink:
                 {"step": each.steps, KNOWN_AFTER: line.steps, **each.values}
                 for each in line.findings
             ]
-            atomic_files.append(self._folder / EVALUATIONS, _encoded(found))
+            atomic_files.append(self._folder / EVALUATIONS, _encode_rows(found))
         if line.table:
             rows = [{**row, "step": line.steps} for row in line.table]
-            atomic_files.append(self._folder / COMPLETIONS, _encoded(rows))
+            atomic_files.append(self._folder / COMPLETIONS, _encode_rows(rows))
         known = {f"task/{k}" if k in OURS else k: v for k, v in line.values.items()}
         row = {"step": line.steps, "wall_time": line.finished_at, **known}
-        atomic_files.append(self._folder / METRICS, _encoded([row]))
+        atomic_files.append(self._folder / METRICS, _encode_rows([row]))
 
     def end(self, state: State) -> None:
         """All is written."""
 
 
-def _encoded(rows: Sequence[Mapping[str, Any]]) -> bytes:
+def _encode_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
     plain = [atomic_files.without_nan(row) for row in rows]
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in plain]
     return "".join(lines).encode("utf-8", "backslashreplace")

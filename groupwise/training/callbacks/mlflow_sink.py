@@ -103,7 +103,7 @@ class MlflowSink:
             # A param cannot be changed: what a resume changed is in the file only.
             config = run.config.to_dict()
             param = import_module("mlflow.entities").Param
-            values = {_name(key): _shortened(value) for key, value in _flat(config)}
+            values = {_name(key): _shorten(value) for key, value in _flat(config)}
             params = [
                 param(key, value) for key, value in values.items() if key not in found.data.params
             ]
@@ -273,6 +273,6 @@ def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield f"{above}{key}", value
 
 
-def _shortened(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"

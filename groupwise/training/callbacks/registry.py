@@ -69,9 +69,9 @@ def configured_callbacks(
         names = dict.fromkeys(word for word in sinks if word != "none")
         shown = tuple(word for word in names if word != PARQUET)
         if shown:
-            found.append((NAME, _checked(Reporting(shown), config, NAME)))
+            found.append((NAME, _check_callback(Reporting(shown), config, NAME)))
         if PARQUET in names:
-            found.append((PARQUET, _checked(ParquetRecord(), config, NAME)))
+            found.append((PARQUET, _check_callback(ParquetRecord(), config, NAME)))
     except TaskError as error:
         problems.append(str(error))
     if problems:
@@ -87,7 +87,7 @@ def given_callbacks(given: Sequence[object], config: View, where: str) -> tuple[
         what = f"{where}: {kind.__name__}"
         _check_kind(kind, what)
         made = instance(each, {}, what) if inspect.isclass(each) else each
-        found.append((kind.__name__, _checked(made, config, what)))
+        found.append((kind.__name__, _check_callback(made, config, what)))
     return tuple(found)
 
 
@@ -95,8 +95,8 @@ def _build_entry(entry: str | Mapping[str, Any], config: View) -> Named:
     parameters = {} if isinstance(entry, str) else {k: v for k, v in entry.items() if k != "name"}
     name = entry if isinstance(entry, str) else str(entry["name"])
     if name in BUILTIN:
-        return name, _checked(instance(BUILTIN[name], parameters, name), config, name)
-    found = _loaded(name)
+        return name, _check_callback(instance(BUILTIN[name], parameters, name), config, name)
+    found = _load_callback(name)
     _check_kind(_kind(found), name)
     if inspect.isclass(found):
         if any(parameter.name == "name" for parameter in taken_by(found)):
@@ -112,7 +112,7 @@ def _build_entry(entry: str | Mapping[str, Any], config: View) -> Named:
     else:
         made = found
     announced = ":" not in name
-    return name if announced else _kind(found).__name__, _checked(made, config, name)
+    return name if announced else _kind(found).__name__, _check_callback(made, config, name)
 
 
 def _refuse_equal_claims(named: Sequence[Named]) -> None:
@@ -132,7 +132,7 @@ def unknown_callback(name: str) -> str | None:
     return missing(name, kind="callback", builtins=_KNOWN, entry_points=ENTRY_POINTS)
 
 
-def _loaded(name: str) -> object:
+def _load_callback(name: str) -> object:
     """The class (or instance) that a name stands for."""
     plugin = load(
         name, kind="callback", builtins=_KNOWN, entry_points=ENTRY_POINTS, instantiate=False
@@ -167,7 +167,7 @@ def _check_kind(kind: type, what: str) -> None:
 # --- checking ------------------------------------------------------------------------------------
 
 
-def _checked(made: object, config: View, what: str) -> Callback:
+def _check_callback(made: object, config: View, what: str) -> Callback:
     """Check a callback's methods and its `check`; wraps one of transformers."""
     if not isinstance(made, Callback):
         return TrainerCallbackAdapter(made)

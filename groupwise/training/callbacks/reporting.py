@@ -99,16 +99,16 @@ class Reporting(Callback):
             _began_at(run),
         )
         for name, sink in list(self._sinks.items()):
-            held = self._guarded(name, lambda sink=sink: sink.begin(reported))
+            held = self._call_or_drop(name, lambda sink=sink: sink.begin(reported))
             if held is not None:
                 self._held[name] = held
         self._sent = _sent_before(run.folder, self._held)
         if not self._sinks:
             return
         first = min(self._held.values()) + 1
-        for line in self._recorded(run, first):
+        for line in self._recorded_metrics(run, first):
             self._send(run, line)
-        self._next = next(iter(self._recorded(run, run.step, run.step)))
+        self._next = next(iter(self._recorded_metrics(run, run.step, run.step)))
 
     def on_step_begin(self, run: RunHandle) -> None:
         """Send the last line: all results of the steps done are known now."""
@@ -130,7 +130,7 @@ class Reporting(Callback):
         if end.state == "finished":
             self._send(run, self._next)
         for name, sink in list(self._sinks.items()):
-            self._guarded(name, lambda sink=sink: sink.end(end.state))
+            self._call_or_drop(name, lambda sink=sink: sink.end(end.state))
 
     def _send(self, run: RunHandle, line: MetricsRow | None) -> None:
         behind = [name for name in self._sinks if line and self._held[name] < line.steps]
@@ -157,10 +157,10 @@ class Reporting(Callback):
                 )
             if line.values or new:
                 full = replace(line, findings=tuple(new.values()))
-                self._guarded(name, lambda name=name, full=full: self._sinks[name].line(full))
+                self._call_or_drop(name, lambda name=name, full=full: self._sinks[name].line(full))
                 self._held[name] = line.steps
 
-    def _guarded(self, name: str, call: Callable[[], Any]) -> Any:
+    def _call_or_drop(self, name: str, call: Callable[[], Any]) -> Any:
         try:
             with redirect_stdout(
                 sys.stderr
@@ -176,7 +176,7 @@ class Reporting(Callback):
             )
             return None
 
-    def _recorded(
+    def _recorded_metrics(
         self, run: RunHandle, first: int, last: int | None = None
     ) -> Iterator[MetricsRow]:
         """The lines of the record, up to the one before the steps done if `last` is not given."""

@@ -135,7 +135,7 @@ def check(
         "prompts": _shown_prompts(subject),
         "prompts_rendered_by": subject.config.model.name if subject.tokenizer else None,
     }
-    given = _given(subject, completions)
+    given = _given_groups(subject, completions)
     if subject.examples:
         if subject.own_model:
             rendering = Finding(
@@ -249,7 +249,7 @@ def _shown_prompts(subject: Subject) -> list[str]:
     return first_prompts(examples, tokenizer, SHOWN_PROMPTS, subject.tools)
 
 
-def _given(subject: Subject, completions: str | None) -> list[GivenGroup]:
+def _given_groups(subject: Subject, completions: str | None) -> list[GivenGroup]:
     if completions is None:
         return []
     runs_dir = Path(subject.config.run.dir)

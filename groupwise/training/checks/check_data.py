@@ -108,7 +108,7 @@ def check_dataset(
         )
     odd = (*odd_prompts(tokenizer, examples), *text_prompts(tokenizer, examples))
     yield from _hardly_meant(name, odd)
-    yield from _repeated(name, examples, same)
+    yield from _repeated_prompts(name, examples, same)
     counts = Counter(column for example in examples for column in example.columns)
     partial = sorted(column for column, count in counts.items() if count < len(examples))
     if partial:
@@ -271,7 +271,7 @@ def _hardly_meant(name: str, warnings: Iterable[str]) -> Iterator[Finding]:
         )
 
 
-def _repeated(name: str, examples: Sequence[Example], same: SameAs) -> Iterator[Finding]:
+def _repeated_prompts(name: str, examples: Sequence[Example], same: SameAs) -> Iterator[Finding]:
     """Prompts that occur several times."""
     counts = Counter(map(same, examples))
     surplus = len(examples) - len(counts)

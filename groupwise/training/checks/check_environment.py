@@ -53,21 +53,21 @@ async def check_environment(task: Task, config: RunConfig, example: Example) -> 
         first = SessionCall(0, example.index, 0, 0, example.prompt, example.columns)
         begun = await host.ask(first, config.rollout.time_limit)
         if begun.reason is not None:
-            return _broken(f"the first prompt: {begun.reason}")
+            return _broken_environment(f"the first prompt: {begun.reason}")
         again = await host.ask(replace(first, session=1), config.rollout.time_limit)
         turn = replace(first, completions=(GARBAGE,), heard=(begun.digest,))
         answer = await host.ask(turn, config.rollout.time_limit)
         if answer.reason is not None:
-            return _broken(f"a turn with {GARBAGE!r}: {answer.reason}")
+            return _broken_environment(f"a turn with {GARBAGE!r}: {answer.reason}")
         ended = await host.ask(
             replace(turn, heard=(begun.digest, answer.digest), ending=True),
             config.rollout.time_limit,
         )
         if ended.reason is not None:
-            return _broken(f"the end of a rollout: {ended.reason}")
+            return _broken_environment(f"the end of a rollout: {ended.reason}")
         return _judge_replies(begun, again, answer, ended)
     except EnvironmentWorkerError as error:
-        return _broken(str(error))
+        return _broken_environment(str(error))
     finally:
         await host.close()
 
@@ -96,7 +96,7 @@ def _judge_replies(begun: Reply, again: Reply, answer: Reply, ended: Reply) -> F
     return Finding("environment", "ok", measured, data=data)
 
 
-def _broken(reason: str) -> Finding:
+def _broken_environment(reason: str) -> Finding:
     return Finding(
         "environment",
         "problem",
@@ -180,9 +180,11 @@ class Crowd:
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `Sampler.generate`."""
         context = self._tokenizer.decode(list(request.prompt_ids), skip_special_tokens=True)
-        return tuple(self._said(seed, context, request.params) for seed in request.seeds)
+        return tuple(
+            self._completion_of_player(seed, context, request.params) for seed in request.seeds
+        )
 
-    def _said(self, seed: int, context: str, params: SamplingParams) -> Completion:
+    def _completion_of_player(self, seed: int, context: str, params: SamplingParams) -> Completion:
         turn, member = divmod(seed, len(PLAYERS))
         random = Random(f"{self._example.index} {seed}")
         text = PLAYERS[member][1](Seen(self._example, context, turn, random))

@@ -135,7 +135,7 @@ def judge_given(
                 {"failed": failed, "reasons": dict(reasons)},
             )
         )
-    found += _compared(groups, tried)
+    found += _compare_with_recorded(groups, tried)
     return found
 
 
@@ -208,7 +208,9 @@ def _nothing_solved(tried: Sequence[Sequence[Verdict]], success: Success) -> lis
     ]
 
 
-def _compared(groups: Sequence[GivenGroup], tried: Sequence[Sequence[Verdict]]) -> list[Finding]:
+def _compare_with_recorded(
+    groups: Sequence[GivenGroup], tried: Sequence[Sequence[Verdict]]
+) -> list[Finding]:
     pairs = [
         (verdict, then)
         for group, verdicts in zip(groups, tried, strict=True)
@@ -252,25 +254,25 @@ _EXPECTED = 'Expected one JSON object in each line: {"prompt": …, "completion"
 def _rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     """The rows with their places for messages."""
     text = path.read_text(encoding="utf-8")
-    whole = _parsed(text)
+    whole = _parse_json(text)
     if isinstance(whole, Mapping) and isinstance(whole.get("rows"), list):  # type: ignore[reportUnknownMemberType]
         listed = cast("list[Any]", whole["rows"])
-        return [_checked(row, f"{path}, row {number}") for number, row in enumerate(listed)]
+        return [_require_object(row, f"{path}, row {number}") for number, row in enumerate(listed)]
     return [
-        _checked(_parsed(line), f"{path}:{number}")
+        _require_object(_parse_json(line), f"{path}:{number}")
         for number, line in enumerate(text.splitlines(), 1)
         if line.strip()
     ]
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         return None
 
 
-def _checked(row: Any, place: str) -> tuple[str, Mapping[str, Any]]:
+def _require_object(row: Any, place: str) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(row, Mapping):
         raise UsageError(f"{place}: this is no JSON object. {_EXPECTED}")
     return place, cast("Mapping[str, Any]", row)

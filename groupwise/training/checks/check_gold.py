@@ -150,8 +150,10 @@ def cases_of(example: Example, others: Sequence[Example], gold: Gold | None) -> 
         Case("prompt echoed", echo(example)),
         Case("very long", (GARBAGE + " ") * (LONG_CHARACTERS // len(GARBAGE))),
     ]
-    known = {_folded(text) for text in right}
-    return [case for case in cases if case.kind == "gold" or _folded(case.text) not in known]
+    known = {_normalise_case(text) for text in right}
+    return [
+        case for case in cases if case.kind == "gold" or _normalise_case(case.text) not in known
+    ]
 
 
 def echo(example: Example) -> str:
@@ -168,17 +170,17 @@ def _wrong_golds(
     """Gold completions of other rows that are none here."""
     if gold is None:
         return ()
-    known = {_folded(text) for text in right}
+    known = {_normalise_case(text) for text in right}
     found: dict[str, str] = {}
     for other in others:
         for text in gold.texts(other)[:1]:
-            if _folded(text) not in known:
-                found.setdefault(_folded(text), text)
+            if _normalise_case(text) not in known:
+                found.setdefault(_normalise_case(text), text)
         if len(found) == OTHERS:
             break
     return tuple(found.values())
 
 
-def _folded(text: str) -> str:
+def _normalise_case(text: str) -> str:
     """Equal for texts that differ in case and spaces only."""
     return " ".join(text.split()).casefold()

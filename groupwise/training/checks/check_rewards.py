@@ -536,7 +536,9 @@ def _differences(first: Sequence[MemberScore], second: Sequence[MemberScore]) ->
         changed = [name for name in values[0] if values[0][name] != values[1].get(name)]
         if changed:
             name = changed[0]
-            found.append(f"`{name}` {_shown(values[0][name])}, then {_shown(values[1].get(name))}")
+            found.append(
+                f"`{name}` {_format_value(values[0][name])}, then {_format_value(values[1].get(name))}"
+            )
         elif before.outcome != after.outcome:
             found.append(f"{before.outcome}, then {after.outcome}")
     return found
@@ -546,5 +548,5 @@ def _values(member: MemberScore) -> Mapping[str, float | None]:
     return {part.name: part.value for part in member.parts}
 
 
-def _shown(value: float | None) -> str:
+def _format_value(value: float | None) -> str:
     return "None" if value is None else f"{value:.4g}"

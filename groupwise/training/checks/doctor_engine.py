@@ -285,7 +285,9 @@ def judge_publication(
 ) -> Finding:
     """`served` is the fingerprint that the sampler names after the publication of `after`."""
     name = "weight publication"
-    changed = sum(_drawn(a) != _drawn(b) for a, b in zip(old, new, strict=True))
+    changed = sum(
+        _sampled_segments(a) != _sampled_segments(b) for a, b in zip(old, new, strict=True)
+    )
     stamped = {
         segment.fingerprint
         for group in new
@@ -317,7 +319,7 @@ def judge_publication(
     )
 
 
-def _drawn(group: Group) -> list[tuple[tuple[int, ...], tuple[float, ...] | None]]:
+def _sampled_segments(group: Group) -> list[tuple[tuple[int, ...], tuple[float, ...] | None]]:
     return [
         (segment.token_ids, segment.sampling_logprobs)
         for rollout in group.rollouts

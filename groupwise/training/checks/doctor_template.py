@@ -142,7 +142,7 @@ def generation_prompt(tokenizer: Any, opening: list[Message]) -> Finding:
 def own_turn(tokenizer: Any, opening: list[Message]) -> Finding:
     """The rendered prompt is how the rendering with its answer begins."""
     prompt = _ids(tokenizer, opening, ask=True)
-    whole = _ids(tokenizer, [*opening, _said(ANSWER)], ask=False)
+    whole = _ids(tokenizer, [*opening, _assistant_message(ANSWER)], ask=False)
     if whole[: len(prompt)] == prompt:
         return Finding(
             "template prefix", "ok", "a prompt is the beginning of the prompt with its answer"
@@ -153,7 +153,7 @@ def own_turn(tokenizer: Any, opening: list[Message]) -> Finding:
     return Finding(
         "template prefix",
         "warning",
-        f"a prompt ends with {_shown(asked)}, where the prompt with its answer reads {_shown(answered)}",
+        f"a prompt ends with {_short_repr(asked)}, where the prompt with its answer reads {_short_repr(answered)}",
         "RL asks with one text and SFT teaches another; in a conversation each turn becomes a row of its own",
         "a template for training that renders both alike, as model.chat_template",
         {"prompt": asked, "with_answer": answered},
@@ -165,13 +165,13 @@ def earlier_turns(tokenizer: Any, opening: list[Message]) -> Finding:
     name = "earlier turns"
     rewritten: list[str] = []
     for what, answer in (("answers", ANSWER), ("thoughts", THOUGHT + ANSWER)):
-        answered = [*opening, _said(answer)]
+        answered = [*opening, _assistant_message(answer)]
         whole = _ids(tokenizer, answered, ask=False)
         longer = _ids(tokenizer, [*answered, {"role": "user", "content": AGAIN}], ask=True)
         kept = _common(whole, longer)
         lost = tokenizer.decode(whole[kept:], skip_special_tokens=False)
         if lost.strip():
-            rewritten.append(f"{what} (from {_shown(lost)})")
+            rewritten.append(f"{what} (from {_short_repr(lost)})")
     if not rewritten:
         return Finding(name, "ok", "a further turn leaves them as they were")
     return Finding(
@@ -238,7 +238,7 @@ def answer_end(tokenizer: Any) -> int | None:
     """The first special token after an answer in the chat template; None where there is none."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    ids = _ids(tokenizer, [*opening_of(tokenizer), _said(ANSWER)], ask=False)
+    ids = _ids(tokenizer, [*opening_of(tokenizer), _assistant_message(ANSWER)], ask=False)
     special: set[int] = set(getattr(tokenizer, "all_special_ids", ()))
     for place in range(len(ids), 0, -1):
         text = tokenizer.decode(ids[place - 1 :], skip_special_tokens=False)
@@ -258,7 +258,7 @@ def _ids(tokenizer: Any, messages: Sequence[Message], *, ask: bool) -> list[int]
     )
 
 
-def _said(text: str) -> Message:
+def _assistant_message(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
@@ -268,5 +268,5 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _shown(text: str) -> str:
+def _short_repr(text: str) -> str:
     return repr(text[:40] + ("…" if len(text) > 40 else ""))

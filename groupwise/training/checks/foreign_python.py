@@ -371,7 +371,7 @@ class _Reader:
             if isinstance(owner, dict | list) and called in ("update", "append", "extend"):
                 held = cast("Any", owner)
                 if called == "update":
-                    for name, value in self._merged(node).items():
+                    for name, value in self._merge_arguments(node).items():
                         self._put(held, name, value, node)
                 elif isinstance(held, list):
                     items = [self.value(each) for each in node.args]
@@ -425,7 +425,7 @@ class _Reader:
                 target = ast.Attribute(whose, name, ast.Store(), lineno=node.lineno)
                 self._bind(target, self.value(value))
             case "dict", _:
-                return self._merged(node)
+                return self._merge_arguments(node)
             case "add_argument", [*_, ast.Constant(str(name))] if name.startswith("--"):
                 given = self._arguments(ast.Call(node.func, [], node.keywords), ())
                 if _is_plain(given.get("default", _unread(node))):
@@ -446,7 +446,7 @@ class _Reader:
                     self.value(each)
         return _unread(node)
 
-    def _merged(self, node: ast.Call) -> dict[str, Any]:
+    def _merge_arguments(self, node: ast.Call) -> dict[str, Any]:
         """Merge the arguments of `dict(…)` and `update(…)`: dicts and keywords."""
         found: dict[str, Any] = {}
         for each in node.args:
@@ -517,7 +517,7 @@ class _Reader:
             if made.kind == "SamplingParams" and name in ("seed", "max_tokens", "n"):
                 name = f"vllm_sampling_params.{name}"
             if name != "reward_funcs" and not _is_plain(value):
-                value = value if isinstance(value, Unread) else Unread(_written(value), made.line)
+                value = value if isinstance(value, Unread) else Unread(_as_source(value), made.line)
                 found.setdefault(name, value)
             else:
                 found[name] = value
@@ -526,15 +526,15 @@ class _Reader:
         """Take the dataset from which the trainer's rows were loaded, and report the transformations that are not taken over."""
         if not isinstance(value, Made) or value.kind != LOADED:
             line = value.line if isinstance(value, Unread) else 0
-            found["train_dataset"] = Unread(_written(value), line, remedy=BY_A_TASK)
+            found["train_dataset"] = Unread(_as_source(value), line, remedy=BY_A_TASK)
             loads = [each for each in self.made if each.kind == LOADED]
             if len({str(each.given.get("path")) for each in loads}) != 1:
                 return
             # A function makes the rows, of the only data set that the file loads.
-            value = Made(LOADED, line, {**loads[0].given, "changes": [_written(value)]})
+            value = Made(LOADED, line, {**loads[0].given, "changes": [_as_source(value)]})
         path = value.given.get("path")
         if not isinstance(path, str):
-            found["train_dataset"] = Unread(_written(path), value.line, remedy=BY_A_TASK)
+            found["train_dataset"] = Unread(_as_source(path), value.line, remedy=BY_A_TASK)
             return
         found["dataset_name"] = path
         for key, theirs in (
@@ -554,11 +554,11 @@ class _Reader:
         """Take the evaluated rows if they are a split of the training dataset."""
         if not isinstance(value, Made) or value.kind != LOADED:
             line = value.line if isinstance(value, Unread) else 0
-            found["eval_dataset"] = Unread(_written(value), line, remedy=HELD_OUT)
+            found["eval_dataset"] = Unread(_as_source(value), line, remedy=HELD_OUT)
             return
         path, split = value.given.get("path"), value.given.get("split")
         if path != found.get("dataset_name") or not isinstance(split, str):
-            written = _written([path, split])
+            written = _as_source([path, split])
             found["eval_dataset"] = Unread(written, value.line, OTHER_SET, HELD_OUT)
         elif "test_split_size" not in found:
             found.setdefault("dataset_test_split", split)
@@ -618,13 +618,13 @@ def _is_plain(value: Any) -> bool:
     return not isinstance(value, Unread | Made)
 
 
-def _written(value: Any) -> str:
+def _as_source(value: Any) -> str:
     """A value as it may stand in a file."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_written, cast('list[Any]', value)))}]"
+        return f"[{', '.join(map(_as_source, cast('list[Any]', value)))}]"
     if isinstance(value, dict):
         pairs = cast("dict[str, Any]", value).items()
-        return f"{{{', '.join(f'{key!r}: {_written(each)}' for key, each in pairs)}}}"
+        return f"{{{', '.join(f'{key!r}: {_as_source(each)}' for key, each in pairs)}}}"
     if isinstance(value, Made):
         return f"{value.kind}(…)"
     return value.written if isinstance(value, Unread) else repr(value)

@@ -67,17 +67,17 @@ def entry_of(
     `module` is where the file's own functions are, or should be where the file is no module.
     """
     if isinstance(name, Unread):
-        return _called(name, module, given, open_r1)
+        return _reward_of_call(name, module, given, open_r1)
     if not isinstance(name, str):
         return (
             None,
             f"{name!r:.40} is not taken over: name a reward, or path/to/file.py:function",
             True,
         )
-    return _named(name, module, given, open_r1)
+    return _reward_by_name(name, module, given, open_r1)
 
 
-def _named(
+def _reward_by_name(
     name: str, module: str, given: Mapping[str, Any], open_r1: bool
 ) -> tuple[Any, str, bool]:
     known = registered_rewards()
@@ -110,7 +110,7 @@ def _named(
     return f"{module}:{name}", said, meant is not None
 
 
-def _called(
+def _reward_of_call(
     made: Unread, module: str, given: Mapping[str, Any], open_r1: bool
 ) -> tuple[Any, str, bool]:
     """A reward that a call makes, `get_cosine_scaled_reward(max_len=500)`: by the function's name."""

@@ -168,7 +168,7 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     prepared = prepare_rl(draft.loaded(), source)
     longest = _longest(prepared)
     free = _free(device)
-    fit_memory(draft, lambda: _planned(draft, longest), free, BUDGETS[device], SLOTS)
+    fit_memory(draft, lambda: _planned_memory(draft, longest), free, BUDGETS[device], SLOTS)
     choose_dtype(draft, prepared.layout.dtype, has_bfloat16(device))
     layout = placement.choose_layout(draft.config, longest)
     return _cost(draft, replace(prepared, loaded=draft.loaded(), layout=layout), free, measure)
@@ -184,7 +184,7 @@ def _parameters(draft: Draft) -> int:
     return all_parameters(draft.loaded().config.model)
 
 
-def _planned(draft: Draft, longest: int) -> float:
+def _planned_memory(draft: Draft, longest: int) -> float:
     """Memory of a step by the plan (MiB)."""
     config = draft.config
     return planned_sizes(config, placement.choose_layout(config, longest)).memory.total
@@ -214,7 +214,7 @@ def _cost(draft: Draft, prepared: RlPrepared, free: float | None, measure: bool)
 
     fit_time(draft, step_seconds)
     config = draft.config
-    memory = doctor_machine.memory(_planned(draft, longest), free)
+    memory = doctor_machine.memory(_planned_memory(draft, longest), free)
     speed = doctor_cost.estimate(speeds, config, config.training.max_steps, usual, longest)
     return Cost(
         placement.choose_layout(config, longest), (*_left_out(prepared), memory, held, speed)

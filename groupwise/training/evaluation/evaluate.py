@@ -146,7 +146,7 @@ class EvalResult:
     @property
     def failures(self) -> dict[str, int]:
         """Number of samples that could not be scored, by reason; the most frequent reason first."""
-        reasons = Counter(row["reason"] or row["outcome"] for row in self.rows if _failed(row))
+        reasons = Counter(row["reason"] or row["outcome"] for row in self.rows if _is_failure(row))
         return dict(reasons.most_common())
 
     @property
@@ -308,7 +308,7 @@ async def answer_held_out(
     rows = rows_of(groups, asked.success)
     measures = {name: measure(name, rows) for name in metric_names(rows, asked.pass_at_k)}
     means = {name: fmean(each.values.values()) for name, each in measures.items() if each}
-    failed = sum(_failed(row) for row in rows)
+    failed = sum(_is_failure(row) for row in rows)
     own = {**means, "rollouts/failed": float(failed)} if failed else means
     # Our metrics have priority: a metric of the task with the same name is kept as `task/<name>`.
     numbers = _numbers(details).items()
@@ -523,7 +523,7 @@ def _result_place(task: Task, policy: FoundPolicy, config: RunConfig) -> tuple[P
     return policy.run or Path(config.run.dir).parent, result_name(task.name, policy.label)
 
 
-def _failed(row: Mapping[str, Any]) -> bool:
+def _is_failure(row: Mapping[str, Any]) -> bool:
     return row["outcome"] in ("failed", "timed_out")
 
 

@@ -174,7 +174,7 @@ def metric_names(rows: Sequence[Row], ks: Sequence[int]) -> list[str]:
     repeated = [f"avg@{samples}", f"maj@{samples}"] if samples > 1 else []
     parts = dict.fromkeys(f"rewards/{name}/mean" for row in rows for name in row["parts"])
     wanted = [REWARD, *(f"pass@{k}" for k in ks), *repeated, *parts, LENGTH, CLIPPED]
-    if any(_written(row) != row["tokens"] for row in rows):
+    if any(_written_tokens(row) != row["tokens"] for row in rows):
         wanted.append(WHOLE_LENGTH)
     return [name for name in wanted if (found := measure(name, rows)) and found.values]
 
@@ -209,7 +209,7 @@ def _compute_of(name: str) -> Compute | None:
     return _SIMPLE.get(re.sub(r"@\d+$", "@", name))
 
 
-def _written(row: Row) -> float | None:
+def _written_tokens(row: Row) -> float | None:
     return row.get("written", row["tokens"])  # other programs need not tell them apart
 
 
@@ -218,19 +218,19 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _judged(rows: Sequence[Row]) -> list[Row]:
+def _rows_with_verdict(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.get("success") is not None]
 
 
 def _pass_at_k(rows: Sequence[Row], k: int) -> float | None:
-    judged = _judged(rows)
+    judged = _rows_with_verdict(rows)
     if len(judged) < k:
         return None
     return pass_at_k(len(judged), sum(row["success"] for row in judged), k)
 
 
 def _majority_vote(rows: Sequence[Row]) -> float | None:
-    judged = _judged(rows)
+    judged = _rows_with_verdict(rows)
     if not judged:
         return None
     return majority([row.get("answer") for row in judged], [row["success"] for row in judged])
@@ -238,9 +238,9 @@ def _majority_vote(rows: Sequence[Row]) -> float | None:
 
 _SIMPLE: dict[str, Compute] = {
     REWARD: lambda rows: _mean(row["reward"] for row in rows),
-    "avg@": lambda rows: _mean(row["success"] for row in _judged(rows)),
+    "avg@": lambda rows: _mean(row["success"] for row in _rows_with_verdict(rows)),
     "maj@": _majority_vote,
-    LENGTH: lambda rows: _mean(map(_written, rows)),
+    LENGTH: lambda rows: _mean(map(_written_tokens, rows)),
     WHOLE_LENGTH: lambda rows: _mean(row["tokens"] for row in rows),
     CLIPPED: lambda rows: _mean(row.get("truncated") for row in rows),
 }

@@ -103,7 +103,7 @@ async def _generate(config: GenerateConfig, *, dry_run: bool) -> GenerateResult:
         return GenerateResult(_describe(plan), config.folder)
     if config.hub is not None:
         prepare_upload(config.hub, private=config.private)
-    with _opened(plan) as (answers, journal):
+    with _open_answers(plan) as (answers, journal):
         if strange := _of_no_row(plan, answers):
             logger.warning(
                 "%d answers belong to no row of this %s: they stay in the folder and out of the results",
@@ -160,7 +160,7 @@ async def _carry_out(plan: Plan, answers: Answers, journal: Journal) -> Generate
                     scores = await interruption.allow(scoring)
             except Interrupted as interrupted:
                 ticker.note(f"Interrupted. {_go_on(config)}")
-                entries = {"state": "interrupted", **_spent(plan, answers, asking.tally)}
+                entries = {"state": "interrupted", **_cost_entries(plan, answers, asking.tally)}
                 return GenerateResult(_summary(plan, entries), config.folder, interrupted.exit_code)
             except EndpointError as error:
                 raise EndpointError(f"{error}\n{_go_on(config)}", error.status) from error
@@ -175,7 +175,7 @@ def _finish(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> Gener
     blind = left_unjudged(config, counts)
     state = "unscored" if blind else "incomplete" if failures else "done"
     outcome = {"state": state, **counts.summary, "failed": len(failures)}
-    summary = _summary(plan, outcome | _spent(plan, answers, tally))
+    summary = _summary(plan, outcome | _cost_entries(plan, answers, tally))
     if failures:
         logger.warning(
             "%d rows have failed; %s says why. The same command asks for them again.",
@@ -202,7 +202,7 @@ def _finish(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> Gener
 
 
 @contextmanager
-def _opened(plan: Plan) -> Generator[tuple[Answers, Journal]]:
+def _open_answers(plan: Plan) -> Generator[tuple[Answers, Journal]]:
     """Lock the folder, and read all answers that are there."""
     config = plan.config
     try:
@@ -244,7 +244,7 @@ def _shards(config: GenerateConfig) -> list[Path]:
 def _check_settings(config: GenerateConfig, shapes: Mapping[str, Any]) -> None:
     """Raise ResumeMismatchError if the folder's answers were requested with other options."""
     for folder in (config.root, *sorted(config.root.glob(SHARDS))):
-        noted = _noted(folder)
+        noted = _saved_settings(folder)
         if noted is None:
             continue
         different = [name for name in shapes if noted.get(name) != shapes[name]]
@@ -261,7 +261,7 @@ def _check_settings(config: GenerateConfig, shapes: Mapping[str, Any]) -> None:
             )
 
 
-def _noted(folder: Path) -> dict[str, Any] | None:
+def _saved_settings(folder: Path) -> dict[str, Any] | None:
     try:
         return json.loads((folder / SETTINGS).read_bytes())
     except FileNotFoundError:
@@ -297,7 +297,7 @@ async def _model(config: GenerateConfig) -> str:
     if config.model is not None:
         return config.model
     for folder in (config.root, *sorted(config.root.glob(SHARDS))):
-        if (noted := _noted(folder)) is not None:
+        if (noted := _saved_settings(folder)) is not None:
             return str(noted["model"])
     async with Client(_endpoint(config, "")) as client:
         served = await client.models(retries=0)
@@ -374,19 +374,19 @@ def _cost(config: GenerateConfig, billed: Billed) -> float | None:
     return (tokens_in * (config.price_in or 0.0) + tokens_out * (config.price_out or 0.0)) / 1e6
 
 
-def _spent(plan: Plan, answers: Answers, tally: Tally) -> dict[str, Any]:
+def _cost_entries(plan: Plan, answers: Answers, tally: Tally) -> dict[str, Any]:
     """The cost of this command, and under `in_all` that of all answers, including those of earlier commands."""
     entries = {
-        **_billed(plan.config, tally.billed),
+        **_billed_entries(plan.config, tally.billed),
         "tokens_per_second": round(tally.tokens_per_second, 1),
-        "in_all": _billed(plan.config, answers.billed),
+        "in_all": _billed_entries(plan.config, answers.billed),
     }
     if strange := _of_no_row(plan, answers):
         entries["answers_of_no_row"] = strange
     return entries
 
 
-def _billed(config: GenerateConfig, billed: Billed) -> dict[str, Any]:
+def _billed_entries(config: GenerateConfig, billed: Billed) -> dict[str, Any]:
     entries: dict[str, Any] = {
         "requests": billed.requests,
         "prompt_tokens": billed.usage.prompt_tokens,

@@ -110,7 +110,7 @@ class Journal:
         self._path = path
         self._answers = answers
         whole = answers.read(path)
-        with _explained(path):
+        with _as_store_error(path):
             self._file = path.open("ab", buffering=0)
             self._file.truncate(whole)
             os.fsync(self._file.fileno())
@@ -147,7 +147,7 @@ class Journal:
             "model": answer.model,
         }
         data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
-        with _explained(self._path):
+        with _as_store_error(self._path):
             while data:
                 data = data[self._file.write(data) or 0 :]
             os.fsync(self._file.fileno())
@@ -155,7 +155,7 @@ class Journal:
 
 
 @contextmanager
-def _explained(path: Path) -> Generator[None]:
+def _as_store_error(path: Path) -> Generator[None]:
     """Turn a refusal of the disk into a StoreError that says what to do."""
     try:
         yield

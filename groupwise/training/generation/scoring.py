@@ -43,7 +43,7 @@ def build_scoring(config: GenerateConfig, prompts: Prompts) -> Scoring | None:
     rows = {item.index: _columns(item) for item in prompts.items}
     task, settings = prompts.task, prompts.task_config
     if task is None or settings is None:
-        rubric, left_out = without_tokens(_named(config.rewards, config.answer_column))
+        rubric, left_out = without_tokens(_rubric_of_names(config.rewards, config.answer_column))
         rubric.check_rows(rows)
         arguments = {"rewards": list(config.rewards), "answer_column": config.answer_column}
         named = RewardWorkers("groupwise.training.generation.scoring:scorer_for_worker", arguments)
@@ -70,7 +70,7 @@ def build_scoring(config: GenerateConfig, prompts: Prompts) -> Scoring | None:
 
 def scorer_for_worker(rewards: list[str], answer_column: str | None) -> RubricScorer:
     """The factory that reward workers call for rewards by name."""
-    return RubricScorer(without_tokens(_named(rewards, answer_column))[0], _no_metrics)
+    return RubricScorer(without_tokens(_rubric_of_names(rewards, answer_column))[0], _no_metrics)
 
 
 def task_scorer_for_worker(config: Mapping[str, Any], task: str) -> RubricScorer:
@@ -119,7 +119,7 @@ async def score_all(
     return scores
 
 
-def _named(rewards: Sequence[str], answer_column: str | None) -> Rubric:
+def _rubric_of_names(rewards: Sequence[str], answer_column: str | None) -> Rubric:
     return Rubric(
         get_reward_funcs(rewards, {"rewards": {"answer_column": answer_column}}), where="--reward"
     )

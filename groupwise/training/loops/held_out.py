@@ -70,14 +70,14 @@ async def announce(run: TaskRun, name: str, result: EvalResult) -> None:
 def recorded_evaluation(run: TaskRun, name: str, step: int) -> EvalResult | None:
     """An evaluation of that name and step that stands in the record, if it asked what the run asks now."""
     record = run.folder.store.evaluation(step, name)
-    if record is None or record.asked not in ("", _asked(run)):
+    if record is None or record.asked not in ("", _stored_questions(run)):
         return None
     return EvalResult.recorded(record)
 
 
 def notice_changed_questions(run: TaskRun, asked: str) -> None:
     """After a resume: note the fingerprint of the held-out prompts, and say so if it changed."""
-    before = _asked(run)
+    before = _stored_questions(run)
     if before == asked:
         return
     run.folder.store.set_meta({ASKED: asked})
@@ -88,13 +88,13 @@ def notice_changed_questions(run: TaskRun, asked: str) -> None:
         )
 
 
-def _asked(run: TaskRun) -> str:
+def _stored_questions(run: TaskRun) -> str:
     return run.folder.store.get_meta().get(ASKED, "")
 
 
 def _record(run: TaskRun, name: str, result: EvalResult) -> EvaluationRecord:
     metrics, rows = result.metrics, result.rows
-    return EvaluationRecord(run.step, name, result.policy, metrics, rows, _asked(run))
+    return EvaluationRecord(run.step, name, result.policy, metrics, rows, _stored_questions(run))
 
 
 async def evaluate_held_out(run: TaskRun, name: str) -> EvalResult | None:
@@ -145,7 +145,9 @@ def _notice_divergence(run: TaskRun) -> None:
     if run.signals is None:
         return
     store = run.folder.store
-    evaluations = {e.step: e for e in store.evaluations(rows=False) if e.asked == _asked(run)}
+    evaluations = {
+        e.step: e for e in store.evaluations(rows=False) if e.asked == _stored_questions(run)
+    }
     if run.step not in evaluations:
         return
     # The metric's name is checked at the first evaluation.

@@ -44,7 +44,11 @@ def profiled(training: Training) -> Generator[None]:
         return
     learner = training.learner
     try:
-        with learner.traced() if isinstance(learner, RankLearner) else _marked(training) as trace:
+        with (
+            learner.traced()
+            if isinstance(learner, RankLearner)
+            else _marking_calls(training) as trace
+        ):
             yield
     finally:
         training.learner = learner
@@ -58,7 +62,7 @@ def profiled(training: Training) -> Generator[None]:
 
 
 @contextmanager
-def _marked(training: Training) -> Generator[Trace]:
+def _marking_calls(training: Training) -> Generator[Trace]:
     """Trace this process, in which the learner's calls have their names."""
     from groupwise.engine.models.profile import MarkedLearner, traced
 

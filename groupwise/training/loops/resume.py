@@ -160,7 +160,7 @@ def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
         raise ResumeMismatchError(
             f"{point.path} was started with something else:\n"
             + "\n".join(
-                f"  {key}: {_written(old)} then, {_written(new)} now"
+                f"  {key}: {_as_config_text(old)} then, {_as_config_text(new)} now"
                 for key, (old, new) in refused.items()
             )
             + "\nGive what it was started with, or start another run with run.name=<another name>."
@@ -261,7 +261,7 @@ def _warnings(
         key: change for key, change in keys.items() if not hasattr(prepared.layout, _leaf(key))
     }
     for key, (before, now) in {**others, **facts}.items():
-        was, now_is = _written(before), _written(now)
+        was, now_is = _as_config_text(before), _as_config_text(now)
         yield f"resumed with another layout: {key} was {was}, is {now_is}; results agree up to rounding"
     if point.facts.get("task_file", "") != prepared.facts["task_file"]:
         yield "the code of the task or of its rewards was changed since the run was started; it goes on with the new one"
@@ -271,6 +271,6 @@ def _leaf(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _written(value: object) -> str:
+def _as_config_text(value: object) -> str:
     """The value as it is written in a config."""
     return json.dumps(value, ensure_ascii=False)

@@ -221,7 +221,7 @@ async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftRes
     except Interrupted as interrupted:
         if run.step > 0:
             await save(run)
-        summary = await _ended(run, prepared, started, "interrupted")
+        summary = await _finish(run, prepared, started, "interrupted")
         return SftResult(summary, run.folder.path, interrupted.exit_code)
     except Exception as error:
         await failed(run, error)
@@ -245,11 +245,11 @@ async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftRes
         run.tokenizer.save_pretrained(folder)
 
     run.folder.write_final(fill, step)
-    summary = await _ended(run, prepared, started, "finished")
+    summary = await _finish(run, prepared, started, "finished")
     return SftResult(summary, run.folder.path, exit_code(run, summary))
 
 
-async def _ended(
+async def _finish(
     run: SftRun,
     prepared: SftPrepared,
     started: float,

@@ -77,7 +77,9 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
     if made is not None and _is_finished(made):
         logger.info("warm-up: the run %s was made from the same config, task and data", made.name)
         summary = {**_short_summary(read_summary(made) or {}), "found": True}
-        return WarmedUp(str(made), summary, untrained=None if dry_run else _untrained(loaded, task))
+        return WarmedUp(
+            str(made), summary, untrained=None if dry_run else _evaluate_untrained(loaded, task)
+        )
     if dry_run:
         return WarmedUp(None, plan_sft(prepared))
     if read_launch() is not None:
@@ -94,7 +96,7 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
     if result.exit_code:
         return WarmedUp(None, interrupted=result)
     summary = {**_short_summary(result.summary), "found": False}
-    return WarmedUp(str(result.folder), summary, untrained=_untrained(loaded, task))
+    return WarmedUp(str(result.folder), summary, untrained=_evaluate_untrained(loaded, task))
 
 
 def _with_name(given: LoadedSftConfig, name: str) -> SftConfig:
@@ -111,7 +113,7 @@ def _free_name(given: LoadedSftConfig) -> str:
     return name
 
 
-def _untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
+def _evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
     if read_launch() is not None:  # torchrun's processes serve one run, which is the one to come
         return None
     logger.info("held-out prompts, answered by the model as it was before the warm-up")

@@ -295,18 +295,20 @@ def side_of(run: Path, step: int | None, name: str = "") -> Side:
             raise RunNotFoundError(_no_evaluation(run, None, name))
         return side_of_file(path)
     if step is None and not name:
-        after = [each for each in _recorded(run) if each.step > 0]
+        after = [each for each in _recorded_evaluations(run) if each.step > 0]
         if not after:
             return Side(run.name, config=read_config(run), run=run, supervised=_is_supervised(run))
         return _side_of_record(run, after[-1], whole=True)
     recorded = [
-        each for each in _recorded(run) if step in (None, each.step) and name in ("", each.name)
+        each
+        for each in _recorded_evaluations(run)
+        if step in (None, each.step) and name in ("", each.name)
     ]
     if recorded:
         return _side_of_record(run, recorded[-1])
     # Nothing in the record: take the newest result file of that policy.
     policy = f"{run.name}@{step} ("
-    written = [side for side in _written(run) if not name and side.label.startswith(policy)]
+    written = [side for side in _result_files(run) if not name and side.label.startswith(policy)]
     if not written:
         raise RunNotFoundError(_no_evaluation(run, step, name))
     return written[-1]
@@ -360,7 +362,7 @@ def _answers_of(reference: str, other: str, rewarded: Side, runs_dir: Path) -> S
     """The answers of a supervised run as `groupwise eval` measured them, for a comparison with a rewarded run."""
     run, step, _ = _resolve(reference, runs_dir)
     policy = f"{run.name}@" if step is None else f"{run.name}@{step} ("
-    written = [side for side in _written(run) if side.label.startswith(policy)]
+    written = [side for side in _result_files(run) if side.label.startswith(policy)]
     if not written:
         command = f"groupwise eval -c CONFIG -t TASK --policy {reference}"
         way = (
@@ -375,7 +377,7 @@ def _answers_of(reference: str, other: str, rewarded: Side, runs_dir: Path) -> S
     return written[-1]
 
 
-def _recorded(run: Path) -> list[EvaluationRecord]:
+def _recorded_evaluations(run: Path) -> list[EvaluationRecord]:
     """The evaluations that have rows; `_rows_of` reads the rows of the chosen one only."""
     with Store.open(run / RECORD, readonly=True) as store:
         whole = store.evaluations_with_rows()
@@ -388,7 +390,7 @@ def _rows_of(run: Path, record: EvaluationRecord) -> Sequence[Row]:
         return store.evaluation_rows(record.step, record.name, record.policy)
 
 
-def _written(run: Path) -> list[Side]:
+def _result_files(run: Path) -> list[Side]:
     """The result files of a run, oldest first. Other files in the folder are skipped."""
     found: list[Side] = []
     for path in sorted((run / RESULTS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns):
@@ -403,8 +405,8 @@ def _no_evaluation(run: Path | None, step: int | None, name: str = "") -> str:
     assert run is not None
     which = "" if step is None else f" after {step} steps"
     which += f" called {name!r}" if name else ""
-    there = [f"{run.name}@{each.step} ({each.name})" for each in _recorded(run)]
-    there += [side.label for side in _written(run)]
+    there = [f"{run.name}@{each.step} ({each.name})" for each in _recorded_evaluations(run)]
+    there += [side.label for side in _result_files(run)]
     return (
         f"The run {run.name!r} has no evaluation{which} on record. There are: {', '.join(there) or 'none'}. "
         f"`groupwise eval --policy {run.name}{'' if step is None else f'@{step}'}` makes one where the weights were kept, and "

@@ -92,7 +92,9 @@ def export(
         check_can_write(to)
         with Store.open(path / RECORD, readonly=True) as store:
             steps = min(steps_of(store), sys.maxsize if step is None else step)
-            made = _made(output, force, lambda folder: write_record(store, to, folder, steps))
+            made = _fill_output(
+                output, force, lambda folder: write_record(store, to, folder, steps)
+            )
         return Exported(path.name, steps, to, output, made)
     weights = _weights(run, runs_dir, trust_remote_code)
     if to == "adapter" and not is_adapter(weights.folder):
@@ -105,7 +107,7 @@ def export(
     def fill(folder: Path) -> None:
         _write_weights(weights, to, dtype, program, folder, output, keeping)
 
-    made = _made(output, force, fill)
+    made = _fill_output(output, force, fill)
     return Exported(weights.run.name, weights.step, to, output, made)
 
 
@@ -132,7 +134,7 @@ def _check_place(output: Path, force: bool) -> None:
         )
 
 
-def _made(output: Path, force: bool, fill: Callable[[Path], None]) -> tuple[str, ...]:
+def _fill_output(output: Path, force: bool, fill: Callable[[Path], None]) -> tuple[str, ...]:
     """Fill the output folder beside its place and move it there; returns the names of its files."""
     try:
         atomic_files.make_folder(output, fill, replace=force)

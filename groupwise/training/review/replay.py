@@ -356,7 +356,7 @@ def _load(run: Learning, checkpoint: Checkpoint) -> None:
 async def _step(run: Learning, recording: _Recording, step: int) -> ReplayedStep:
     """Do what `groupwise.training.loops.rl.take_step` does, without serving and recording."""
     record, metrics = recording.steps[step], recording.store.step_metrics(step)
-    groups = _trained(recording, record)
+    groups = _trained_groups(recording, record)
     weights = run.algorithm.weights(groups)
     learned = await learn(run, groups, weights, record.learning_rate)
     if learned.changed:
@@ -372,7 +372,7 @@ async def _step(run: Learning, recording: _Recording, step: int) -> ReplayedStep
     )
 
 
-def _trained(recording: _Recording, record: StepRecord) -> list[Group]:
+def _trained_groups(recording: _Recording, record: StepRecord) -> list[Group]:
     """The groups that the step trained, in their order. Raises UsageError if their tokens were not kept."""
     by_draw = {group.draw: group for group in recording.store.groups(record.step)}
     groups = [by_draw[draw] for draw in record.draws]

@@ -325,7 +325,7 @@ async def _rescore_steps(
     tallies: dict[int, _Tally] = {}
     try:
         for step, draws in chosen.items():
-            pairs = [_unjudged(group) for group in store.groups(step) if group.draw in draws]
+            pairs = [_before_scoring(group) for group in store.groups(step) if group.draw in draws]
             _check_needs(judge, [blank for _, blank in pairs])
             scored = await gather_all(
                 score_group(judge.scorer, blank, step, max_steps)
@@ -345,12 +345,12 @@ async def _rescore_steps(
     return tallies
 
 
-def _unjudged(group: Group) -> tuple[Group, Group]:
+def _before_scoring(group: Group) -> tuple[Group, Group]:
     """The rollouts of a group that can be judged, as recorded and as if they had never been judged.
 
     Rollouts that failed in an environment are left out: they never reached their end.
     """
-    kept = [rollout for rollout in group.rollouts if _ended(rollout)]
+    kept = [rollout for rollout in group.rollouts if _can_be_judged(rollout)]
     blank = [
         replace(rollout, outcome="pending", reason=None, reward=None, parts=(), notes={})
         for rollout in kept
@@ -358,7 +358,7 @@ def _unjudged(group: Group) -> tuple[Group, Group]:
     return replace(group, rollouts=tuple(kept)), replace(group, rollouts=tuple(blank))
 
 
-def _ended(rollout: Rollout) -> bool:
+def _can_be_judged(rollout: Rollout) -> bool:
     answered = any(segment.source == "environment" for segment in rollout.segments)
     return rollout.outcome == "scored" or (rollout.outcome != "pending" and not answered)
 

@@ -97,7 +97,7 @@ def served(
     """
     port = free_port()
     try:
-        filled = [_filled(word, weights, folder, port) for word in words]
+        filled = [_fill_placeholders(word, weights, folder, port) for word in words]
         with Family(filled, folder=Path.cwd(), log=folder / "server.txt", environment={}) as family:
             url = f"http://127.0.0.1:{port}/v1"
             names = _await_models(family, Endpoint(url, "", api_key_env, ANSWER_LIMIT), time_limit)
@@ -106,10 +106,10 @@ def served(
         shutil.rmtree(folder / "merged", ignore_errors=True)
 
 
-def _filled(word: str, weights: Weights, folder: Path, port: int) -> str:
+def _fill_placeholders(word: str, weights: Weights, folder: Path, port: int) -> str:
     made = {
         "{policy}": lambda: str(weights.folder.resolve()),
-        "{merged}": lambda: str(_merged(weights, folder / "merged")),
+        "{merged}": lambda: str(_merged_weights(weights, folder / "merged")),
         "{base}": lambda: weights.base().name,
         PORT: lambda: str(port),
         "{gpus}": lambda: str(_gpus(weights)),
@@ -120,7 +120,7 @@ def _filled(word: str, weights: Weights, folder: Path, port: int) -> str:
     return word
 
 
-def _merged(weights: Weights, into: Path) -> Path:
+def _merged_weights(weights: Weights, into: Path) -> Path:
     """The whole model in a folder: the adapter added to its base, or the weights as they are."""
     if not is_adapter(weights.folder):
         return weights.folder.resolve()

@@ -227,13 +227,13 @@ class RemoteSampler:
 
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Files that the server does not have are sent to it."""
-        await self._session.run(self._loaded(policy))
+        await self._session.run(self._ensure_loaded(policy))
 
     def fingerprint(self) -> str:
         """Fingerprint of the tensors in the server's memory, as they were when they were loaded."""
         return self._fingerprint
 
-    async def _loaded(self, policy: Policy) -> None:
+    async def _ensure_loaded(self, policy: Policy) -> None:
         known = self._published.get(policy.path)
         if known is not None and known.stamp == stamp_of(Path(policy.path)):
             try:

@@ -118,7 +118,7 @@ def _forward_layer(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor
     model, layer = work.model, work.model.layers[number]
     qkv, output, gate_up, down = work.products[4 * number : 4 * number + 4]
     qkv_NO, qkv_low = qkv.forward(model.normed(residual_NH, layer.attention_norm_H))
-    queries, keys, values = _rotated(work, layer, qkv_NO)
+    queries, keys, values = _rotate_heads(work, layer, qkv_NO)
     found_NO = qkv_NO.new_empty(len(qkv_NO), output.linear.weight_OI.shape[1])
     for each in work.attention:
         each.forward(queries, keys, values, found_NO)
@@ -131,7 +131,7 @@ def _forward_layer(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor
     return middle_NH + y_NH, kept
 
 
-def _rotated(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _rotate_heads(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys at their positions, queries as attention wants them, and values."""
     model = work.model
     queries, keys, values = model.split(qkv_NO)
@@ -186,7 +186,7 @@ def _through_norm_(
 def _attention_backward(work: Work, layer: Layer, qkv_NO: Tensor, d_found: Tensor) -> Tensor:
     """The gradient [N, O] of the layer's first product."""
     model, shape = work.model, work.model.shape
-    queries, keys, values = _rotated(work, layer, qkv_NO)
+    queries, keys, values = _rotate_heads(work, layer, qkv_NO)
     turned = shape.heads + shape.kv_heads
     d_NJD = torch.empty(len(qkv_NO), turned + shape.kv_heads, shape.head_size, device=qkv_NO.device)
     for each in work.attention:

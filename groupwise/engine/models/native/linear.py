@@ -103,7 +103,7 @@ class Linear:
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRank | None:
         """The adapter's addition to this product, given its factors by the names of layers; None if it leaves this product alone."""
-        found = list(self._placed(factors))
+        found = list(self._adapter_factors(factors))
         if not found:
             return None
         weight = self.weight_OI
@@ -119,10 +119,14 @@ class Linear:
         """The same as `few` takes it; None if it leaves this product alone."""
         if self._packed is None:
             return self.low_rank(factors)
-        placed = [(part.start, part.end, down, up) for part, down, up in self._placed(factors)]
+        placed = [
+            (part.start, part.end, down, up) for part, down, up in self._adapter_factors(factors)
+        ]
         return self._packed.low_rank(placed) if placed else None
 
-    def _placed(self, factors: Mapping[str, Factors]) -> Iterator[tuple[Part, Tensor, Tensor]]:
+    def _adapter_factors(
+        self, factors: Mapping[str, Factors]
+    ) -> Iterator[tuple[Part, Tensor, Tensor]]:
         """A, and B times its scaling in the order of the part's rows, of each part that an adapter changes; rounded as the weight."""
         dtype = self.weight_OI.dtype
         for part in self.parts:

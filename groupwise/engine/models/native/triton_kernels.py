@@ -41,7 +41,7 @@ def _norm(x, weight, y, dy, into, hidden, epsilon, GRADIENT: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _gated(both, y, width, SPAN: tl.constexpr):
+def _gated_kernel(both, y, width, SPAN: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     inside = at < width
@@ -93,7 +93,7 @@ def _gated_gradient(both, dy, y, d_both, width, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _turned(x, weight, rotations, y, stride, epsilon, NORMED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _rotation_kernel(x, weight, rotations, y, stride, epsilon, NORMED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE // 2
@@ -112,7 +112,7 @@ def _turned(x, weight, rotations, y, stride, epsilon, NORMED: tl.constexpr, SIZE
 
 
 @triton.jit
-def _cached(
+def _cache_kernel(
     qkv, query_norm, key_norm, rotations, queries, keys, values, pages, positions, prompts, width, epsilon,
     NORMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, MOST: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
@@ -157,7 +157,7 @@ def _cached(
 
 
 @triton.jit
-def _attended(
+def _attention_kernel(
     queries, keys, values, out, pages, positions, prompts, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, MOST: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
@@ -307,7 +307,7 @@ def gated(gate_up_N2F: Tensor, dtype: torch.dtype) -> Tensor:
     """`silu(gate) · up`, [N, F]."""
     rows, both = gate_up_N2F.shape
     y_NF = gate_up_N2F.new_empty(rows, both // 2, dtype=dtype)
-    _gated[_spans(y_NF)](gate_up_N2F, y_NF, both // 2, SPAN=SPAN)
+    _gated_kernel[_spans(y_NF)](gate_up_N2F, y_NF, both // 2, SPAN=SPAN)
     return y_NF
 
 
@@ -345,7 +345,7 @@ def turned(
     normed = norm_D is not None
     weight = norm_D if norm_D is not None else heads_NJD
     real = torch.view_as_real(rotations_N1C)
-    _turned[(rows, heads)](
+    _rotation_kernel[(rows, heads)](
         heads_NJD, weight, real, y_NJD, heads_NJD.stride(0), epsilon,
         NORMED=normed, SIZE=size, **_row(size // 2),
     )  # fmt: skip
@@ -375,12 +375,12 @@ def cached_attention(
     out_SX = keys_GJTD.new_empty(rows, heads * size)
     query_norm, key_norm = (qkv_SO if each is None else each for each in norms)
     cells = {"HEADS": heads, "KV_HEADS": kv_heads, "MOST": pages_SM.shape[1], "PAGE": page}
-    _cached[(rows, heads + 2 * kv_heads)](
+    _cache_kernel[(rows, heads + 2 * kv_heads)](
         qkv_SO, query_norm, key_norm, torch.view_as_real(rotations_S1C), queries_SHD, keys_GJTD, values_GJTD,
         pages_SM, positions_S, prompts_S, width, epsilon,
         NORMED=norms[0] is not None, SIZE=size, **cells, **_row(size // 2),
     )  # fmt: skip
-    _attended[(rows, kv_heads)](
+    _attention_kernel[(rows, kv_heads)](
         queries_SHD, keys_GJTD, values_GJTD, out_SX, pages_SM, positions_S, prompts_S, size**-0.5,
         SIZE=size, BLOCK=max(16, int(triton.next_power_of_2(size))),
         QUERIES=max(16, int(triton.next_power_of_2(heads // kv_heads))), **cells, **_tiles(keys_GJTD),

@@ -220,19 +220,19 @@ class NativeModel:
 
     def _layer(self, path: str, layer: Any) -> Layer:
         attention = layer.self_attn
-        order_D = _interleaved(self.shape.head_size, self.device)
+        order_D = _interleaved_order(self.shape.head_size, self.device)
         return Layer(
             attention_norm_H=layer.input_layernorm.weight.detach().float(),
-            qkv=self._fused(path, layer, "qkv", turned=2),
+            qkv=self._fused_linear(path, layer, "qkv", turned=2),
             query_norm_D=_head_norm(attention, "q_norm", order_D),
             key_norm_D=_head_norm(attention, "k_norm", order_D),
-            output=self._fused(path, layer, "output"),
+            output=self._fused_linear(path, layer, "output"),
             mlp_norm_H=layer.post_attention_layernorm.weight.detach().float(),
-            gate_up=self._fused(path, layer, "gate_up"),
-            down=self._fused(path, layer, "down"),
+            gate_up=self._fused_linear(path, layer, "gate_up"),
+            down=self._fused_linear(path, layer, "down"),
         )
 
-    def _fused(self, path: str, layer: Any, product: str, turned: int = 0) -> Linear:
+    def _fused_linear(self, path: str, layer: Any, product: str, turned: int = 0) -> Linear:
         """One of `PRODUCTS`; the first `turned` of its matrices have their rows interleaved within each head."""
         name, children = PRODUCTS[product]
         modules = [_base_layer(getattr(getattr(layer, name), child)) for child in children]
@@ -240,7 +240,7 @@ class NativeModel:
         orders: list[Tensor | None] = [None] * len(modules)
         for number, module in enumerate(modules[:turned]):
             starts = torch.arange(0, module.out_features, size, device=self.device)
-            orders[number] = (starts[:, None] + _interleaved(size, self.device)).flatten()
+            orders[number] = (starts[:, None] + _interleaved_order(size, self.device)).flatten()
         weights = [
             _permute(module.weight.detach(), order)
             for module, order in zip(modules, orders, strict=True)
@@ -372,7 +372,7 @@ def _base_layer(module: nn.Module) -> nn.Linear:
     )
 
 
-def _interleaved(size: int, device: torch.device) -> Tensor:
+def _interleaved_order(size: int, device: torch.device) -> Tensor:
     """The order that brings i and i + size / 2 beside each other."""
     return torch.arange(size, device=device).view(2, -1).t().flatten()
 

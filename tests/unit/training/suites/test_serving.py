@@ -28,7 +28,7 @@ def test_weights_in_the_folder_of_a_run_know_their_model(run):
     assert weights.base().name == "tiny"
     assert weights.base().adapter is None
     words = ("{policy}", "--base={base}", "{port}", "{gpus}")
-    filled = [serving._filled(word, weights, run, 81) for word in words]
+    filled = [serving._fill_placeholders(word, weights, run, 81) for word in words]
     assert filled == [str(folder), "--base=tiny", "81", "1"]
 
 
@@ -53,8 +53,10 @@ def test_an_adapter_is_merged_where_that_is_asked_for(run, tmp_path):
     }  # fmt: skip
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     weights = Weights.of(adapter, run)
-    first = serving._filled("{merged}", weights, tmp_path, 81)
-    assert serving._filled("--model={merged}", weights, tmp_path, 81) == f"--model={first}"
+    first = serving._fill_placeholders("{merged}", weights, tmp_path, 81)
+    assert (
+        serving._fill_placeholders("--model={merged}", weights, tmp_path, 81) == f"--model={first}"
+    )
     merged = load_file(Path(first) / "model.safetensors")[f"{layer}.weight"].float()
     assert (merged - weight.float() - 2.0).abs().max() < 0.02  # alpha / r times ones
     assert (Path(first) / "tokenizer.json").is_file()
