@@ -43,9 +43,9 @@ class Interruption:
     open_ones: ClassVar[list[Interruption]] = []
     """The interruptions of this process, the newest last."""
 
-    def __init__(self, told: Callable[[], None] | None = None) -> None:
+    def __init__(self, on_first_signal: Callable[[], None] | None = None) -> None:
         """`told`: called by the loop once it was asked to end, to say so."""
-        self._told = told
+        self._told = on_first_signal
         self._received: int | None = None
         self._received_at = -math.inf
         self._event = asyncio.Event()
@@ -76,10 +76,10 @@ class Interruption:
         self._loop.call_soon_threadsafe(self._notice)
 
     def _notice(self) -> None:
-        told, self._told = self._told, None
+        on_first_signal, self._told = self._told, None
         self._event.set()
-        if told is not None:
-            told()
+        if on_first_signal is not None:
+            on_first_signal()
 
     async def allow(self, work: Coroutine[Any, Any, T]) -> T:
         """Await droppable work; raises `Interrupted`, with the work cancelled, when a signal has come or comes."""
@@ -87,14 +87,14 @@ class Interruption:
             work.close()
             raise Interrupted(self._received)
         task = asyncio.ensure_future(work)
-        asked = asyncio.ensure_future(self._event.wait())
+        interrupted = asyncio.ensure_future(self._event.wait())
         try:
-            await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, interrupted), return_when=asyncio.FIRST_COMPLETED)
             if self._received is not None:
                 raise Interrupted(self._received)
             return await task
         finally:
-            asked.cancel()
+            interrupted.cancel()
             if not task.done():
                 task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -131,10 +131,10 @@ def interrupting(*signals: signal.Signals) -> Generator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    told: list[int] = []
+    received: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        told.append(number)
+        received.append(number)
         of_ctrl_c = signal.getsignal(signal.SIGINT)
         if callable(of_ctrl_c) and of_ctrl_c is not signal.default_int_handler:
             of_ctrl_c(signal.SIGINT, frame)
@@ -145,8 +145,8 @@ def interrupting(*signals: signal.Signals) -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt as stopped:
-        if told and not stopped.args:
-            raise KeyboardInterrupt(told[-1]) from None
+        if received and not stopped.args:
+            raise KeyboardInterrupt(received[-1]) from None
         raise
     finally:
         for each, handler in before.items():

@@ -219,8 +219,8 @@ class Rollout:
     @property
     def finish_reason(self) -> FinishReason | None:
         """How the policy's last segment ended; None where the policy wrote nothing."""
-        written = [segment for segment in self.segments if segment.source == "policy"]
-        return written[-1].finish_reason if written else None
+        policy_segments = [segment for segment in self.segments if segment.source == "policy"]
+        return policy_segments[-1].finish_reason if policy_segments else None
 
     @property
     def part_values(self) -> dict[str, float | None]:

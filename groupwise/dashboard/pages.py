@@ -109,9 +109,9 @@ class Visit:
 
     def said_with(self, **changed: Any) -> str:
         """This page's address with changed parameters; None takes one away."""
-        kept = [(n, v) for n, v in self.request.query_params.multi_items() if n not in changed]
+        others = [(n, v) for n, v in self.request.query_params.multi_items() if n not in changed]
         new = [(name, str(value)) for name, value in changed.items() if value not in (None, "")]
-        return str(self.request.url.replace(query="").path) + _as_query([*kept, *new])
+        return str(self.request.url.replace(query="").path) + _as_query([*others, *new])
 
 
 def live_of(*runs: str) -> str:

@@ -50,28 +50,28 @@ def server(visit: Visit) -> Page:
 def advice(status: StatusAnswer, activity: ActivityAnswer) -> list[str]:
     """Problems that need attention, in words, and what to do about them."""
     counts = status.counters
-    told: list[str] = []
+    lines: list[str] = []
     if status.phase == "recovering":
-        told.append(
+        lines.append(
             "The engine has ended and is being started again; clients are told to come back. Nothing that was acknowledged is lost."
         )
     if counts.expired and counts.expired >= max(5, counts.trained):
-        told.append(
+        lines.append(
             f"{counts.expired} groups were not rewarded within their lease, and {counts.trained} were trained. Clients that reward slowly "
             "need a longer one (`lease_seconds` of POST /start); those that are gone should give up what they hold."
         )
     if counts.stale and counts.stale >= max(5, counts.trained // 2):
-        told.append(
+        lines.append(
             f"{counts.stale} groups were too old when a step could have taken them. A higher `staleness` keeps more of them, and fewer "
             "groups asked for at once waste fewer."
         )
     waiting = sum(each.seconds >= LONG for each in activity.waiting)
     if waiting and counts.open and not counts.rewarded and not counts.planned:
-        told.append(
+        lines.append(
             f"{waiting} of those who ask wait for room, for {LONG:.0f} seconds and more, and {counts.open} of the groups wait for their "
             "rewards: the clients' rewards are what everything waits for."
         )
-    return told
+    return lines
 
 
 ROUTES = (page_route("/server", server),)

@@ -111,8 +111,8 @@ def ago(seconds: float | None) -> str:
     """How long it is since then."""
     if seconds is None:
         return ""
-    gone = duration(max(0.0, time.time() - seconds)).split()
-    return f"{gone[0]} {gone[1]} ago"
+    elapsed = duration(max(0.0, time.time() - seconds)).split()
+    return f"{elapsed[0]} {elapsed[1]} ago"
 
 
 def spark(values: Sequence[float], width: int = 120, height: int = 28) -> str:
@@ -135,9 +135,9 @@ def short(value: Any, most: int = 60) -> str:
 
 def gist(value: Any, most: int = 160) -> str:
     """The end of a prompt in one line, where its question stands, without the marks of a chat template between its messages."""
-    told = SPEAKER.sub(r" \1: ", _as_text(value)[-20 * most :])
+    text = SPEAKER.sub(r" \1: ", _as_text(value)[-20 * most :])
     plain = (
-        " ".join(clean(MARKS.sub(" ", told)).split())
+        " ".join(clean(MARKS.sub(" ", text)).split())
         .removesuffix(" assistant:")
         .removesuffix(" model:")
     )

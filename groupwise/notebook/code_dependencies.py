@@ -72,11 +72,11 @@ def captured_values(function: FunctionType) -> dict[str, Any]:
         with suppress(ValueError):  # nothing is in it yet
             cells[name] = cell.cell_contents
     defaults = function.__defaults__ or ()
-    named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     return {
         **(vars(function) if is_users_function(function) else {}),
         **cells,
-        **dict(zip(named, defaults, strict=True)),
+        **dict(zip(names, defaults, strict=True)),
         **(function.__kwdefaults__ or {}),
     }
 

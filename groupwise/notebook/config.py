@@ -433,8 +433,8 @@ def _closed_error(name: str) -> ConfigError:
 
 def takes_whole_alone(*fields: FieldInfo) -> bool:
     """True if the only numbers they take are whole."""
-    taken = {kind for each in fields for kind in _kinds(each.annotation)}
-    return int in taken and float not in taken
+    kinds = {kind for each in fields for kind in _kinds(each.annotation)}
+    return int in kinds and float not in kinds
 
 
 def _kinds(annotation: Any) -> set[Any]:

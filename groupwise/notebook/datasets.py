@@ -141,8 +141,8 @@ def _gsm8k(config: TrainingConfig) -> Rows:
 
 
 def _arithmetic(config: TrainingConfig) -> Rows:
-    asked = math.TaskConfig(min_level=LEVEL, max_level=LEVEL, seed=config.seed)
-    problems = math.generate(asked, config.dataset_max or GENERATED)
+    task_config = math.TaskConfig(min_level=LEVEL, max_level=LEVEL, seed=config.seed)
+    problems = math.generate(task_config, config.dataset_max or GENERATED)
     return Rows(
         [{"question": each.question, "answer": each.answer} for each in problems], Account()
     )
@@ -186,12 +186,12 @@ def _of_answers(rows: Sequence[Row], name: str) -> Rows:
 
 
 def _names(
-    rows: Sequence[Row], name: str, known: Mapping[str, Sequence[str]], wanted: Sequence[str]
+    rows: Sequence[Row], name: str, known: Mapping[str, Sequence[str]], columns: Sequence[str]
 ) -> dict[str, str]:
     """The wanted columns' names there. `prompt` is the question only if nothing else is."""
     there = dict.fromkeys(column for row in rows for column in row)
     found: dict[str, str] = {}
-    for ours in wanted:
+    for ours in columns:
         names = sorted((each for each in known[ours] if each in there), key="prompt".__eq__)
         if not names:
             raise TaskError(
@@ -210,12 +210,12 @@ def _rename_columns(
 
     def whole(row: Mapping[str, Any]) -> Row:
         chat = row.get("prompt") if names["question"] == "prompt" else None
-        asked = {"prompt": chat} if is_chat(chat) else {}
-        made = make({**row, "prompt": said_last(chat)} if asked else {**row})
+        prompt_column = {"prompt": chat} if is_chat(chat) else {}
+        made = make({**row, "prompt": said_last(chat)} if prompt_column else {**row})
         others = {
             name: cell for name, cell in row.items() if (name, names["question"]) != ("prompt",) * 2
         }
-        return {**others, **asked, **{ours: made[ours] for ours in names}}
+        return {**others, **prompt_column, **{ours: made[ours] for ours in names}}
 
     return usable_rows(rows, whole, f"The dataset {name!r}")
 
@@ -259,8 +259,8 @@ def format_prompt(question: str, config: TrainingConfig, rubric: str | None = No
         raise UsageError(
             f"Expected a TrainingConfig second, got {type(config).__name__}: {called}."
         )
-    shown = f"{question}\n\nA good answer mentions:\n{rubric}" if rubric else question
-    return f"{config.system_prompt}\n\n{shown}" if config.system_prompt else shown
+    content = f"{question}\n\nA good answer mentions:\n{rubric}" if rubric else question
+    return f"{config.system_prompt}\n\n{content}" if config.system_prompt else content
 
 
 def split_rows(

@@ -156,11 +156,11 @@ class Mirror(Callback):
 
     def place_of(self, run: Path) -> Path | None:
         """The folder, if it is this run's; an empty one becomes it. None, with a warning, for another run's."""
-        begun, mark = str(Store.facts(run / RECORD).get("created_at")), self._place / MARK
+        created_at, mark = str(Store.facts(run / RECORD).get("created_at")), self._place / MARK
         if not mark.is_file() and not (self._place / CHECKPOINTS).exists():
             self._place.mkdir(parents=True, exist_ok=True)
-            atomic_files.write_file(mark, begun.encode())
-        if mark.is_file() and mark.read_text() == begun:
+            atomic_files.write_file(mark, created_at.encode())
+        if mark.is_file() and mark.read_text() == created_at:
             return self._place
         logger.warning(
             "%s holds another run of this name, so that nothing of %s is copied there. Move that folder away, or choose "

@@ -63,14 +63,14 @@ def newest_alike(
     """The newest run that agrees with config and facts. `say` gets messages about unfinished or emptied runs that are passed over."""
     for run in runs_of(core):
         found = changes(run, core, facts)
-        gone = run.state == "finished" and find.newest_weights(run.path) is None
-        if not found and not gone:
+        weights_gone = run.state == "finished" and find.newest_weights(run.path) is None
+        if not found and not weights_gone:
             return run
         if say is not None and not found:
             say(f"{run.path} was finished, but its weights are gone: it is left as it is.")
         elif say is not None and run.state != "finished":
-            named = ", ".join(OWN_NAMES.get(each, each) for each in found)
-            say(f"{run.path} was cut off, but differs in {named}: it is left as it is.")
+            names = ", ".join(OWN_NAMES.get(each, each) for each in found)
+            say(f"{run.path} was cut off, but differs in {names}: it is left as it is.")
     return None
 
 

@@ -96,10 +96,10 @@ class Record:
 
         `longest`: characters shown of one. Raises UsageError for a step not done yet.
         """
-        shown = self.rollouts(step, limit)
+        rollouts = self.rollouts(step, limit)
         with self._store() as store:
-            prompts = store.prompts({each.draw for each in shown})
-        return completions_table(shown, prompts, longest)
+            prompts = store.prompts({each.draw for each in rollouts})
+        return completions_table(rollouts, prompts, longest)
 
     def _repr_html_(self) -> str:
         return self._plot("reward", self.metrics()).as_html() + self.table().as_html()

@@ -173,9 +173,13 @@ def _on_texts(given: Any) -> Any:
     return standing_for(function, reward, name_of(function))
 
 
-def _text(said: Prompt | CompletionText) -> str:
+def _text(content: Prompt | CompletionText) -> str:
     """A text as it is; of a chat what was said last."""
-    return said if isinstance(said, str) else completion_text([{**said[-1], "role": "assistant"}])
+    return (
+        content
+        if isinstance(content, str)
+        else completion_text([{**content[-1], "role": "assistant"}])
+    )
 
 
 def _plain_tag(tag: Tag) -> str | list[str]:
@@ -192,9 +196,9 @@ def grades(
     number, else the last line. A gold answer in words is also right if the text ends with it, as in `The capital is Tokyo.`
     """
     golds = gold_answers(columns, len(completions), tag=tags.answer, boxes=True)
-    said = zip(completions, golds, strict=True)
+    pairs = zip(completions, golds, strict=True)
     grade = MathAnswer(tolerant=tolerant, answer_tag=tags.answer)
-    return grade([with_marks(tags, each, forms) for each, forms in said], **columns)
+    return grade([with_marks(tags, each, forms) for each, forms in pairs], **columns)
 
 
 def is_numeric(tags: Tags, answer: Any) -> bool:
@@ -208,10 +212,15 @@ def with_marks(tags: Tags, completion: CompletionText, forms: Sequence[str]) -> 
     marked = answer_of(text, tags.answer)
     lines = text.strip().splitlines()
     last_line = lines[-1].strip() if lines else ""
-    said = words(marked or last_line)
+    last_words = words(marked or last_line)
     for form in forms:  # a gold answer in words that ends what is said, as whole words
         end = words(form)
-        if end and literal_number(form) is None and in_words(form) and said[-len(end) :] == end:
+        if (
+            end
+            and literal_number(form) is None
+            and in_words(form)
+            and last_words[-len(end) :] == end
+        ):
             answer = form
             break
     else:

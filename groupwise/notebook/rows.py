@@ -89,8 +89,8 @@ def key_of(row: Row) -> str:
     prompt: Any = row.get("prompt")
     if is_chat(prompt) and not isinstance(prompt, Mapping):
         prompt = "\n".join(f"{turn['role']}: {turn['content']}" for turn in messages_of(prompt))
-    asked: list[Any] = [row.get("question"), prompt]
-    return question_key("\n".join(str(each) for each in asked if holds(each)))
+    parts: list[Any] = [row.get("question"), prompt]
+    return question_key("\n".join(str(each) for each in parts if holds(each)))
 
 
 def row_of(given: object, config: TrainingConfig) -> Row:
@@ -147,10 +147,10 @@ def is_chat(cell: object) -> bool:
 
 def said_last(chat: object) -> str:
     """The user's last message. Raises Unusable if there is none."""
-    said = [message["content"] for message in messages_of(chat) if message["role"] == "user"]
-    if not said:
+    contents = [message["content"] for message in messages_of(chat) if message["role"] == "user"]
+    if not contents:
         raise Unusable("no message of its prompt is the user's")
-    return said[-1].strip()
+    return contents[-1].strip()
 
 
 def holds(cell: object) -> bool:

@@ -61,8 +61,10 @@ def open_study(folder: Path, prune: bool) -> Study:
 def refuse_other_space(study: Study, distributions: Mapping[str, Any]) -> None:
     """Raise ConfigError where earlier trials had another space."""
     for trial in study.trials:
-        begun = trial.state.name == "RUNNING" and trial.distributions.keys() < distributions.keys()
-        if trial.distributions != dict(distributions) and not begun:
+        is_running = (
+            trial.state.name == "RUNNING" and trial.distributions.keys() < distributions.keys()
+        )
+        if trial.distributions != dict(distributions) and not is_running:
             raise ConfigError(
                 "There is a search of this experiment already, with another space: "
                 f"{', '.join(trial.distributions)}. Choose another experiment_name, or give the same space to go on."

@@ -119,7 +119,7 @@ def unpack_json(stored: str) -> Any:
 
 def _as_repr(value: Any) -> dict[str, str]:
     try:
-        shown = repr(value)
+        text = repr(value)
     except Exception:  # noqa: BLE001 - a user's own class, whose repr may do anything
-        shown = object.__repr__(value)
-    return {"__repr__": shown[:LONGEST_REPR]}
+        text = object.__repr__(value)
+    return {"__repr__": text[:LONGEST_REPR]}

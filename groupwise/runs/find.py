@@ -270,8 +270,8 @@ def no_such_run(name: str, runs_dir: Path) -> str:
         return f"there is no run '{name}': {runs_dir} holds no runs. Give a path, or --dir."
     near = difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean '{near[0]}'?" if near else ""
-    shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-    return f"there is no run '{name}' in {runs_dir}.{hint} There are: {shown}."
+    listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    return f"there is no run '{name}' in {runs_dir}.{hint} There are: {listed}."
 
 
 def run_folders(runs_dir: Path) -> list[Path]:

@@ -45,28 +45,32 @@ class Plan:
     """A rollout may have the part that is asked for several times."""
 
 
-def plan_of(db: Database, wanted: RolloutFilter, few: int) -> Plan:
+def plan_of(db: Database, filters: RolloutFilter, few: int) -> Plan:
     """Choose the condition to begin with: the one that fewest rollouts meet, if they are less than `few`."""
-    several = wanted.part is not None
+    several = filters.part is not None
     if several and db.lengths_indexed:  # else it is not quickly known
         query = "SELECT EXISTS (SELECT 1 FROM parts WHERE name = ? AND turn IS NOT NULL)"
-        several = bool(db.one(query, (label(wanted.part or ""),))[0])
+        several = bool(db.one(query, (label(filters.part or ""),))[0])
     plan = Plan(None, db.indexed, db.tasks_indexed, several)
     counts: Counter[Lead] = Counter()
-    for lead, query, values, each in _count_matches(wanted, plan, db.lengths_indexed):
+    for lead, query, values, each in _count_matches(filters, plan, db.lengths_indexed):
         most = -(-few // each)
         counts[lead] += each * db.one(f"SELECT count(*) FROM ({query} LIMIT {most})", values)[0]
     lead = min(counts, key=counts.__getitem__, default=None)
     return replace(plan, lead=lead if lead is not None and counts[lead] < few else None)
 
 
-def rollout_query(wanted: RolloutFilter, plan: Plan) -> tuple[str, Row]:
+def rollout_query(filters: RolloutFilter, plan: Plan) -> tuple[str, Row]:
     """The SQL of the ids of one page of rollouts, and its values; of what is passed over no more is read than the index has."""
-    asked = list(_conditions(wanted, plan))
-    clauses = [each.clause(plain=not _has_index(each.name, wanted, plan)) for each in asked]
+    conditions = list(_conditions(filters, plan))
+    clauses = [each.clause(plain=not _has_index(each.name, filters, plan)) for each in conditions]
     where = f" WHERE {' AND '.join(clauses)}" if clauses else ""
-    query = f"SELECT {_id(wanted)} FROM {_source(wanted, plan)}{where} ORDER BY {_order(wanted, plan)} LIMIT ? OFFSET ?"
-    return query, (*(value for each in asked for value in each.values), wanted.limit, wanted.offset)
+    query = f"SELECT {_id(filters)} FROM {_source(filters, plan)}{where} ORDER BY {_order(filters, plan)} LIMIT ? OFFSET ?"
+    return query, (
+        *(value for each in conditions for value in each.values),
+        filters.limit,
+        filters.offset,
+    )
 
 
 # --- conditions -----------------------------------------------------------------------------------
@@ -83,54 +87,54 @@ class _Condition:
         return self.template.replace("§", "+" if plain else "")
 
 
-def _conditions(wanted: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
-    outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
-    measured, of_value = _measured_column(wanted)
-    asked: tuple[tuple[Lead, str, Any], ...] = (
-        ("part", "§part.name = ?", wanted.part and label(wanted.part)),
-        ("step", "§rollouts.step = ?", wanted.step),
-        ("draw", "§rollouts.draw = ?", wanted.draw),
-        ("example", "§rollouts.example = ?", wanted.example),
-        ("task", _task(wanted, plan), wanted.task and task_label(wanted.task)),
+def _conditions(filters: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
+    outcomes = (filters.outcome,) if isinstance(filters.outcome, str) else filters.outcome
+    measured, of_value = _measured_column(filters)
+    candidates: tuple[tuple[Lead, str, Any], ...] = (
+        ("part", "§part.name = ?", filters.part and label(filters.part)),
+        ("step", "§rollouts.step = ?", filters.step),
+        ("draw", "§rollouts.draw = ?", filters.draw),
+        ("example", "§rollouts.example = ?", filters.example),
+        ("task", _task(filters, plan), filters.task and task_label(filters.task)),
         (
             "outcome",
             "§outcome IN (SELECT value FROM json_each(?))",
             outcomes and json.dumps(outcomes),
         ),
-        ("length", "§completion_tokens >= ?", wanted.min_tokens),
-        ("length", "§completion_tokens <= ?", wanted.max_tokens),
-        ("truncated", "§truncated = ?", wanted.truncated),
+        ("length", "§completion_tokens >= ?", filters.min_tokens),
+        ("length", "§completion_tokens <= ?", filters.max_tokens),
+        ("truncated", "§truncated = ?", filters.truncated),
     )
     yield from (
-        _Condition(name, text, (value,)) for name, text, value in asked if value is not None
+        _Condition(name, text, (value,)) for name, text, value in candidates if value is not None
     )
-    if (wanted.min_reward, wanted.max_reward) != (None, None):
-        yield _Condition(of_value, f"§{measured} BETWEEN ? AND ?", _range(wanted))
-    if wanted.order in ("best", "worst"):
+    if (filters.min_reward, filters.max_reward) != (None, None):
+        yield _Condition(of_value, f"§{measured} BETWEEN ? AND ?", _range(filters))
+    if filters.order in ("best", "worst"):
         yield _Condition("order", f"§{measured} <= 9e999", ())
-    if wanted.part is not None and plan.several:
+    if filters.part is not None and plan.several:
         # A rollout of several turns may have a part several times: it is found by that which comes first in the order of the page.
         nearer = {"best": "another.value > part.value", "worst": "another.value < part.value"}
         before = "another.position < part.position"
-        if wanted.order in nearer:
-            before = f"({nearer[wanted.order]} OR (another.value = part.value AND {before}))"
+        if filters.order in nearer:
+            before = f"({nearer[filters.order]} OR (another.value = part.value AND {before}))"
         within, values = "", ()
-        if (wanted.min_reward, wanted.max_reward) != (None, None) or wanted.order in nearer:
-            within, values = " AND +another.value BETWEEN ? AND ?", _range(wanted)
+        if (filters.min_reward, filters.max_reward) != (None, None) or filters.order in nearer:
+            within, values = " AND +another.value BETWEEN ? AND ?", _range(filters)
         # Those of the rollout are few: the pluses keep SQLite from going through all of the name.
         clause = (
             "NOT EXISTS (SELECT 1 FROM parts AS another WHERE another.rollout = part.rollout AND +another.name = part.name"
             f"{within} AND {before})"
         )
         yield _Condition("order", clause, values)
-    if wanted.text is not None:
+    if filters.text is not None:
         having = "§{id} IN (SELECT rowid FROM {index} WHERE {index} MATCH ?)"
-        yield _Condition("text", *_text(wanted, plan, having))
+        yield _Condition("text", *_text(filters, plan, having))
 
 
-def _range(wanted: RolloutFilter) -> tuple[float, float]:
+def _range(filters: RolloutFilter) -> tuple[float, float]:
     """A NaN is stored as text, which sorts above every number."""
-    least, most = wanted.min_reward, wanted.max_reward
+    least, most = filters.min_reward, filters.max_reward
     return (-math.inf if least is None else least), (math.inf if most is None else most)
 
 
@@ -139,25 +143,25 @@ def _measured_column(wanted: RolloutFilter) -> tuple[str, Lead]:
     return ("reward", "reward") if wanted.part is None else ("part.value", "part")
 
 
-def _task(wanted: RolloutFilter, plan: Plan) -> str:
-    if _by_task(wanted, plan):
+def _task(filters: RolloutFilter, plan: Plan) -> str:
+    if _by_task(filters, plan):
         return "§groups.task = ?"
     of_groups = "§rollouts.draw IN (SELECT draw FROM groups WHERE task = ?)"
     return "§rollouts.task = ?" if plan.by_column else of_groups
 
 
-def _has_index(name: str, wanted: RolloutFilter, plan: Plan) -> bool:
+def _has_index(name: str, filters: RolloutFilter, plan: Plan) -> bool:
     """True if SQLite may look a condition up by its column's index."""
     if name == plan.lead:
         return True
     if plan.lead is not None and plan.lead not in _ORDERED:
         return False
     if name == "task":  # whose index has the order of a page
-        others = plan.lead is not None or wanted.step is not None or wanted.example is not None
-        return not others and (plan.by_column or _by_task(wanted, plan))
+        others = plan.lead is not None or filters.step is not None or filters.example is not None
+        return not others and (plan.by_column or _by_task(filters, plan))
     if name in ("reward", "part", "order"):
-        return wanted.order in ("best", "worst") and (
-            wanted.part is None or _by_value(wanted, plan)
+        return filters.order in ("best", "worst") and (
+            filters.part is None or _by_value(filters, plan)
         )
     return plan.lead is None and name in ("draw", "step", "example")
 
@@ -165,70 +169,72 @@ def _has_index(name: str, wanted: RolloutFilter, plan: Plan) -> bool:
 # --- where it begins ------------------------------------------------------------------------------
 
 
-def _source(wanted: RolloutFilter, plan: Plan) -> str:
+def _source(filters: RolloutFilter, plan: Plan) -> str:
     """The tables in the order in which SQLite is to look into them (CROSS JOIN keeps it): the narrowest first."""
-    parts = "" if wanted.part is None else " CROSS JOIN parts AS part ON part.rollout = rollouts.id"
-    if _by_task(wanted, plan):
+    parts = (
+        "" if filters.part is None else " CROSS JOIN parts AS part ON part.rollout = rollouts.id"
+    )
+    if _by_task(filters, plan):
         return f"groups CROSS JOIN rollouts ON rollouts.draw = groups.draw{parts}"
-    reads = terms_of(wanted.text or "")
+    reads = terms_of(filters.text or "")
     groups = " CROSS JOIN groups ON groups.draw = rollouts.draw" if reads else ""
-    if _by_value(wanted, plan):
-        rest = replace(wanted, part=None, min_reward=None, max_reward=None, limit=0, offset=0)
+    if _by_value(filters, plan):
+        rest = replace(filters, part=None, min_reward=None, max_reward=None, limit=0, offset=0)
         if rest in (RolloutFilter(order="best", limit=0), RolloutFilter(order="worst", limit=0)):
             return "parts AS part"  # all conditions are about the part itself
         return f"parts AS part CROSS JOIN rollouts ON rollouts.id = part.rollout{groups}"
     return f"rollouts{parts}{groups}"
 
 
-def _by_task(wanted: RolloutFilter, plan: Plan) -> bool:
+def _by_task(filters: RolloutFilter, plan: Plan) -> bool:
     """True if the draws of a task are gone through, in their order."""
-    narrower = (wanted.step, wanted.draw, wanted.example, wanted.text)
-    asked = wanted.task is not None and wanted.order == "draw" and narrower == (None,) * 4
-    return asked and plan.lead in (None, "task")
+    narrower = (filters.step, filters.draw, filters.example, filters.text)
+    task_alone = filters.task is not None and filters.order == "draw" and narrower == (None,) * 4
+    return task_alone and plan.lead in (None, "task")
 
 
-def _by_value(wanted: RolloutFilter, plan: Plan) -> bool:
+def _by_value(filters: RolloutFilter, plan: Plan) -> bool:
     """True if the values of a part say where to begin."""
-    if wanted.part is None:
+    if filters.part is None:
         return False
-    return plan.lead == "part" or (plan.lead is None and wanted.order in ("best", "worst"))
+    return plan.lead == "part" or (plan.lead is None and filters.order in ("best", "worst"))
 
 
-def _id(wanted: RolloutFilter) -> str:
-    return "rollouts.id" if wanted.part is None else "part.rollout"
+def _id(filters: RolloutFilter) -> str:
+    return "rollouts.id" if filters.part is None else "part.rollout"
 
 
-def _order(wanted: RolloutFilter, plan: Plan) -> str:
+def _order(filters: RolloutFilter, plan: Plan) -> str:
     """Ties go by id in the index's own direction, so that a page is read from it and nothing is sorted; of few all are."""
-    measured, of_value = _measured_column(wanted)
-    by_lead = wanted.order in ("best", "worst") and plan.lead == of_value
+    measured, of_value = _measured_column(filters)
+    by_lead = filters.order in ("best", "worst") and plan.lead == of_value
     plus = "" if plan.lead is None or plan.lead in _ORDERED or by_lead else "+"
-    id = _id(wanted)
-    draw = "groups.draw" if _by_task(wanted, plan) else "rollouts.draw"
+    id = _id(filters)
+    draw = "groups.draw" if _by_task(filters, plan) else "rollouts.draw"
     return {
         "draw": f"{plus}{draw}, member, attempt",
         "newest": f"{plus}rollouts.id DESC",
         "best": f"{plus}{measured} DESC, {id} DESC",
         "worst": f"{plus}{measured}, {id}",
-    }[wanted.order]
+    }[filters.order]
 
 
 # --- text -----------------------------------------------------------------------------------------
 
 
-def text_query(wanted: RolloutFilter, plan: Plan, ids: Sequence[int]) -> tuple[str, Row]:
+def text_query(filters: RolloutFilter, plan: Plan, ids: Sequence[int]) -> tuple[str, Row]:
     """The SQL of which of these rollouts have the text, and its values; the index is looked through from the first of them to the last."""
     near = "json_each(?1) AS near CROSS JOIN rollouts ON rollouts.id = near.value"
     between = f"BETWEEN (SELECT min({{id}}) FROM {near}) AND (SELECT max({{id}}) FROM {near})"
     having = f"{{id}} IN (SELECT rowid FROM {{index}} WHERE {{index}} MATCH ? AND rowid {between})"
-    clause, values = _text(wanted, plan, having)
+    clause, values = _text(filters, plan, having)
     groups = "CROSS JOIN groups ON groups.draw = rollouts.draw"
     return f"SELECT rollouts.id FROM {near} {groups} WHERE {clause}", (json.dumps(ids), *values)
 
 
-def _text(wanted: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:
+def _text(filters: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:
     """The completion, or the prompt, has all of these words; without any, every rollout does."""
-    terms = terms_of(wanted.text or "")
+    terms = terms_of(filters.text or "")
     matched = [query] if (query := _index_query(terms, plan)) else []
     either: list[str] = []
     for index, id, text in (
@@ -270,9 +276,9 @@ def _count_matches(
 
 
 def _counted_in(
-    table: str, lead: Lead, asked: Iterable[_Condition]
+    table: str, lead: Lead, conditions: Iterable[_Condition]
 ) -> Iterator[tuple[Lead, str, Row, int]]:
-    mine = [each for each in asked if each.name == lead]
+    mine = [each for each in conditions if each.name == lead]
     if mine:
         clauses = " AND ".join(each.clause(plain=False) for each in mine)
         values = tuple(value for each in mine for value in each.values)

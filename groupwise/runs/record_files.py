@@ -134,9 +134,9 @@ def _evaluation_rows(store: Store, kind: str, steps: int) -> Iterator[Row]:
                 yield {**key, "position": position, "row": _as_json(row)}
 
 
-def rollout_lines(store: Store, wanted: RolloutFilter) -> Generator[str]:
+def rollout_lines(store: Store, filters: RolloutFilter) -> Generator[str]:
     """The lines that `rollouts.jsonl` would have of these rollouts."""
-    with closing(store.every_rollout(wanted)) as found:
+    with closing(store.every_rollout(filters)) as found:
         for row in starmap(_rollout, found):
             yield _line(_COLUMNS["rollouts"], _encodable(row))
 

@@ -67,7 +67,7 @@ class MadeAnew:
     """The present place of the damaged one."""
 
     def __str__(self) -> str:
-        kept = f" (kept as {self.damaged.name})" if self.damaged else ""
+        kept_as = f" (kept as {self.damaged.name})" if self.damaged else ""
         found = f"{self.steps} steps came back, with all that was recorded of them up to the last checkpoint"
         ranges: list[list[int]] = []
         for step in self.lost:
@@ -78,7 +78,7 @@ class MadeAnew:
         words = [f"{first} to {last[0]}" if last else str(first) for first, *last in ranges]
         what = f"{'step' if len(self.lost) == 1 else 'the steps'} {', '.join(words)}"
         lost = f"; lost are {what}, of which no piece is left" if self.lost else ""
-        return f"the record {self.trouble}{kept} and was put together again from the checkpoints: {found}{lost}"
+        return f"the record {self.trouble}{kept_as} and was put together again from the checkpoints: {found}{lost}"
 
 
 # --- pieces --------------------------------------------------------------------------------------
@@ -114,9 +114,9 @@ def keep_piece(checkpoint: Path) -> None:
 
 def drop_pieces_after(run: Path, step: int) -> None:
     """Delete the kept pieces of later checkpoints: their steps are done again."""
-    for kept in _kept_pieces(run):
-        if kept.last > step:
-            atomic_files.remove_file(kept.path)
+    for piece in _kept_pieces(run):
+        if piece.last > step:
+            atomic_files.remove_file(piece.path)
 
 
 def merge_kept_pieces(run: Path) -> None:
@@ -169,19 +169,19 @@ def _kept_pieces(run: Path) -> list[_KeptPiece]:
     folder = run / KEPT
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     found = [(folder / name, _KEPT_NAME.fullmatch(name)) for name in names]
-    kept = [
+    pieces = [
         _KeptPiece(path, int(name["first"] or name["only"]), int(name["last"] or name["only"]))
         for path, name in found
         if name
     ]
-    return sorted(kept, key=lambda each: (each.last, each.merged))
+    return sorted(pieces, key=lambda each: (each.last, each.merged))
 
 
 def _pieces(run: Path) -> list[tuple[int, Path]]:
     """All that there are, with the steps after which they were written, in order."""
     own = [(step, path / PIECE) for step, path in _checkpoints(run) if (path / PIECE).is_file()]
-    kept = [(each.last, each.path) for each in _kept_pieces(run)]
-    return sorted(kept + own, key=lambda piece: piece[0])
+    kept_pieces = [(each.last, each.path) for each in _kept_pieces(run)]
+    return sorted(kept_pieces + own, key=lambda piece: piece[0])
 
 
 def earlier(run: Path, step: int) -> dict[str, Path]:

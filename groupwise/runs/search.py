@@ -62,49 +62,49 @@ class AskedFilter:
 
 
 def find_rollouts(
-    db: Database, wanted: RolloutFilter, most: int | None = None
+    db: Database, filters: RolloutFilter, most: int | None = None
 ) -> list[RolloutView]:
     """One page of the rollouts that the filter asks for, with at most so many characters of each text; see `_cut`."""
-    outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
-    ranged = (wanted.min_reward, wanted.max_reward) != (None, None)
-    asked = wanted.part is None and (ranged or wanted.order in ("best", "worst"))
+    outcomes = (filters.outcome,) if isinstance(filters.outcome, str) else filters.outcome
+    ranged = (filters.min_reward, filters.max_reward) != (None, None)
+    asked = filters.part is None and (ranged or filters.order in ("best", "worst"))
     if asked and outcomes is not None and "scored" not in outcomes:
         return []  # rollouts without a score have no reward
-    deep = wanted.offset >= DEEP  # what is passed over takes longer than a moment
-    plan = plan_of(db, wanted, FEW if deep else COMMON)
-    by_groups = wanted.task is not None and not plan.by_column  # they are looked up first
-    known = wanted.text is None and (plan.lead is not None or by_groups)
+    deep = filters.offset >= DEEP  # what is passed over takes longer than a moment
+    plan = plan_of(db, filters, FEW if deep else COMMON)
+    by_groups = filters.task is not None and not plan.by_column  # they are looked up first
+    known = filters.text is None and (plan.lead is not None or by_groups)
     page: list[int] | None = None
     if not (deep or known or plan.lead == "text"):
         many = False
-        if wanted.text is not None:
-            page, many = _near(db, wanted, plan)
+        if filters.text is not None:
+            page, many = _near(db, filters, plan)
         else:
             # Go through rollouts in order for a moment. If many meet each condition the page is full then, unless few meet all.
-            rows = db.soon(*rollout_query(wanted, plan), INSTRUCTIONS)
+            rows = db.soon(*rollout_query(filters, plan), INSTRUCTIONS)
             page = None if rows is None else [id for (id,) in rows]
         if page is None and plan.lead is None and not many:
-            plan = plan_of(db, wanted, FEW)
-    return _views(db, _ids(db, rollout_query(wanted, plan)) if page is None else page, most)
+            plan = plan_of(db, filters, FEW)
+    return _views(db, _ids(db, rollout_query(filters, plan)) if page is None else page, most)
 
 
-def _near(db: Database, wanted: RolloutFilter, plan: Plan) -> tuple[list[int] | None, bool]:
+def _near(db: Database, filters: RolloutFilter, plan: Plan) -> tuple[list[int] | None, bool]:
     """Look through the first rollouts that meet all other conditions for those that have the text.
 
     Returns the page, if it is full already or there is no more, and whether many of those that were looked at belong to it.
 
     So the index need not collect a million texts for a page of thirty, which takes it a tenth of a second and more.
     """
-    near = replace(wanted, text=None, offset=0, limit=NEAR * wanted.limit)
+    near = replace(filters, text=None, offset=0, limit=NEAR * filters.limit)
     rows = db.soon(*rollout_query(near, plan), INSTRUCTIONS)
     if rows is None:
         return None, False
     ids = [id for (id,) in rows]
-    having = set(_ids(db, text_query(wanted, plan, ids)))
+    having = set(_ids(db, text_query(filters, plan, ids)))
     found = [id for id in ids if id in having]
-    end = wanted.offset + wanted.limit
+    end = filters.offset + filters.limit
     whole = len(found) >= end or len(ids) < near.limit
-    return (found[wanted.offset : end] if whole else None), bool(found)
+    return (found[filters.offset : end] if whole else None), bool(found)
 
 
 def _ids(db: Database, query: tuple[str, Row]) -> list[int]:
@@ -112,11 +112,11 @@ def _ids(db: Database, query: tuple[str, Row]) -> list[int]:
 
 
 def every_rollout(
-    db: Database, wanted: RolloutFilter
+    db: Database, filters: RolloutFilter
 ) -> Generator[tuple[RolloutView, RolloutDetail]]:
     """All rollouts that the filter asks for, as they are found, with all that is known of them; its limit and offset are not looked at."""
-    wanted = replace(wanted, limit=-1, offset=0)
-    query, values = rollout_query(wanted, plan_of(db, wanted, COMMON))
+    filters = replace(filters, limit=-1, offset=0)
+    query, values = rollout_query(filters, plan_of(db, filters, COMMON))
     for rows in db.stream(query, values, AT_ONCE):
         ids = [id for (id,) in rows]
         found = db.all(
@@ -205,22 +205,22 @@ def failure_kinds(db: Database, most: int, newest: int) -> list[FailureKind]:
     return sorted(kinds, key=lambda kind: (-kind.count, kind.reason))[:most]
 
 
-def find_asked(db: Database, wanted: AskedFilter) -> list[GroupAsked]:
+def find_asked(db: Database, filters: AskedFilter) -> list[GroupAsked]:
     """The groups that the filter asks for; those of a task by their draws, which are in the order of steps but for some near each other."""
     conditions: list[tuple[str, Any]] = [
-        ("step <= ?", wanted.until),
-        ("example = ?", wanted.example),
-        ("task = ?" if wanted.example is None else "+task = ?", wanted.task and task_label(wanted.task)),
+        ("step <= ?", filters.until),
+        ("example = ?", filters.example),
+        ("task = ?" if filters.example is None else "+task = ?", filters.task and task_label(filters.task)),
     ]  # fmt: skip
     clauses = [clause for clause, value in conditions if value is not None]
     values = [value for _, value in conditions if value is not None]
-    by_task = wanted.task is not None and wanted.example is None
+    by_task = filters.task is not None and filters.example is None
     columns = ("draw",) if by_task else ("step", "position")
-    order = ", ".join(f"{column}{'' if wanted.oldest else ' DESC'}" for column in columns)
+    order = ", ".join(f"{column}{'' if filters.oldest else ' DESC'}" for column in columns)
     rows = db.all(
         f"SELECT draw, step, example, prompt_text FROM groups WHERE {'+' if by_task else ''}step >= 0 AND again IS NULL"
         f"{''.join(f' AND {clause}' for clause in clauses)} ORDER BY {order} LIMIT ?",
-        (*values, wanted.limit),
+        (*values, filters.limit),
     )
     return [
         GroupAsked(draw, step, example, plain_text(prompt) or "")

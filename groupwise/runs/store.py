@@ -111,11 +111,11 @@ class Store:
         `groups` are those of `record.all_draws`, in any order; a group that was kept as unfinished is replaced. StoreError if the
         step is not the last one + 1, or if draws and groups do not agree.
         """
-        named = record.all_draws
-        order = {draw: position for position, draw in enumerate(named)}
-        if len(order) != len(named) or sorted(order) != sorted(g.draw for g in groups):
+        draws = record.all_draws
+        order = {draw: position for position, draw in enumerate(draws)}
+        if len(order) != len(draws) or sorted(order) != sorted(g.draw for g in groups):
             raise StoreError(
-                f"step {record.step} names the draws {list(named)}, but was given the groups of "
+                f"step {record.step} names the draws {list(draws)}, but was given the groups of "
                 f"{[group.draw for group in groups]}; each draw must come once."
             )
         with self._db.transaction("step"):
@@ -207,10 +207,10 @@ class Store:
         self, names: Sequence[str] | None = None, since: int | None = None
     ) -> dict[str, list[tuple[int, float]]]:
         """Curves: name -> (step, value) in order of steps, from step `since` on. A name without values is left out."""
-        wanted = self.metric_names() if names is None else names
+        wanted_names = self.metric_names() if names is None else names
         query = "SELECT step, value FROM metrics WHERE name = ? AND step >= ? ORDER BY step"
         curves: dict[str, list[tuple[int, float]]] = {}
-        for name in wanted:
+        for name in wanted_names:
             if rows := self._db.all(query, (label(name), since or 0)):
                 curves[name] = [(step, _metric(value)) for step, value in rows]
         return curves
@@ -276,12 +276,12 @@ class Store:
 
     def seconds_after(self, steps_done: Iterable[int]) -> dict[int, float]:
         """When so many steps were done, in the same seconds; without those that the record has not."""
-        asked = set(steps_done)
+        steps_asked = set(steps_done)
         rows = self._db.all(
             "SELECT step + 1, finished_at - ?1 FROM steps WHERE step IN (SELECT value - 1 FROM json_each(?2))",
-            (self._beginning(), json.dumps(sorted(asked))),
+            (self._beginning(), json.dumps(sorted(steps_asked))),
         )
-        return ({0: 0.0} if 0 in asked else {}) | dict(rows)
+        return ({0: 0.0} if 0 in steps_asked else {}) | dict(rows)
 
     def _beginning(self) -> float:
         first = self._db.all("SELECT finished_at FROM steps ORDER BY step LIMIT 1")
@@ -347,11 +347,11 @@ class Store:
         with self._db.snapshot():
             return next(iter(read_groups(self._db, "draw = ?", (draw,))), None)
 
-    def rollouts(self, wanted: RolloutFilter, most: int | None = None) -> list[RolloutView]:
+    def rollouts(self, filters: RolloutFilter, most: int | None = None) -> list[RolloutView]:
         """One page of the rollouts that the filter asks for; of prompts and completions that are longer than `most` characters beginning
         and end, half of each."""
         with self._db.snapshot():
-            return find_rollouts(self._db, wanted, most)
+            return find_rollouts(self._db, filters, most)
 
     def draws_of(self, example: int, limit: int, offset: int = 0) -> list[int]:
         """The groups of an example, those that were drawn last first."""
@@ -376,17 +376,17 @@ class Store:
             ((origin, again, unpack_json(columns)) for origin, again, columns in found), None
         )
 
-    def every_rollout(self, wanted: RolloutFilter) -> Generator[tuple[RolloutView, RolloutDetail]]:
+    def every_rollout(self, filters: RolloutFilter) -> Generator[tuple[RolloutView, RolloutDetail]]:
         """All rollouts that the filter asks for, one after the other, of one state of the record, each with what lists leave out; limit and
         offset of the filter are not looked at.
 
         For a store that nothing else is asked meanwhile; of a million some hundred are in memory.
         """
-        return every_rollout(self._db, wanted)
+        return every_rollout(self._db, filters)
 
-    def groups_asked(self, wanted: AskedFilter) -> list[GroupAsked]:
+    def groups_asked(self, filters: AskedFilter) -> list[GroupAsked]:
         """The prompts that were answered in the steps that the filter asks for."""
-        return find_asked(self._db, wanted)
+        return find_asked(self._db, filters)
 
     def scores(self, draws: Iterable[int]) -> dict[int, GroupScore]:
         """Rewards of these groups' members, by draw; groups without a scored member are left out."""
@@ -466,8 +466,8 @@ class Store:
 
     def evaluation(self, step: int, name: str) -> EvaluationRecord | None:
         """The evaluation of that name after `step` steps, the last one that was added; None if there is none."""
-        wanted = "step = ? AND name = ? ORDER BY id DESC LIMIT 1"
-        return next(iter(self._evaluations(wanted, (step, label(name)), rows=True)), None)
+        condition = "step = ? AND name = ? ORDER BY id DESC LIMIT 1"
+        return next(iter(self._evaluations(condition, (step, label(name)), rows=True)), None)
 
     def _evaluations(
         self, condition: str, values: tuple[int | str, ...], rows: bool
@@ -483,9 +483,9 @@ class Store:
                 policy,
                 unpack_json(metrics),
                 self._evaluation_rows(evaluation) if rows else (),
-                asked,
+                questions,
             )
-            for evaluation, step, name, policy, metrics, asked in found
+            for evaluation, step, name, policy, metrics, questions in found
         ]
 
     def evaluations_with_rows(self) -> set[tuple[int, str, str]]:

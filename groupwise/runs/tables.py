@@ -52,10 +52,10 @@ def insert_group(
     db: Database, group: Group, *, step: int | None, position: int, keep_tokens: bool
 ) -> None:
     """Add a group, within a transaction. StoreError if its draw belongs to a step already."""
-    (taken,) = db.one("SELECT max(step) FROM groups WHERE draw = ?", (group.draw,))
-    if taken is not None:
+    (newest_step,) = db.one("SELECT max(step) FROM groups WHERE draw = ?", (group.draw,))
+    if newest_step is not None:
         raise StoreError(
-            f"{db.path}: draw {group.draw} belongs to step {taken} already; each draw is trained once."
+            f"{db.path}: draw {group.draw} belongs to step {newest_step} already; each draw is trained once."
         )
     strangers = [rollout.draw for rollout in group.rollouts if rollout.draw != group.draw]
     if strangers:

@@ -328,8 +328,8 @@ class _Server:
     def _greet(self) -> None:
         config = self._config
         host, port = self._listening.getsockname()[:2]
-        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        address = url_at(config.scheme, shown, port)
+        visible_host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        address = url_at(config.scheme, visible_host, port)
         need = (
             "no key is needed, and only this machine can ask"
             if self._keys is None

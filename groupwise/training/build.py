@@ -399,36 +399,40 @@ def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: 
     from groupwise.engine.sampler.vllm.sampler import VllmSampler
     from groupwise.engine.sampler.vllm.servers import Server, Servers
 
-    wanted, timing = config.sampler, Timing()
-    base = wanted.served_model or config.model.name
-    if wanted.vllm_python is not None:
+    sampler_config, timing = config.sampler, Timing()
+    base = sampler_config.served_model or config.model.name
+    if sampler_config.vllm_python is not None:
         own = _own_server(config, layout, witness.rank)
-        server = Server(own.endpoint, wanted.concurrency, timing)
+        server = Server(own.endpoint, sampler_config.concurrency, timing)
         return VllmSampler(
-            Servers([server], wanted.patience, timing, f"Read why in {own.log}"),
+            Servers([server], sampler_config.patience, timing, f"Read why in {own.log}"),
             witness,
             tokenizer,
             base=base,
             key_length=layout.key_length,
-            tolerance=wanted.logprob_tolerance,
-            begin=lambda: own.up(server, wanted.patience, timing),
+            tolerance=sampler_config.logprob_tolerance,
+            begin=lambda: own.up(server, sampler_config.patience, timing),
             end=own.close,
         )
     servers = [
-        Server(Endpoint(url, base, wanted.api_key_env, wanted.timeout), wanted.concurrency, timing)
-        for url in wanted.urls
+        Server(
+            Endpoint(url, base, sampler_config.api_key_env, sampler_config.timeout),
+            sampler_config.concurrency,
+            timing,
+        )
+        for url in sampler_config.urls
     ]
     shared = None
-    if wanted.adapter_folder is not None:
-        here = Path(wanted.adapter_folder).expanduser().resolve()
-        shared = Shared(here, (wanted.adapter_folder_there or str(here)).rstrip("/"))
+    if sampler_config.adapter_folder is not None:
+        here = Path(sampler_config.adapter_folder).expanduser().resolve()
+        shared = Shared(here, (sampler_config.adapter_folder_there or str(here)).rstrip("/"))
     return VllmSampler(
-        Servers(servers, wanted.patience, timing),
+        Servers(servers, sampler_config.patience, timing),
         witness,
         tokenizer,
         base=base,
         key_length=layout.key_length,
-        tolerance=wanted.logprob_tolerance,
+        tolerance=sampler_config.logprob_tolerance,
         shared=shared,
     )
 
@@ -439,36 +443,39 @@ def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
     from groupwise.engine.models.tokenizer import resolve
     from groupwise.engine.sampler.vllm import own
 
-    wanted, resolved = config.sampler, resolve(config.model)
-    assert wanted.vllm_python is not None
+    sampler_config, resolved = config.sampler, resolve(config.model)
+    assert sampler_config.vllm_python is not None
     count = 0 if layout.device == "cpu" else prefork.gpu_count()
-    if wanted.max_model_len is not None and wanted.max_model_len < layout.key_length:
+    if (
+        sampler_config.max_model_len is not None
+        and sampler_config.max_model_len < layout.key_length
+    ):
         raise UsageError(
-            f"sampler.max_model_len is {wanted.max_model_len}, but prompt and completion of this run have up to {layout.key_length} tokens "
+            f"sampler.max_model_len is {sampler_config.max_model_len}, but prompt and completion of this run have up to {layout.key_length} tokens "
             "together. Leave it out, or lower data.max_prompt_length or sampler.max_completion_length."
         )
     return own.OwnServer(
         own.ServerSpec(
-            python=wanted.vllm_python,
+            python=sampler_config.vllm_python,
             location=resolved.location,
             revision=resolved.revision,
             name=config.model.name,
             dtype=layout.dtype,
             rank=rank,
-            longest=wanted.max_model_len or layout.key_length,
-            memory=wanted.gpu_memory_utilization,
+            longest=sampler_config.max_model_len or layout.key_length,
+            memory=sampler_config.gpu_memory_utilization,
             gpus=own.gpus_beside(
                 count,
-                wanted.tensor_parallel_size,
-                wanted.gpu_memory_utilization,
+                sampler_config.tensor_parallel_size,
+                sampler_config.gpu_memory_utilization,
                 _first_gpu(layout),
             ),
-            parallel=wanted.tensor_parallel_size,
+            parallel=sampler_config.tensor_parallel_size,
             in_4bit=config.model.load_in_4bit,
             trust_remote_code=config.model.trust_remote_code,
         ),
         cache_folder("vllm") / f"server-{os.getpid()}.log",
-        timeout=wanted.timeout,
+        timeout=sampler_config.timeout,
     )
 
 
@@ -487,8 +494,8 @@ async def _by_server(
     from groupwise.engine.backends.remote.parts import start
 
     assert config.run.server is not None
-    wanted = await asyncio.to_thread(_remote_spec, kind, config, layout, run, folder, weights)
-    found = await start(config.run.server, wanted)
+    spec = await asyncio.to_thread(_remote_spec, kind, config, layout, run, folder, weights)
+    found = await start(config.run.server, spec)
     if layout_told(found.layout) != layout:
         found.session.close()
         raise UsageError(

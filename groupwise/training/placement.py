@@ -240,13 +240,13 @@ def refuse_on_server(config: AnyConfig) -> None:
             "model.backend is unsloth, but a training server computes with transformers and torch. Leave it out, or run "
             "groupwise rl itself."
         )
-    for key, asked, usual in (
+    for key, value, usual in (
         ("distributed.learners", config.distributed.learners, 1),
         ("distributed.samplers", samplers_of(config), 0),
     ):
-        if asked > usual:
+        if value > usual:
             raise UsageError(
-                f"{key} is {asked}, but a training server has one process learn and sample, or run.processes that share a model. "
+                f"{key} is {value}, but a training server has one process learn and sample, or run.processes that share a model. "
                 f"Leave {key} out, or run groupwise rl itself."
             )
 
@@ -258,17 +258,17 @@ def samplers_of(config: AnyConfig) -> int:
 
 def _processes(config: AnyConfig, device: str) -> int:
     """The configured number of processes, or a suitable one."""
-    asked = config.run.processes
+    requested = config.run.processes
     possible = device == "cpu" and sys.platform.startswith("linux")
-    if asked is not None and asked > 1 and not possible:
+    if requested is not None and requested > 1 and not possible:
         raise ConfigError(
-            f"run.processes is {asked}, but several processes can share a model only on the CPUs of a Linux machine; this run "
+            f"run.processes is {requested}, but several processes can share a model only on the CPUs of a Linux machine; this run "
             f"computes on {device} ({sys.platform}). Leave the key out."
         )
     most = most_processes(config)
-    if asked is None and (not possible or most == 1):
+    if requested is None and (not possible or most == 1):
         return 1
-    if asked is None and prefork.all_parameters(config.model) < SMALL_MODEL:
+    if requested is None and prefork.all_parameters(config.model) < SMALL_MODEL:
         return 1
     return most
 

@@ -84,8 +84,8 @@ def with_default_label(loaded: LoadedConfig, rubric: Rubric | None) -> LoadedCon
         return loaded
     if rubric.default != os.environ.get(DEFAULT_TASK_VARIABLE):
         return loaded
-    kept = rewards.model_copy(update={"default_task": rubric.default})
-    return replace(loaded, config=loaded.config.model_copy(update={"rewards": kept}))
+    with_label = rewards.model_copy(update={"default_task": rubric.default})
+    return replace(loaded, config=loaded.config.model_copy(update={"rewards": with_label}))
 
 
 def scores_in_workers(config: RunConfig, task: Task, rubric: Rubric | None) -> bool:
@@ -214,15 +214,17 @@ async def first_prompts(
     `room` is as in `build_rollouts`. Raises TaskError if an environment gives no first prompt.
     """
     tools = check_rollouts(config, task, ())
-    asked = [first_ids(tokenizer, example.prompt, tools, example.columns) for example in examples]
+    prompt_ids = [
+        first_ids(tokenizer, example.prompt, tools, example.columns) for example in examples
+    ]
     if config.rollout.type != "environment":
-        return asked
+        return prompt_ids
     rollouts = build_rollouts(config, task, tokenizer, room)
     assert isinstance(rollouts, EnvironmentRollouts)
     params = SamplingParams(max_tokens=1)
     asks = [
         Ask(draw, example, ids, 1, partial(member_seed, config.training.seed, draw), params)
-        for draw, (example, ids) in enumerate(zip(examples, asked, strict=True))
+        for draw, (example, ids) in enumerate(zip(examples, prompt_ids, strict=True))
     ]
     try:
         await rollouts.start()

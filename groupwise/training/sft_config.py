@@ -281,13 +281,13 @@ def load_sft_config(
 def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
     """The config of `groupwise sft` that `warm_up` names. Raises ConfigError for what that command refuses."""
     config = loaded.config
-    asked = config.warm_up
-    assert asked is not None
-    if isinstance(asked, str):
+    warm_up = config.warm_up
+    assert warm_up is not None
+    if isinstance(warm_up, str):
         beside = loaded.path.parent if loaded.path else Path()
-        tree = given_tree(beside / asked)
+        tree = given_tree(beside / warm_up)
     else:
-        tree = given_tree(asked)
+        tree = given_tree(warm_up)
     above = config.model_dump(mode="json", exclude_unset=True)
     shared = {"model": above["model"], **({"lora": above["lora"]} if "lora" in above else {})}
     inherited = {"task": above["task"]} if "task" in above else {}
@@ -298,13 +298,16 @@ def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
     values = {key: value for key, value in tree.values.items() if key not in ("model", "lora")}
     run = {"name": f"{loaded.run_name}-warm-up", **_section(values, "run")}
     run |= {"dir": config.run.dir, "server": config.run.server}
-    drawn = _section(values, "eval").get("completions")
-    if isinstance(drawn, dict):
+    completions = _section(values, "eval").get("completions")
+    if isinstance(completions, dict):
         # Only what decides how completions are drawn and scored: otherwise another learning rate
         # would need another warm-up.
         success = {k: v for k, v in above.get("eval", {}).items() if k.startswith("success")}
         found = {name: above[name] for name in ("model", *DRAWN_BY) if name in above}
-        cast("dict[str, Any]", drawn)["rl"] = {**found, **({"eval": success} if success else {})}
+        cast("dict[str, Any]", completions)["rl"] = {
+            **found,
+            **({"eval": success} if success else {}),
+        }
     tree.values.clear()
     tree.values.update({**inherited, **values, **shared, "run": run})
     return load_sft_config(tree)

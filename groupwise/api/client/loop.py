@@ -173,9 +173,9 @@ def _check(examples: Sequence[Example], function: object, steps: int, concurrenc
 class _Draws:
     """Hands out positions in the order of draws, until `wanted` groups are under way or posted and not lost afterwards."""
 
-    def __init__(self, first: int, wanted: int) -> None:
+    def __init__(self, first: int, total: int) -> None:
         self._next = first
-        self._wanted = wanted
+        self._wanted = total
         self._under_way = self._posted = self._lost = 0
         self._changed = asyncio.Condition()
 

@@ -41,10 +41,14 @@ class EventReader:
         if len(self._rest) > LONGEST_EVENT:
             raise StrangeAnswer(f"The event stream sent {len(self._rest)} bytes without an event.")
         # A carriage return at the end may be half of a line end.
-        held = self._rest.endswith(b"\r")
-        text = self._rest[: len(self._rest) - held].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        has_open_return = self._rest.endswith(b"\r")
+        text = (
+            self._rest[: len(self._rest) - has_open_return]
+            .replace(b"\r\n", b"\n")
+            .replace(b"\r", b"\n")
+        )
         *blocks, rest = text.split(b"\n\n")
-        self._rest = rest + b"\r" * held
+        self._rest = rest + b"\r" * has_open_return
         found = [event for block in blocks if (event := _event(block)) is not None]
         new: list[EventData] = []
         for event in found:
@@ -63,8 +67,8 @@ def _event(block: bytes) -> EventData | None:
     try:
         return EventData.model_validate_json(data)
     except ValidationError:
-        shown = data[:200].decode("utf-8", "replace")
-        raise StrangeAnswer(f"The event stream has what is no event: {shown}") from None
+        text = data[:200].decode("utf-8", "replace")
+        raise StrangeAnswer(f"The event stream has what is no event: {text}") from None
 
 
 class Download:

@@ -40,10 +40,10 @@ HEADER_SECONDS = 60.0
 def most_connections() -> int:
     """How many a server holds at once: half of the files that this process may have open, which is raised as far as it can be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, MOST_FILES) if hard != resource.RLIM_INFINITY else MOST_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
+    limit = min(hard, MOST_FILES) if hard != resource.RLIM_INFINITY else MOST_FILES
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        soft = limit
     return (MOST_FILES if soft == resource.RLIM_INFINITY else min(soft, MOST_FILES)) // 2
 
 

@@ -80,12 +80,12 @@ def log_request(
     *, request_id: str, method: str, path: str, status: int, seconds: float, key_id: str, code: str
 ) -> None:
     """Log a finished request. `code`: of the problem that it was answered with, or empty."""
-    shown = one_line(path)[:LONGEST_PATH]
+    visible_path = one_line(path)[:LONGEST_PATH]
     milliseconds = round(seconds * 1000, 1)
     facts = {
         "request_id": request_id,
         "method": method,
-        "path": shown,
+        "path": visible_path,
         "status": status,
         "milliseconds": milliseconds,
         "key": key_id,
@@ -94,7 +94,7 @@ def log_request(
     ACCESS.info(
         "%s %s %d%s %.1f ms key=%s request=%s",
         one_line(method)[:16],
-        shown,
+        visible_path,
         status,
         f" {code}" if code else "",
         milliseconds,

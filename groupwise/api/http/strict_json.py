@@ -65,9 +65,9 @@ def parse(text: bytes) -> Any:
 
 def parse_inner(text: str) -> Any:
     """The value of JSON that stands in a text, as the arguments of a call do: within the same bounds, read as usual. Raises NotStrict."""
-    written = text.encode("utf-8", "surrogatepass")
-    check_number(written, MOST_LISTS, MOST_TEXTS)
-    _check_depth(written)
+    encoded = text.encode("utf-8", "surrogatepass")
+    check_number(encoded, MOST_LISTS, MOST_TEXTS)
+    _check_depth(encoded)
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

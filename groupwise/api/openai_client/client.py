@@ -216,11 +216,11 @@ class Client:
         n = 1 if self._one_at_a_time else n
         several: dict[str, Any] = {} if n == 1 else {"n": n}
         seeded: dict[str, Any] = {} if seed is None else {"seed": seed}
-        wanted = {**body, **several, **seeded, **extra}
-        wanted = {name: value for name, value in wanted.items() if value is not None}
+        body_sent = {**body, **several, **seeded, **extra}
+        body_sent = {name: value for name, value in body_sent.items() if value is not None}
         try:
             return await self.ask(
-                "POST", path, wanted, lambda body: read_answer(body, self.endpoint.model)
+                "POST", path, body_sent, lambda body: read_answer(body, self.endpoint.model)
             )
         except EndpointError as refused:
             if n == 1 or refused.status not in REFUSALS_OF_N:

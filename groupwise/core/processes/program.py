@@ -46,7 +46,7 @@ class Family:
         self.log = log
         self._secret = secret
         self._mark = uuid4().hex
-        with log.open("ab") as said:
+        with log.open("ab") as log_file:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "groupwise.core.processes.run_tied"),
@@ -54,8 +54,8 @@ class Family:
                 ],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=log_file,
+                stderr=log_file,
                 env={**os.environ, **environment, MARK: self._mark},
                 start_new_session=True,
             )
@@ -79,8 +79,8 @@ class Family:
         if self.process.returncode is None:
             end_family(self.process.pid, self._mark)
         code = self.process.wait()
-        if self._secret is not None and self._secret.encode() in (said := self.log.read_bytes()):
-            self.log.write_bytes(said.replace(self._secret.encode(), "…".encode()))
+        if self._secret is not None and self._secret.encode() in (content := self.log.read_bytes()):
+            self.log.write_bytes(content.replace(self._secret.encode(), "…".encode()))
         return code
 
     def last_words(self) -> str:

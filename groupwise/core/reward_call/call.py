@@ -160,16 +160,16 @@ def check_function(function: object, where: str) -> None:
             f"{where}: `{function.__name__}` is a class; give an instance, `{function.__name__}()`."
         )
     if not callable(function):
-        shown = "" if function is None else f" ({function!r:.60})"
-        named = isinstance(function, str | dict)
+        repr_text = "" if function is None else f" ({function!r:.60})"
+        is_name = isinstance(function, str | dict)
         remedy = (
             " groupwise.tasks.rewards.get_reward_funcs(names, config) makes functions of names, each with its weight."
-            if named
+            if is_name
             else ""
         )
         raise TaskError(
             f"{where}: expected a function (prompts, completions, **columns) -> list[float | None], "
-            f"got {type(function).__name__}{shown}.{remedy}"
+            f"got {type(function).__name__}{repr_text}.{remedy}"
         )
     for parameter in _parameters(function, where):
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
@@ -232,14 +232,16 @@ def _of_one_completion(
         for each in takes
         if each in lists
     )
-    asked = dict.fromkeys(["completions", *(lists[each] for each in takes if each in lists)])
+    columns_taken = dict.fromkeys(
+        ["completions", *(lists[each] for each in takes if each in lists)]
+    )
     begins, waits = ("async ", "await ") if is_async(function) else ("", "")
     unfilled = [each for each in missing if each not in lists]
     bound = ", ".join(f"{each}=…" for each in unfilled)
     first = f" with functools.partial({name}, {bound}) as `{name}`" if unfilled else ""
     return (
         f" If `{name}` scores one completion, as rewards of verifiers do, give one of this kind instead{first}:\n"
-        f"  {begins}def {name}_of_all({', '.join(asked)}, **columns):\n"
+        f"  {begins}def {name}_of_all({', '.join(columns_taken)}, **columns):\n"
         f"      return [{waits}{name}({given}) for {row} in range(len(completions))]"
     )
 
@@ -323,7 +325,7 @@ def _parameters(function: RewardCallable, where: str) -> list[inspect.Parameter]
 def _arguments(function: RewardCallable, request: ScoreRequest, logged: Logged) -> dict[str, Any]:
     """Make fresh lists for each function, so that one which changes its arguments does not change those of others."""
     parameters = _parameters(function, "reward")
-    named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     given: dict[str, Any] = {
         "prompts": [_copy(prompt) for prompt in request.prompts],
@@ -340,7 +342,7 @@ def _arguments(function: RewardCallable, request: ScoreRequest, logged: Logged) 
         "log_metric": functools.partial(_log_metric, logged),
         "log_extra": functools.partial(_log_extra, logged, len(request.completions)),
     }
-    return {key: value for key, value in {**given, **optional}.items() if takes_all or key in named}
+    return {key: value for key, value in {**given, **optional}.items() if takes_all or key in names}
 
 
 def _copy(value: Any) -> Any:
@@ -411,8 +413,8 @@ def _failed_result(count: int, reason: str) -> FunctionResult:
 
 
 def _kind(value: object) -> str:
-    shown = repr(value)
-    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def counted(values: int) -> str:

@@ -141,11 +141,11 @@ def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
         found = re.search(rf"(?:{opening.pattern})\s*$", prompt, re.IGNORECASE)
         return "" if found is None else found.group()
     last = prompt[-1] if prompt else {}
-    said = last.get("content")
-    if last.get("role") != "assistant" or not isinstance(said, str):
+    content = last.get("content")
+    if last.get("role") != "assistant" or not isinstance(content, str):
         return ""
-    started = [found.start() for found in opening.finditer(said)]
-    return said[started[-1] :] if started and not closing.search(said, started[-1]) else ""
+    started = [found.start() for found in opening.finditer(content)]
+    return content[started[-1] :] if started and not closing.search(content, started[-1]) else ""
 
 
 def _patterns(tags: Sequence[Tag]) -> tuple[re.Pattern[str], re.Pattern[str]]:
@@ -165,15 +165,15 @@ def last_tagged(text: str, tag: Tag, *, listed: bool = False) -> str | None:
     With `listed`, pairs that have only a comma, `and` or `or` between them are one answer, a list.
     """
     opened, closed = map(re.escape, marks(tag))
-    said = text if tag in REASONING_TAGS else after_reasoning(text)
+    answer_text = text if tag in REASONING_TAGS else after_reasoning(text)
     # Neither mark within: `<a>1<a>2</a>` says 2, and a stray closing tag after a pair spoils nothing.
     inside = rf"{opened}((?:(?!{opened}|{closed}).)*){closed}"
-    found = list(re.finditer(inside, said, re.DOTALL | re.IGNORECASE))
+    found = list(re.finditer(inside, answer_text, re.DOTALL | re.IGNORECASE))
     if not found:
         return None
     answers = [found[-1][1].strip()]
     for before, after in zip(found[-2::-1], found[:0:-1], strict=False):
-        if not listed or not _IN_A_LIST.fullmatch(said, before.end(), after.start()):
+        if not listed or not _IN_A_LIST.fullmatch(answer_text, before.end(), after.start()):
             break
         answers.insert(0, before[1].strip())
     return ", ".join(answers)

@@ -39,8 +39,10 @@ def parse_override(word: str) -> tuple[KeyPath, Any]:
     """`training.learning_rate=1e-5` as path and value. Raises ConfigError with the right way to write it."""
     name, equals, text = word.partition("=")
     if not equals:
-        shown = "…" if names_secret(word) else word
-        raise ConfigError(f"override {shown}: write it as key=value, for example training.seed=1.")
+        visible = "…" if names_secret(word) else word
+        raise ConfigError(
+            f"override {visible}: write it as key=value, for example training.seed=1."
+        )
     path = tuple(name.split("."))
     for key in path:
         _check_override_key(key, name, word)

@@ -110,8 +110,8 @@ def sections_in(annotation: Any) -> dict[str, type[BaseModel]]:
 def tag_of(model: type[BaseModel]) -> str:
     """The name of a section where several are possible: the value of its `type` key, else its class name."""
     kind = model.model_fields.get("type")
-    named = get_args(kind.annotation) if kind and get_origin(kind.annotation) is Literal else ()
-    return str(named[0]) if len(named) == 1 else model.__name__
+    values = get_args(kind.annotation) if kind and get_origin(kind.annotation) is Literal else ()
+    return str(values[0]) if len(values) == 1 else model.__name__
 
 
 @dataclass(frozen=True, slots=True)

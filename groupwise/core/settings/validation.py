@@ -290,13 +290,13 @@ def _explain_value(
     if place.key is not None and f"{path[-1]}={given}" in later_keys(place.section):
         return f"{dotted}: {given} is not in this version; it must be {describe(place.key)}."
     secret = (path and is_secret(path[-1])) or names_secret(str(given))
-    shown = "…" if secret else as_given(given)
+    visible = "…" if secret else as_given(given)
     allowed = describe(place.key) if place.key is not None else None
     if allowed is None:
-        return f"{dotted} is {shown}: {field_errors([detail], model)[0].message}."
+        return f"{dotted} is {visible}: {field_errors([detail], model)[0].message}."
     if detail["type"] == "too_short":
         least = detail.get("ctx", {}).get("min_length", 1)
-        return f"{dotted} is {shown}; it must have at least {least} item{'s' * (least > 1)}."
+        return f"{dotted} is {visible}; it must have at least {least} item{'s' * (least > 1)}."
     key, hint = (path[-1] if path else "", repr(given)), ""
     if issubclass(model, Strict) and (meant := model.foreign_values.get(key)):
         hint = f" {meant}."
@@ -304,7 +304,7 @@ def _explain_value(
         hint = " Write null for none."
     elif isinstance(given, str) and _UNQUOTED.fullmatch(given):
         hint = " Write it without quotes."
-    return f"{dotted} is {shown}; it must be {allowed}.{hint}"
+    return f"{dotted} is {visible}; it must be {allowed}.{hint}"
 
 
 @dataclass(frozen=True, slots=True)

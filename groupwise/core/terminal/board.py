@@ -90,9 +90,9 @@ class Board:
 
     def times(self) -> str:
         """How long it has taken, and will take."""
-        gone = f"{_duration(self._clock() - self._began)} gone"
+        elapsed = f"{_duration(self._clock() - self._began)} gone"
         left = self._remaining()
-        return f"{gone}, {left} to go" if left else gone
+        return f"{elapsed}, {left} to go" if left else elapsed
 
     def _head(self, width: int) -> list[RenderableType]:
         digits = len(str(self.total))

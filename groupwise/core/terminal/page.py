@@ -137,8 +137,8 @@ def prompt_end(prompt: Prompt, longest: int) -> str:
     """The end of a prompt, or of its last message, where the question stands."""
     if isinstance(prompt, str):
         return ending(prompt, longest)
-    said = prompt[-1].get("content") if prompt else ""
-    return ending(said if isinstance(said, str) else str(said or ""), longest)
+    content = prompt[-1].get("content") if prompt else ""
+    return ending(content if isinstance(content, str) else str(content or ""), longest)
 
 
 def picture(svg: str, title: str) -> str:

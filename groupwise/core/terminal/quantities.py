@@ -12,8 +12,8 @@ def duration(seconds: float) -> str:
         (left // 60 % 60, "min"),
         (left % 60, "s"),
     ]
-    said = [f"{count} {unit}" for count, unit in parts if count][:2]
-    return " ".join(said) or "0 s"
+    words = [f"{count} {unit}" for count, unit in parts if count][:2]
+    return " ".join(words) or "0 s"
 
 
 def byte_size(count: float) -> str:

@@ -39,17 +39,17 @@ class _Shown(dict[int, str]):
     def __missing__(self, code: int) -> str:
         letter = chr(code)
         if letter == "\n" or letter.isprintable() or letter in _KEPT_INVISIBLE:
-            shown = letter
+            visible = letter
         elif code < 0x20:
-            shown = chr(0x2400 + code)
+            visible = chr(0x2400 + code)
         elif code == 0x7F:
-            shown = "␡"
+            visible = "␡"
         elif unicodedata.category(letter) == "Zs":
-            shown = " "
+            visible = " "
         else:
-            shown = f"<U+{code:04X}>"
-        self[code] = shown
-        return shown
+            visible = f"<U+{code:04X}>"
+        self[code] = visible
+        return visible
 
 
 _SHOWN = _Shown()

@@ -70,29 +70,29 @@ class Log(Query):
 
 def jobs(visit: Visit) -> Page:
     """A page of the list, the newest first."""
-    asked = visit.query(JobsQuery)
-    wanted = {**asked.model_dump(), "status": None if asked.status is None else [asked.status]}
-    found = fleet_of(visit).ask(lambda fleet: fleet.jobs(**wanted, limit=PER_PAGE + 1))
+    query = visit.query(JobsQuery)
+    filters = {**query.model_dump(), "status": None if query.status is None else [query.status]}
+    found = fleet_of(visit).ask(lambda fleet: fleet.jobs(**filters, limit=PER_PAGE + 1))
     data: dict[str, Any] = {
         "jobs": found[:PER_PAGE],
         "more": found[PER_PAGE - 1]["job_id"] if len(found) > PER_PAGE else None,
-        "asked": asked.model_dump(),
+        "asked": query.model_dump(),
         "statuses": [each.value for each in JobStatus],
     }
-    return Page("fleet_jobs.html", data, live=LIVE if asked.older_than is None else "")
+    return Page("fleet_jobs.html", data, live=LIVE if query.older_than is None else "")
 
 
 def job(visit: Visit) -> Page:
     """All about one."""
-    asked, name = visit.query(Log), visit.named("job")
+    query, name = visit.query(Log), visit.named("job")
     found = describe_job(fleet_of(visit).ask(lambda fleet: fleet.show(name)))
     attempts = found["attempts"]
-    expect_one(name, asked.epoch, [each["epoch"] for each in attempts])
-    part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=asked.epoch, tail=TAIL))
-    if asked.epoch not in (None, part.epoch):  # it wrote nothing, and what follows is of another
-        part = LogPart(b"", asked.epoch, 0, part.ended)
+    expect_one(name, query.epoch, [each["epoch"] for each in attempts])
+    part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=query.epoch, tail=TAIL))
+    if query.epoch not in (None, part.epoch):  # it wrote nothing, and what follows is of another
+        part = LogPart(b"", query.epoch, 0, part.ended)
     over = found["status"] in FINAL
-    follows = not over and asked.epoch is None
+    follows = not over and query.epoch is None
     now = fleet_of(visit).status()["time"]
     beginning = whole_letters(part.data) if follows else part.data
     data = {
@@ -115,21 +115,21 @@ def ran(job: Document, now: float) -> float | None:
     """Seconds from its start until its end, or now; None: it has not begun."""
     if job["start_time"] is None:
         return None
-    begun = datetime.fromisoformat(job["start_time"]).timestamp()
+    started = datetime.fromisoformat(job["start_time"]).timestamp()
     ended = job["end_time"] and datetime.fromisoformat(job["end_time"]).timestamp()
-    return max(0.0, (ended or now) - begun)
+    return max(0.0, (ended or now) - started)
 
 
 def log(visit: Visit) -> Response:
     """A piece of a log from an offset on, and the offset of the next piece. Without `epoch`, the log of the newest attempt."""
-    asked, name = visit.query(Log), visit.named("job")
+    query, name = visit.query(Log), visit.named("job")
     epochs = fleet_of(visit).ask(lambda fleet: fleet.progress(name))["epochs"]
-    expect_one(name, asked.epoch, epochs)
-    epoch = asked.epoch or max(epochs, default=None)
-    part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=epoch, offset=asked.offset))
+    expect_one(name, query.epoch, epochs)
+    epoch = query.epoch or max(epochs, default=None)
+    part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=epoch, offset=query.offset))
     data = part.data if part.ended else whole_letters(part.data)
     attempt = None
-    if part.epoch != asked.epoch:  # the reader may not know yet what it is called
+    if part.epoch != query.epoch:  # the reader may not know yet what it is called
         attempts = fleet_of(visit).ask(lambda fleet: fleet.show(name))["attempts"]
         attempt = names(attempts).get(part.epoch or 0)
     return JSONResponse(
@@ -229,10 +229,10 @@ def facts(value: Any, *names: str) -> list[Fact]:
 
 def moments(*times: float | None) -> list[str]:
     """Points in time for people, in seconds since 1970, the first with day and zone, the others too where theirs differ. None: left out."""
-    shown = [moment(each) for each in times if each is not None]
-    parts = [each.split(" ", 2) for each in shown]
+    texts = [moment(each) for each in times if each is not None]
+    parts = [each.split(" ", 2) for each in texts]
     one_day = len({(day, zone) for day, _, zone in parts}) == 1
-    return [*shown[:1], *([clock for _, clock, _ in parts[1:]] if one_day else shown[1:])]
+    return [*texts[:1], *([clock for _, clock, _ in parts[1:]] if one_day else texts[1:])]
 
 
 def span(attempts: list[Document], now: float) -> list[float]:

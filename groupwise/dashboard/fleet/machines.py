@@ -111,13 +111,13 @@ def describe_machine(machine: Document) -> Document:
     gpus: list[Document] = []
     for gpu in machine.get("gpus", []):
         if gpu["quarantined"]:
-            shown = "quarantined"
+            state = "quarantined"
         elif gpu["held_by"]:
-            shown = "held"
+            state = "held"
         else:
             free = gpu["observed"] == Observed.OK
-            shown = "free" if free else gpu["observed"].replace("_", " ")
-        gpus.append({**gpu, "shown": shown})
+            state = "free" if free else gpu["observed"].replace("_", " ")
+        gpus.append({**gpu, "shown": state})
     slots = machine.get("total_slots")
     if slots is None:
         slots = machine.get("cpu_slots")

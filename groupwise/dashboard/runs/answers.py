@@ -85,12 +85,12 @@ class Pair:
 
 def compare(visit: Visit) -> Page:
     """A page of the prompts that both have answered."""
-    asked = visit.query(AnswersQuery)
-    if not asked.a or not asked.b:
+    query = visit.query(AnswersQuery)
+    if not query.a or not query.b:
         raise UsageError(
             "Say whose answers are to be compared: ?a=RUN&b=RUN, each with @STEP for those until a step."
         )
-    (path_a, step_a), (path_b, step_b) = map(visit.place.run_and_step, (asked.a, asked.b))
+    (path_a, step_a), (path_b, step_b) = map(visit.place.run_and_step, (query.a, query.b))
     itself = path_a.name == path_b.name and step_a is None and step_b is None
     side_a = Side(path_a.name, step_a, oldest=itself)
     side_b = Side(path_b.name, step_b)
@@ -98,13 +98,13 @@ def compare(visit: Visit) -> Page:
         Store.open(path_a / RECORD, readonly=True) as store_a,
         Store.open(path_b / RECORD, readonly=True) as store_b,
     ):
-        groups_a = store_a.groups_asked(_filter(side_a, asked))
-        wanted = _filter(side_b, asked)
-        groups_b = store_b.groups_asked(wanted)
+        groups_a = store_a.groups_asked(_filter(side_a, query))
+        filter_b = _filter(side_b, query)
+        groups_b = store_b.groups_asked(filter_b)
         matched = matches(groups_a, groups_b)
-        if not matched and asked.example is not None:
+        if not matched and query.example is not None:
             # The data differ: the example has another number in B.
-            groups_b = store_b.groups_asked(replace(wanted, example=None))
+            groups_b = store_b.groups_asked(replace(filter_b, example=None))
             matched = matches(groups_a, groups_b)
         if side_a.run == side_b.run:
             matched = [(a, b) for a, b in matched if a.draw != b.draw]
@@ -116,7 +116,7 @@ def compare(visit: Visit) -> Page:
             Pair(a.prompt, a, b, scores_a.get(a.draw, none), scores_b.get(b.draw, none))
             for a, b in compared
         ]
-        here = paginate(in_order(pairs, asked.order), asked.page, PER_PAGE)
+        here = paginate(in_order(pairs, query.order), query.page, PER_PAGE)
         shown_pairs = [
             {
                 "prompt": each.prompt,
@@ -128,7 +128,7 @@ def compare(visit: Visit) -> Page:
         ]
         tasks = store_a.tasks(MOST_TASKS + 1)
     data: dict[str, Any] = {
-        "asked": asked.model_dump(),
+        "asked": query.model_dump(),
         "a": asdict(side_a),
         "b": asdict(side_b),
         "summary": summary_of(pairs),
@@ -147,8 +147,8 @@ def compare(visit: Visit) -> Page:
     return Page("answers_compare.html", data)
 
 
-def _filter(side: Side, asked: AnswersQuery) -> AskedFilter:
-    return AskedFilter(side.until, asked.example, asked.task, side.oldest, MOST_GROUPS)
+def _filter(side: Side, query: AnswersQuery) -> AskedFilter:
+    return AskedFilter(side.until, query.example, query.task, side.oldest, MOST_GROUPS)
 
 
 def matches(

@@ -31,8 +31,8 @@ class _OnItsWay:
         """Do nothing: the rest is still to be sent."""
 
     def take(self) -> bytes:
-        taken, self._pieces = b"".join(self._pieces), []
-        return taken
+        data, self._pieces = b"".join(self._pieces), []
+        return data
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -45,13 +45,13 @@ def files_of(folder: Path) -> list[Path]:
 
 def archive(folder: Path, name: str) -> Generator[bytes]:
     """The archive in pieces; its files lie in it below `name`."""
-    sent = _OnItsWay()
-    with zipfile.ZipFile(sent, "w", zipfile.ZIP_STORED) as made:
+    pipe = _OnItsWay()
+    with zipfile.ZipFile(pipe, "w", zipfile.ZIP_STORED) as made:
         for file in files_of(folder):
             inside = f"{name}/{file.relative_to(folder).as_posix()}"
             about = zipfile.ZipInfo.from_file(file, inside, strict_timestamps=False)
             with file.open("rb") as source, made.open(about, "w", force_zip64=True) as target:
                 while piece := source.read(PIECE):
                     target.write(piece)
-                    yield sent.take()
-    yield sent.take()
+                    yield pipe.take()
+    yield pipe.take()

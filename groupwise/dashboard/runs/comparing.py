@@ -42,8 +42,8 @@ class CompareQuery(Query):
 
 def compare(visit: Visit) -> Page:
     """The page."""
-    asked = visit.query(CompareQuery)
-    names = list(dict.fromkeys(asked.run))
+    query = visit.query(CompareQuery)
+    names = list(dict.fromkeys(query.run))
     if len(names) < 2:
         raise UsageError("Choose at least two runs in the list, then press Compare.")
     if len(names) > MOST:
@@ -60,9 +60,9 @@ def compare(visit: Visit) -> Page:
         with suppress(StoreError):  # a run that ended before it had one
             configs[name] = read_config(path)
     metrics = sorted({*metrics})
-    if asked.metric and asked.metric not in metrics:
+    if query.metric and query.metric not in metrics:
         raise UsageError(
-            f"None of these runs has a metric {asked.metric[:100]!r}. There are: {', '.join(metrics[:100]) or 'none'}."
+            f"None of these runs has a metric {query.metric[:100]!r}. There are: {', '.join(metrics[:100]) or 'none'}."
         )
     usual = [each for each in USUAL if each in metrics] or metrics[:1]
     data: dict[str, Any] = {
@@ -79,8 +79,8 @@ def compare(visit: Visit) -> Page:
             }
             for name, each in there.items()
         },
-        "metric": asked.metric,
-        "shown": [asked.metric] if asked.metric else usual,
+        "metric": query.metric,
+        "shown": [query.metric] if query.metric else usual,
         "metrics": metrics,
         "differences": differences(configs),
     }

@@ -144,15 +144,16 @@ def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
         if name.startswith(PART) and name.endswith(MEAN)
     ]
     found[1:1] = parts  # after the plot of the reward
-    named = list(by_k(names, f"{EVAL}/").items())
+    metrics_by_k = list(by_k(names, f"{EVAL}/").items())
     lines = tuple(
-        PlottedMetric(name, f"pass@{k}") for k, name in named[:: 1 + len(named) // MOST_PASS]
+        PlottedMetric(name, f"pass@{k}")
+        for k, name in metrics_by_k[:: 1 + len(metrics_by_k) // MOST_PASS]
     )
     says = "Share of held-out prompts that at least one of k answers solves."
     found += [Plot("Held-out pass@k", lines, says, "Held out")] if lines else []
-    taken = {each for plot in found for line in plot.lines for each in (line.metric, line.spread)}
+    plotted = {each for plot in found for line in plot.lines for each in (line.metric, line.spread)}
     for name in names:
-        if name not in taken and name not in _LEFT_OUT:
+        if name not in plotted and name not in _LEFT_OUT:
             section = _SECTION_OF.get(name.partition("/")[0], "More")
             found.append(
                 Plot(name, (PlottedMetric(name, harmless(name.rpartition("/")[2])),), "", section)
@@ -190,12 +191,12 @@ def curves(visit: Visit) -> Response:
 
     With `times` each curve has `time`, when its steps of each column were done (the mean, in seconds since the run was made), and `times`
     has the same of all steps, or of all that were evaluated where nothing else is asked for."""
-    asked = visit.query(CurvesQuery)
-    if not asked.run or not (asked.name or asked.total):
+    query = visit.query(CurvesQuery)
+    if not query.run or not (query.name or query.total):
         raise UsageError(
             "Say which curves: ?run=RUN&name=METRIC, each as often as wanted, with columns=, from= and to= as needed."
         )
-    found = {run: _curves_of(visit, run, asked) for run in asked.run}
+    found = {run: _curves_of(visit, run, query) for run in query.run}
     answer = {
         key: {run: each[key] for run, each in found.items() if key in each}
         for key in ("runs", "totals", "times")
@@ -207,52 +208,52 @@ Within = tuple[int, int] | None
 """The first and the last step of all columns; None: there are none."""
 
 
-def _curves_of(visit: Visit, run: str, asked: CurvesQuery) -> dict[str, Any]:
+def _curves_of(visit: Visit, run: str, query: CurvesQuery) -> dict[str, Any]:
     """Curves of one run: `runs` by their names, and if they were asked for `totals` and `times`."""
     with Store.open(visit.place.run(run) / RECORD, readonly=True) as store, store.snapshot():
-        of_evaluations = [name for name in asked.name if name.startswith(f"{EVAL}/")]
+        of_evaluations = [name for name in query.name if name.startswith(f"{EVAL}/")]
         known = evaluated_curves(store) if of_evaluations else {}
-        evaluated = {name: known[name] for name in asked.name if name in known}
+        evaluated = {name: known[name] for name in query.name if name in known}
         steps = {step for curve in evaluated.values() for step in curve}
-        within = _within(store, asked, steps)
+        within = _within(store, query, steps)
 
         def when_evaluated(steps: Iterable[int]) -> list[CurvePoint]:
             seconds = store.seconds_after(steps)
             points = {step: seconds.get(step, math.nan) for step in steps}
-            return store.thinned_points(points, asked.columns, within)
+            return store.thinned_points(points, query.columns, within)
 
         curves: dict[str, dict[str, list[Any]]] = {}
-        for name in asked.name:
+        for name in query.name:
             points = evaluated.get(name)
             if points is not None:
-                curves[name] = _columns(store.thinned_points(points, asked.columns, within))
+                curves[name] = _columns(store.thinned_points(points, query.columns, within))
             else:
-                curves[name] = _columns(store.thinned_curve(name, asked.columns, within))
-            if asked.times and points is not None:
+                curves[name] = _columns(store.thinned_curve(name, query.columns, within))
+            if query.times and points is not None:
                 curves[name]["time"] = [each.mean for each in when_evaluated(points)]
-            elif asked.times:
-                times = store.thinned_times(asked.columns, within, name)
+            elif query.times:
+                times = store.thinned_times(query.columns, within, name)
                 curves[name]["time"] = [each.mean for each in times]
         found: dict[str, Any] = {"runs": curves}
-        if asked.total:
-            found["totals"] = _columns(store.thinned_sum(asked.total, asked.columns, within))
-        if asked.times:
-            alone = len(of_evaluations) == len(asked.name) and not asked.total
-            times = when_evaluated(steps) if alone else store.thinned_times(asked.columns, within)
+        if query.total:
+            found["totals"] = _columns(store.thinned_sum(query.total, query.columns, within))
+        if query.times:
+            alone = len(of_evaluations) == len(query.name) and not query.total
+            times = when_evaluated(steps) if alone else store.thinned_times(query.columns, within)
             found["times"] = _columns(times)
         return found
 
 
-def _within(store: Store, asked: CurvesQuery, evaluated: Collection[int]) -> Within:
+def _within(store: Store, query: CurvesQuery, evaluated: Collection[int]) -> Within:
     """The steps that all curves of a run span, so that their columns are the same. `evaluated`: the steps of its evaluations."""
-    ranges = [each for each in (store.range_of([*asked.name, *asked.total]),) if each]
+    ranges = [each for each in (store.range_of([*query.name, *query.total]),) if each]
     ranges += [(min(evaluated), max(evaluated))] if evaluated else []
     if not ranges:
         return None
     first, last = min(first for first, _ in ranges), max(last for _, last in ranges)
     return (
-        first if asked.begin is None else max(asked.begin, first),
-        last if asked.end is None else min(asked.end, last),
+        first if query.begin is None else max(query.begin, first),
+        last if query.end is None else min(query.end, last),
     )
 
 

@@ -90,11 +90,11 @@ class Listing(Query):
 
 def every_evaluation(visit: Visit) -> Page:
     """Evaluations of all runs, newest run first, and on the first page also those outside runs: to compare any two."""
-    asked, known = visit.query(Listing), visit.place.runs.known()
+    query, known = visit.query(Listing), visit.place.runs.known()
     runs = [
-        each.info.path for each in known.runs if not each.info.broken and has_words(each, asked.q)
+        each.info.path for each in known.runs if not each.info.broken and has_words(each, query.q)
     ]
-    here = paginate(runs, asked.page, RUNS)
+    here = paginate(runs, query.page, RUNS)
     found: list[tuple[str, Evaluated]] = []
     for path in here.rows:
         # A run that cannot be read has none; the list of runs shows it.
@@ -108,10 +108,10 @@ def every_evaluation(visit: Visit) -> Page:
     if here.page == 1:
         there = evaluations_beside(visit.place.runs.folder)
         found += [
-            ("", each) for each in there if are_in(asked.q, (each.policy, each.name, each.file))
+            ("", each) for each in there if are_in(query.q, (each.policy, each.name, each.file))
         ]
     data = {
-        "asked": asked.model_dump(),
+        "asked": query.model_dump(),
         "folder": str(visit.place.runs.folder),
         "page": here.page,
         "pages": here.pages,
@@ -137,18 +137,18 @@ def pass_curves(found: Sequence[Evaluated]) -> list[dict[str, Any]]:
     """pass@k over k of the newest evaluations that have measured it for several, with its interval where that is known."""
     curves: list[dict[str, Any]] = []
     for each in found:
-        named = by_k(each.metrics)
-        if len(named) < 2:
+        metrics_by_k = by_k(each.metrics)
+        if len(metrics_by_k) < 2:
             continue
         label = each.name if each.file is None else f"{each.name} ({each.file})"
         if each.step is not None:
             label += f" after {each.step} steps"
-        bounds = [each.intervals.get(name, (None, None)) for name in named.values()]
+        bounds = [each.intervals.get(name, (None, None)) for name in metrics_by_k.values()]
         curves.append(
             {
                 "label": line(label),
-                "k": list(named),
-                "y": [each.metrics[name] for name in named.values()],
+                "k": list(metrics_by_k),
+                "y": [each.metrics[name] for name in metrics_by_k.values()],
                 "low": [low for low, _ in bounds],
                 "high": [high for _, high in bounds],
             }
@@ -170,23 +170,23 @@ class EvaluationQuery(Query):
 
 def compare(visit: Visit) -> Page:
     """Two policies on the same held-out prompts."""
-    asked = visit.query(EvaluationQuery)
-    if not asked.a or not asked.b:
+    query = visit.query(EvaluationQuery)
+    if not query.a or not query.b:
         raise UsageError("Choose two evaluations to compare: ?a=RUN@STEP&b=RUN@STEP.")
-    found: Comparison = compare_sides(side(visit, asked.a), side(visit, asked.b))
+    found: Comparison = compare_sides(side(visit, query.a), side(visit, query.b))
     # pass@k over k of both, if several k were measured of both
     metrics = {each.name: each for each in found.metrics}
-    named = by_k(metrics)
-    both = [metrics[name] for name in named.values()] if len(named) >= 2 else []
+    metrics_by_k = by_k(metrics)
+    both = [metrics[name] for name in metrics_by_k.values()] if len(metrics_by_k) >= 2 else []
     unknown = [None] * len(both)
     pass_at = [
-        {"label": side, "k": list(named), "y": values, "low": unknown, "high": unknown}
+        {"label": side, "k": list(metrics_by_k), "y": values, "low": unknown, "high": unknown}
         for side, values in (("A", [each.a for each in both]), ("B", [each.b for each in both]))
         if both
     ]
-    here = paginate(found.changed, asked.page, PER_PAGE)
+    here = paginate(found.changed, query.page, PER_PAGE)
     data = {
-        "asked": asked.model_dump(),
+        "asked": query.model_dump(),
         "a": found.a.label,
         "b": found.b.label,
         "prompts": found.prompts,
@@ -222,10 +222,10 @@ class Answers(Query):
 
 def answers(visit: Visit) -> Page:
     """The prompts with the lowest rewards come first."""
-    asked = visit.query(Answers)
-    if not asked.of:
+    query = visit.query(Answers)
+    if not query.of:
         raise UsageError("Say of which evaluation: ?of=RUN@STEP.")
-    found = side(visit, asked.of)
+    found = side(visit, query.of)
     if found.supervised or not found.rows:
         raise UsageError(
             f"{found.label} has no answers: it was evaluated by the loss on given ones."
@@ -236,11 +236,11 @@ def answers(visit: Visit) -> Page:
         best = max(_rewards(found.rows), default=math.inf)
     prompts = [_prompt_with_answers(rows, best) for rows in by_prompt(found.rows).values()]
     counts = Counter(each["solved"] for each in prompts)
-    chosen = [each for each in prompts if asked.show in ("all", each["solved"])]
+    chosen = [each for each in prompts if query.show in ("all", each["solved"])]
     chosen.sort(key=lambda each: (each["mean"] is not None, each["mean"] or 0.0))
-    here = paginate(chosen, asked.page, PER_PAGE)
+    here = paginate(chosen, query.page, PER_PAGE)
     data = {
-        "asked": asked.model_dump(),
+        "asked": query.model_dump(),
         "label": found.label,
         "metrics": dict(found.metrics),
         "all": len(prompts),

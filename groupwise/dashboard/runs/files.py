@@ -61,26 +61,26 @@ def whole(visit: Visit) -> Response:
 def file(visit: Visit) -> Response:
     """One of them."""
     folder = _folder(visit.place.run(visit.named("run")), visit.named("where"))
-    wanted = visit.named("file")
+    name = visit.named("file")
     for each in files_of(folder):
-        if each.relative_to(folder).as_posix() == wanted:
+        if each.relative_to(folder).as_posix() == name:
             return FileResponse(each, media_type="application/octet-stream", filename=each.name)
-    raise RunNotFoundError(f"{folder.name} has no file {wanted[:100]!r}.")
+    raise RunNotFoundError(f"{folder.name} has no file {name[:100]!r}.")
 
 
 def export(visit: Visit) -> Response:
     """All rollouts that a search finds, one JSON object a line, as `groupwise runs export --to jsonl` writes them."""
     path = visit.place.run(visit.named("run"))
-    asked = visit.query(RolloutsQuery)
+    query = visit.query(RolloutsQuery)
     store = Store.open(path / RECORD, readonly=True)
     headers = {
         "Content-Disposition": f'attachment; filename="{_header_safe(path.name)}-rollouts.jsonl"'
     }
-    return Sent(_lines(store, asked.wanted), media_type="application/x-ndjson", headers=headers)
+    return Sent(_lines(store, query.wanted), media_type="application/x-ndjson", headers=headers)
 
 
-def _lines(store: Store, wanted: RolloutFilter) -> Generator[bytes]:
-    with store, closing(rollout_lines(store, wanted)) as lines:
+def _lines(store: Store, rollout_filter: RolloutFilter) -> Generator[bytes]:
+    with store, closing(rollout_lines(store, rollout_filter)) as lines:
         for line in lines:
             yield line.encode("utf-8", "replace")
 

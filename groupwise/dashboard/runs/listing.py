@@ -33,21 +33,21 @@ class RunsQuery(Query):
 
 def runs(visit: Visit) -> Page:
     """The list."""
-    asked, known = visit.query(RunsQuery), visit.place.runs.known()
+    query, known = visit.query(RunsQuery), visit.place.runs.known()
     matching = [
         each
         for each in known.runs
-        if asked.state in ("", each.info.state or "broken") and has_words(each, asked.q)
+        if query.state in ("", each.info.state or "broken") and has_words(each, query.q)
     ]
-    if asked.sort == "changed":
+    if query.sort == "changed":
         matching.sort(key=lambda each: -each.written)
-    elif asked.sort == "name":
+    elif query.sort == "name":
         matching.sort(key=lambda each: each.info.name.casefold())
-    elif asked.sort == "reward":
+    elif query.sort == "reward":
         matching.sort(
             key=lambda each: (each.info.reward_last is None, -(each.info.reward_last or 0.0))
         )
-    here = paginate(matching, asked.page, PER_PAGE)
+    here = paginate(matching, query.page, PER_PAGE)
     data: dict[str, Any] = {
         "folder": str(visit.place.runs.folder),
         "runs": [
@@ -72,7 +72,7 @@ def runs(visit: Visit) -> Page:
         "matching": len(matching),
         "unread": known.unread,
         "states": dict(Counter(each.info.state or "broken" for each in known.runs)),
-        "asked": asked.model_dump(),
+        "asked": query.model_dump(),
         "page": here.page,
         "pages": here.pages,
         "sorts": SORTS,

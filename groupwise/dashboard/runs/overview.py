@@ -86,7 +86,7 @@ def head_of(visit: Visit, path: Path) -> dict[str, Any]:
 
 def _head(path: Path, listed: Listed) -> dict[str, Any]:
     info = listed.info
-    held = holder(path) if info.state == "running" else None
+    lock_holder = holder(path) if info.state == "running" else None
     return {
         "run": {
             "name": info.name,
@@ -103,7 +103,7 @@ def _head(path: Path, listed: Listed) -> dict[str, Any]:
             "model": info.model,
             "task": info.task,
             "folder": str(path),
-            "process": None if held is None else held.pid,
+            "process": None if lock_holder is None else lock_holder.pid,
         }
     }
 

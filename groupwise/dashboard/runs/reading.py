@@ -102,14 +102,14 @@ class RolloutsQuery(Query):
 def rollouts(visit: Visit) -> Page:
     """One page of what was asked for."""
     path = visit.place.run(visit.named("run"))
-    asked = visit.query(RolloutsQuery)
+    query = visit.query(RolloutsQuery)
     with Store.open(path / RECORD, readonly=True) as store:
-        found = store.rollouts(asked.wanted, LISTED)
+        found = store.rollouts(query.wanted, LISTED)
         data: dict[str, Any] = {
             **head_of(visit, path),
             "rollouts": [asdict(each) for each in found[:PER_PAGE]],
-            "more": len(found) > PER_PAGE and asked.page < MOST_PAGES,
-            "asked": asked.model_dump(),
+            "more": len(found) > PER_PAGE and query.page < MOST_PAGES,
+            "asked": query.model_dump(),
             "part_names": store.part_names(),
             "tasks": store.tasks(MOST_TASKS + 1),
             "most_tasks": MOST_TASKS,
@@ -117,7 +117,7 @@ def rollouts(visit: Visit) -> Page:
             "orders": ORDERS,
             "outcomes": OUTCOMES,
         }
-    newest = asked.order == "newest" and asked.page == 1
+    newest = query.order == "newest" and query.page == 1
     return Page("rollouts.html", data, live=live_of(path.name) if newest else "")
 
 

@@ -85,10 +85,10 @@ class BackgroundValue(Generic[T]):
 
     def _look(self) -> None:
         with self._lock:
-            begun = self._forgotten
+            generation = self._forgotten
         found = self._find()
         with self._lock:
-            if begun == self._forgotten:
+            if generation == self._forgotten:
                 self._found = (self._clock(), found)
 
 
@@ -109,11 +109,11 @@ class CachedCall(Generic[T]):
         if not self._lock.acquire(timeout=WAIT):
             raise Refusal("too_busy", f"{self._who} is slow to answer others.", retry_after=WAIT)
         try:
-            kept = self._kept
-            if kept is None or kept[1] != self._forgotten or self._clock() - kept[0] >= EVERY:
-                begun = self._forgotten
-                kept = self._kept = (self._clock(), begun, self._answer())
-            found: Any = kept[2]
+            cached = self._kept
+            if cached is None or cached[1] != self._forgotten or self._clock() - cached[0] >= EVERY:
+                generation = self._forgotten
+                cached = self._kept = (self._clock(), generation, self._answer())
+            found: Any = cached[2]
         finally:
             self._lock.release()
         if isinstance(found, GroupwiseError):

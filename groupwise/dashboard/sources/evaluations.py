@@ -106,8 +106,8 @@ def side_beside(runs: Path, reference: str) -> Side:
     """An evaluation beside the runs to compare, by its reference. Raises RunNotFoundError."""
     for prefix, folder in results_folders(runs).items():
         name = reference.removeprefix(f":{prefix}")
-        named = reference == f":{prefix}{name}" and Path(name).name == name
-        if named and name.endswith(".json") and is_file(folder / name):
+        names_file = reference == f":{prefix}{name}" and Path(name).name == name
+        if names_file and name.endswith(".json") and is_file(folder / name):
             return side_of_file(folder / name)
     raise RunNotFoundError(f"There is no file of results {reference[1:101]!r} beside the runs.")
 

@@ -84,8 +84,8 @@ class RunsIndex:
         if stale and reader is not None:
             reader.join(patience)
         with self._lock:
-            for gone in self._known.keys() - {path.name for path in stamps}:
-                del self._known[gone]
+            for removed in self._known.keys() - {path.name for path in stamps}:
+                del self._known[removed]
             found = [each for _, each in self._known.values()]
 
         def newest_first(listed: Listed) -> tuple[bool, float, str]:
@@ -154,17 +154,17 @@ def stamp_of(path: Path) -> Stamp:
 
 def read(path: Path, stamp: Stamp) -> Listed:
     """Read a run's list entry; never raises for a broken run."""
-    written = max((each[0] for each in stamp), default=0) / 1e9
+    modified = max((each[0] for each in stamp), default=0) / 1e9
     name = os.fsencode(path.name).decode("utf-8", "replace")
     why = "the name of its folder is no text (UTF-8); rename the folder to look at the run"
     try:
         if name == path.name:
             info, found = run_info_and(path, _spark)
             metric, curve = found or (None, ())
-            return Listed(info, metric, curve, written)
+            return Listed(info, metric, curve, modified)
     except Exception as error:  # noqa: BLE001 — whatever one folder holds, the others are listed
         why = f"{type(error).__name__}: {error}"
-    return Listed(RunInfo(name, path, state=None, broken=why), None, (), written)
+    return Listed(RunInfo(name, path, state=None, broken=why), None, (), modified)
 
 
 def _spark(store: Store) -> tuple[str | None, tuple[float, ...]]:

@@ -59,10 +59,10 @@ class WatchedServer:
         except GroupwiseError as error:
             return error.code
         ticks = int(self._clock() // CLOCKS_RUN)
-        shown = (
+        visible = (
             status.model_dump_json(exclude={"memory"}),
             activity.model_dump_json(
                 exclude=PASSING  # pyright: ignore[reportArgumentType]
             ),
         )
-        return f"{ticks} {' '.join(shown)}"
+        return f"{ticks} {' '.join(visible)}"

@@ -87,14 +87,14 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
     ours = secrets.token_bytes(_CHALLENGE)
     connection.sendall(ours)
     answer = _receive_exactly(connection, _RANK + _CHALLENGE + _CODE, until)
-    said, code = answer[:-_CODE], answer[-_CODE:]
-    asked = ours + said
-    if not hmac.compare_digest(code, _code(secret, b"rank", asked)):
+    nonce, code = answer[:-_CODE], answer[-_CODE:]
+    challenge = ours + nonce
+    if not hmac.compare_digest(code, _code(secret, b"rank", challenge)):
         raise Stranger("it does not know the secret")
-    connection.sendall(_code(secret, b"first", asked))
+    connection.sendall(_code(secret, b"first", challenge))
     connection.settimeout(None)
-    return int(said[:_RANK]), Seal(
-        _code(secret, b"to rank", asked), _code(secret, b"to first", asked)
+    return int(nonce[:_RANK]), Seal(
+        _code(secret, b"to rank", challenge), _code(secret, b"to first", challenge)
     )
 
 
@@ -102,21 +102,21 @@ def introduce(connection: socket.socket, secret: bytes, rank: int) -> Seal:
     """The caller's side: sends its rank and verifies the first process. Raises Stranger, OSError."""
     until = _start_clock(connection)
     theirs = _receive_exactly(connection, _CHALLENGE, until)
-    said = b"%08d" % rank + secrets.token_bytes(_CHALLENGE)
-    asked = theirs + said
-    connection.sendall(said + _code(secret, b"rank", asked))
+    nonce = b"%08d" % rank + secrets.token_bytes(_CHALLENGE)
+    challenge = theirs + nonce
+    connection.sendall(nonce + _code(secret, b"rank", challenge))
     if not hmac.compare_digest(
-        _receive_exactly(connection, _CODE, until), _code(secret, b"first", asked)
+        _receive_exactly(connection, _CODE, until), _code(secret, b"first", challenge)
     ):
         raise Stranger(
             "what was called is not the first process of this job: it does not know the secret"
         )
     connection.settimeout(None)
-    return Seal(_code(secret, b"to first", asked), _code(secret, b"to rank", asked))
+    return Seal(_code(secret, b"to first", challenge), _code(secret, b"to rank", challenge))
 
 
-def _code(secret: bytes, use: bytes, asked: bytes) -> bytes:
-    return hmac.digest(secret, use + b"\0" + asked, "sha256")
+def _code(secret: bytes, use: bytes, challenge: bytes) -> bytes:
+    return hmac.digest(secret, use + b"\0" + challenge, "sha256")
 
 
 def _seal_code(key: bytes, number: int, message: Any) -> bytes:

@@ -55,11 +55,11 @@ class RankLearner:
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
         """See `groupwise.core.types.Learner.trained_logprobs`. Each rank returns those of its rows."""
-        asked = {rank: share for rank, share in enumerate(self._trained) if share}
+        shares = {rank: share for rank, share in enumerate(self._trained) if share}
         answers = await self._ranks.call_each(
-            [(rank, "learner.trained_logprobs", ()) for rank in asked], droppable=True
+            [(rank, "learner.trained_logprobs", ()) for rank in shares], droppable=True
         )
-        return _in_order([*asked.values()], answers)
+        return _in_order([*shares.values()], answers)
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.core.types.Learner.update`. Raises RunError if the ranks did not do the same."""

@@ -167,8 +167,8 @@ class MessageChannel:
 
     def taken_over(self) -> list[socket.socket]:
         """The sockets that came with the messages so far."""
-        taken, self._taken_over = self._taken_over, []
-        return taken
+        sockets, self._taken_over = self._taken_over, []
+        return sockets
 
     def receive(self) -> Any:
         """The next message, when it comes. Raises EOFError if the other end is gone."""

@@ -107,18 +107,18 @@ def _call_first_rank(announced: list[str], rank: int) -> MessageChannel:
 def serve(line: MessageChannel) -> NoReturn:
     """Be the rank that the setup from the other end describes."""
     try:
-        wanted: PeerSetup = line.receive()
+        setup: PeerSetup = line.receive()
         sockets = line.taken_over()
-        tell_log(line if wanted.tells else None, wanted.setup.log_level)
+        tell_log(line if setup.tells else None, setup.setup.log_level)
         try:
-            hosted = _meet_and_make(wanted, sockets)
+            hosted = _meet_and_make(setup, sockets)
         except BaseException as error:  # noqa: BLE001 — reported to the main process, whatever it is
             line.send(Failed(0, portable(error)))
             with suppress(EOFError):
                 line.receive()
             os._exit(1)
         line.send(Ready((os.getpid(),)))
-        asyncio.run(Answering(hosted, line, wanted.beat).forever())
+        asyncio.run(Answering(hosted, line, setup.beat).forever())
     except EOFError:
         os._exit(1)
     except BaseException:  # noqa: BLE001 — whatever it is, the process is to end at once
@@ -126,7 +126,7 @@ def serve(line: MessageChannel) -> NoReturn:
     os._exit(1)
 
 
-def _meet_and_make(wanted: PeerSetup, sockets: list[socket.socket]) -> Any:
+def _meet_and_make(peer: PeerSetup, sockets: list[socket.socket]) -> Any:
     """Meet the other ranks, if they learn together, and make the hosted object."""
     from groupwise.engine.learner import collective
     from groupwise.engine.models.config import ModelConfig
@@ -134,18 +134,18 @@ def _meet_and_make(wanted: PeerSetup, sockets: list[socket.socket]) -> Any:
 
     # A model that is converted once for this machine is converted before the ranks meet: from then on transformers'
     # `save_pretrained` writes nothing in any but the first of them.
-    described = wanted.setup.arguments.get("config")
+    described = peer.setup.arguments.get("config")
     if described is not None:
         resolve(ModelConfig.model_validate(described["model"]))
-    if wanted.calls is not None:
-        collective.tell(LINE, wanted.calls)
-    if wanted.meeting is not None:
+    if peer.calls is not None:
+        collective.tell(LINE, peer.calls)
+    if peer.meeting is not None:
         listening = sockets[0].detach() if sockets else None
-        device = wanted.setup.arguments["layout"]["device"]
-        host, port = wanted.meeting
-        collective.begin(wanted.rank, wanted.count, host, port, device, listening)
-    hosted = make(wanted.setup)
-    hosted.join(wanted.rank)
+        device = peer.setup.arguments["layout"]["device"]
+        host, port = peer.meeting
+        collective.begin(peer.rank, peer.count, host, port, device, listening)
+    hosted = make(peer.setup)
+    hosted.join(peer.rank)
     return hosted
 
 

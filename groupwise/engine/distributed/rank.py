@@ -73,11 +73,11 @@ class _LogSender(logging.Handler):
 class Answering:
     """The calls that are under way."""
 
-    def __init__(self, hosted: Any, line: MessageChannel, beat: float | None = None) -> None:
+    def __init__(self, hosted: Any, line: MessageChannel, heartbeat: float | None = None) -> None:
         """`beat`: as in `PeerSetup`."""
         self._hosted = hosted
         self._line = line
-        self._beat = beat
+        self._beat = heartbeat
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 

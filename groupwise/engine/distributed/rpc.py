@@ -76,11 +76,11 @@ class Calls:
 
     async def call_each(self, calls: Iterable[RankCall], *, droppable: bool = False) -> list[Any]:
         """Make all calls at once; results in their order. If several raise, the error of the first in this order is raised."""
-        asked = [
+        calls_made = [
             self.call(rank, name, *arguments, droppable=droppable)
             for rank, name, arguments in calls
         ]
-        found = await asyncio.gather(*asked, return_exceptions=True)
+        found = await asyncio.gather(*calls_made, return_exceptions=True)
         for each in found:
             if isinstance(each, BaseException):
                 raise each
@@ -92,12 +92,12 @@ class Calls:
 
     def call_each_now(self, calls: Iterable[RankCall]) -> list[Any]:
         """Like `call_each`, for code that is not async."""
-        asked = [self._ask(*call) for call in calls]
-        errors = [future.exception() for _, future in asked]
+        calls_made = [self._ask(*call) for call in calls]
+        errors = [future.exception() for _, future in calls_made]
         for error in errors:
             if error is not None:
                 raise error
-        return [future.result() for _, future in asked]
+        return [future.result() for _, future in calls_made]
 
     def call_all_now(self, name: str, *arguments: Any) -> list[Any]:
         """Like `call_all`, for code that is not async."""

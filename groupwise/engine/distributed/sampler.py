@@ -65,8 +65,8 @@ class RankSampler:
         ticket = next((each for each in self._dealt if each.request.draw == draw), None)
         if ticket is None:
             return ()
-        asked = ((share.rank, "sampler.so_far", (draw,)) for share in ticket.shares)
-        found = await self._ranks.call_each(asked)
+        calls = ((share.rank, "sampler.so_far", (draw,)) for share in ticket.shares)
+        found = await self._ranks.call_each(calls)
         shares = zip(ticket.shares, found, strict=True)
         return tuple(ids for share, members in shares for ids in members or ((),) * share.members)
 

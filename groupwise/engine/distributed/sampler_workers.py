@@ -119,8 +119,8 @@ class Samplers(Started):
             case Answered(number, fingerprint) if number in self._catching_up:
                 self._finish_catching_up(self._catching_up.pop(number), fingerprint)
             case Answered(number):
-                drawn = self._unanswered[rank].get(number)
-                if drawn is not None and drawn.name == _DRAW:
+                completion = self._unanswered[rank].get(number)
+                if completion is not None and completion.name == _DRAW:
                     del self._ends[rank]
                 super()._take(rank, message)
             case _:

@@ -77,8 +77,8 @@ class TransformersEngine:
         reference = role == "reference"
         decoder = self.reference() if reference else self._decoder
 
-        def compute(batch: MicroBatch | PackedBatch, wanted: ForwardOutputs) -> Forward:
-            return replace(paths, wanted=wanted).forward(decoder, batch)
+        def compute(batch: MicroBatch | PackedBatch, outputs: ForwardOutputs) -> Forward:
+            return replace(paths, wanted=outputs).forward(decoder, batch)
 
         acting = (
             self._weights.acting_reference()

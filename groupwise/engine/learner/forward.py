@@ -83,7 +83,7 @@ def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
     return Paths(packing=exact, sharing=sharing)
 
 
-def shared_prompt(decoder: Decoder, batch: MicroBatch, wanted: ForwardOutputs = PLAIN) -> Forward:
+def shared_prompt(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = PLAIN) -> Forward:
     """The prompt once, then all its completions beside each other."""
     device = decoder.device
     prompt_1P = torch.tensor([batch.prompt_ids], device=device)
@@ -99,10 +99,10 @@ def shared_prompt(decoder: Decoder, batch: MicroBatch, wanted: ForwardOutputs = 
         mask = causal_mask(width - 1, length, device)
         later = decoder.hidden(ids_BT[:, :-1], positions_1T, mask, SharedPrefixCache(cache))
         hidden_BTH = torch.cat((hidden_BTH, later), dim=1)
-    return _at_tokens(decoder, batch.rows, hidden_BTH[_real(batch.rows, device)], wanted)
+    return _at_tokens(decoder, batch.rows, hidden_BTH[_real(batch.rows, device)], outputs)
 
 
-def whole_rows(decoder: Decoder, batch: MicroBatch, wanted: ForwardOutputs = PLAIN) -> Forward:
+def whole_rows(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = PLAIN) -> Forward:
     """Each row by itself, prompt included."""
     device = decoder.device
     ids_BT = _padded_ids(batch.rows, device)
@@ -113,10 +113,10 @@ def whole_rows(decoder: Decoder, batch: MicroBatch, wanted: ForwardOutputs = PLA
     positions = torch.arange(length + width - 1, device=device)[None]
     hidden = decoder.hidden(whole, positions, causal_mask(length + width - 1, 0, device), None)
     real = hidden[:, length - 1 :][_real(batch.rows, device)]
-    return _at_tokens(decoder, batch.rows, real, wanted)
+    return _at_tokens(decoder, batch.rows, real, outputs)
 
 
-def packed_rows(decoder: Decoder, batch: PackedBatch, wanted: ForwardOutputs = PLAIN) -> Forward:
+def packed_rows(decoder: Decoder, batch: PackedBatch, outputs: ForwardOutputs = PLAIN) -> Forward:
     """Compute rows behind each other: positions start at 0 in each, and none sees another."""
     device = decoder.device
     ids_SL = torch.zeros(batch.shape, dtype=torch.long)
@@ -137,7 +137,7 @@ def packed_rows(decoder: Decoder, batch: PackedBatch, wanted: ForwardOutputs = P
         ids_SL.to(device), positions_SL.to(device), blocks(owners_SL.to(device)), None
     )
     at_hidden = hidden_SLH.flatten(0, 1)[torch.cat(places)]
-    return _at_tokens(decoder, batch.rows, at_hidden, wanted)
+    return _at_tokens(decoder, batch.rows, at_hidden, outputs)
 
 
 def blocks(owners_SL: Tensor) -> Tensor:
@@ -186,21 +186,21 @@ def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
 
 
 def _at_tokens(
-    decoder: Decoder, rows: Sequence[Row], hidden_AH: Tensor, wanted: ForwardOutputs
+    decoder: Decoder, rows: Sequence[Row], hidden_AH: Tensor, outputs: ForwardOutputs
 ) -> Forward:
     """Numbers in the padded shape, given the hidden states before each completion token, one row after another."""
-    asked = asked_of(rows, wanted, hidden_AH.device)
-    targets = asked.targets
+    queried = asked_of(rows, outputs, hidden_AH.device)
+    targets = queried.targets
     found = token_logprobs(
         decoder,
-        hidden_AH[asked.among_A],
+        hidden_AH[queried.among_A],
         targets.ids_N,
         targets.temperatures_N,
-        entropy_gradient=wanted.entropy_gradient,
-        accuracy=wanted.accuracy,
+        entropy_gradient=outputs.entropy_gradient,
+        accuracy=outputs.accuracy,
         withheld_X2=targets.withheld_X2,
     )
-    return asked.spread(found)
+    return queried.spread(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +245,10 @@ class QueriedTokens:
         )
 
 
-def asked_of(rows: Sequence[Row], wanted: ForwardOutputs, device: torch.device) -> QueriedTokens:
+def asked_of(rows: Sequence[Row], outputs: ForwardOutputs, device: torch.device) -> QueriedTokens:
     """The tokens of the rows that are asked about, and what is asked."""
     real_BT = _real(rows, device)
-    places_BT = _pad([row.mask for row in rows], device) != 0 if wanted.trained_only else real_BT
+    places_BT = _pad([row.mask for row in rows], device) != 0 if outputs.trained_only else real_BT
     if not places_BT.any():  # a gradient of 0 must come from somewhere
         places_BT = real_BT
     among_A = places_BT[real_BT]
@@ -257,7 +257,7 @@ def asked_of(rows: Sequence[Row], wanted: ForwardOutputs, device: torch.device) 
         ids_N=_padded_ids(rows, device)[places_BT],
         temperatures_N=temperatures_B[:, None].expand_as(places_BT)[places_BT],
         withheld_X2=_withheld_pairs(rows, among_A),
-        wanted=wanted,
+        wanted=outputs,
     )
     return QueriedTokens(targets, among_A, places_BT)
 

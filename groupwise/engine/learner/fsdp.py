@@ -89,8 +89,8 @@ class DividedEngine:
         model = self._weights.model if role == "policy" else self._weights.reference_model
         with self._engine.acting(role, gradient=gradient) as compute:
 
-            def gathered(batch: Any, wanted: ForwardOutputs) -> Forward:
-                return Forward(*getattr(model, _PASS)(compute, batch, wanted))
+            def gathered(batch: Any, outputs: ForwardOutputs) -> Forward:
+                return Forward(*getattr(model, _PASS)(compute, batch, outputs))
 
             yield gathered
 
@@ -136,6 +136,6 @@ def _divide(model: PreTrainedModel, mesh: DeviceMesh, whole: Sequence[nn.Paramet
     register_fsdp_forward_method(model, _PASS)
 
 
-def _numbers(compute: Compute, batch: Any, wanted: ForwardOutputs) -> Numbers:
-    found = compute(batch, wanted)
+def _numbers(compute: Compute, batch: Any, outputs: ForwardOutputs) -> Numbers:
+    found = compute(batch, outputs)
     return found.logprobs_BT, found.entropies_BT, found.right_BT

@@ -110,13 +110,13 @@ class TorchLearner:
             text = f"dropout {self._seed} {self._updates}{rank}"
             digest = hashlib.sha256(text.encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:4], "big"))
-        wanted = ForwardOutputs(
+        outputs = ForwardOutputs(
             found.needs_entropy_gradient, found.needs_accuracy, trained_only=True
         )
         seen: list[tuple[Batch, Tensor]] = []
         self._trained = (rows, seen)
         for batch in self._engine.cut(rows, self._max_tokens, gradient=True):
-            result, logprobs_BT = self._backward(batch, wanted, found, denominators)
+            result, logprobs_BT = self._backward(batch, outputs, found, denominators)
             _add(sums, result)
             seen.append((batch, logprobs_BT))
             if not self._divided:  # else all do the same in the same order, and nothing between
@@ -193,7 +193,7 @@ class TorchLearner:
 
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         """See `groupwise.core.types.Learner.predictions`."""
-        forwards = self._forwards(rows, wanted=ForwardOutputs(accuracy=True))
+        forwards = self._forwards(rows, outputs=ForwardOutputs(accuracy=True))
         logprobs = _by_row(rows, ((batch, found.logprobs_BT) for batch, found in forwards))
         right = _by_row(rows, ((batch, cast("Tensor", each.right_BT)) for batch, each in forwards))
         return [Prediction(*each) for each in zip(logprobs, right, strict=True)]
@@ -203,8 +203,8 @@ class TorchLearner:
     ) -> tuple[dict[str, float], list[tuple[float, ...]]]:
         """Return what `forward_backward` returns, and the log-probabilities of all tokens; without a gradient."""
         found = from_spec(loss)
-        wanted = ForwardOutputs(found.needs_entropy_gradient, found.needs_accuracy)
-        forwards = self._forwards(rows, wanted=wanted)
+        outputs = ForwardOutputs(found.needs_entropy_gradient, found.needs_accuracy)
+        forwards = self._forwards(rows, outputs=outputs)
         sums: dict[str, float] = {}
         for batch, forward in forwards:
             _add(sums, found.loss(token_batch(batch, forward)))
@@ -212,12 +212,12 @@ class TorchLearner:
 
     @memory_explained("computing log-probabilities")
     def _forwards(
-        self, rows: Sequence[Row], role: PolicyRole = "policy", wanted: ForwardOutputs = PLAIN
+        self, rows: Sequence[Row], role: PolicyRole = "policy", outputs: ForwardOutputs = PLAIN
     ) -> list[tuple[Batch, Forward]]:
         """Every micro-batch with its numbers, without gradient or dropout."""
         with torch.no_grad(), self._engine.acting(role, gradient=False) as compute:
             batches = self._engine.cut(rows, self._max_tokens, gradient=False)
-            found = [(batch, compute(batch, wanted)) for batch in batches]
+            found = [(batch, compute(batch, outputs)) for batch in batches]
             self._engine.keep_step(role, gradient=False)
             return found
 
@@ -261,11 +261,11 @@ class TorchLearner:
 
     @memory_explained("learning")
     def _backward(
-        self, batch: Batch, wanted: ForwardOutputs, loss: Loss, denominators: Mapping[str, float]
+        self, batch: Batch, outputs: ForwardOutputs, loss: Loss, denominators: Mapping[str, float]
     ) -> tuple[LossResult, Tensor]:
         """Add the gradient of a micro-batch's loss; returns its sums, and the log-probabilities that they are made of."""
         with self._engine.acting("policy", gradient=True) as compute:
-            forward = compute(batch, wanted)
+            forward = compute(batch, outputs)
             result = loss.loss(token_batch(batch, forward))
             total = sum(
                 value / denominators[name]

@@ -74,9 +74,9 @@ def _from_hub(model: ModelConfig) -> Path:
             f"model.adapter is {model.adapter!r}; a revision has a key of its own here. Write model.adapter={name} and "
             f"model.adapter_revision={revision or 'main'}."
         )
-    wanted = f"{name}@{model.adapter_revision}" if model.adapter_revision else name
+    reference = f"{name}@{model.adapter_revision}" if model.adapter_revision else name
     try:
-        return _fetched_once(wanted)
+        return _fetched_once(reference)
     except ModelError as error:
         raise ModelError(
             f"model.adapter: there is no folder {name!r} (looked in {Path.cwd()}).\nAs a hub id: {error}"
@@ -111,12 +111,12 @@ def check_adapter(
         fresh = new_lora_config(lora)
         if adapted.config.exclude_modules:
             leave_out_pictures(model, fresh)
-        asked, stored = set(hollow_adapter(model, fresh).layers), set(adapted.layers)
+        expected_layers, stored = set(hollow_adapter(model, fresh).layers), set(adapted.layers)
         different = [
             f"lora.target_modules {verb} {len(layers)} layers that the adapter {fact} ({', '.join(sorted(layers)[:3])} …)"
             for verb, fact, layers in (
-                ("names", "leaves alone", asked - stored),
-                ("leaves out", "has", stored - asked),
+                ("names", "leaves alone", expected_layers - stored),
+                ("leaves out", "has", stored - expected_layers),
             )
             if layers
         ]

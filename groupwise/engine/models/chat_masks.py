@@ -69,10 +69,10 @@ def mask_turns(
     rows: list[Masked] = []
     marked = MARKS.search(template_of(tokenizer, chat))
     for turn in turns if marked else [turn for turn in turns if turn] or turns:
-        begun = (prefills or {}).get(turn)
+        prefill = (prefills or {}).get(turn)
         row = (
-            _rest_of_turn(tokenizer, chat, turn, begun)
-            if begun
+            _rest_of_turn(tokenizer, chat, turn, prefill)
+            if prefill
             else _mask_turn(tokenizer, chat, turn)
         )
         if rows and row.ids[: len(rows[-1].ids)] == rows[-1].ids:
@@ -139,29 +139,29 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
         header = header_of(tokenizer, replace(chat, messages=chat.messages[:turn])) or ""
         before += header if header.strip() and whole.startswith(before + header) else ""
     opening = text_ids(tokenizer, before)
-    said = _tail(tokenizer, before, opening, whole)
+    turn_text = _tail(tokenizer, before, opening, whole)
     stripped = _without_space_after_end(tokenizer, whole)
-    closed = said if stripped == whole else _tail(tokenizer, before, opening, stripped)
-    end = len(closed) if said[: len(closed)] == closed else len(said)
-    mask = (0,) * len(opening) + (1,) * end + (0,) * (len(said) - end)
-    return Masked(opening + said, mask, ends=_count_end(tokenizer, said[:end]))
+    closed = turn_text if stripped == whole else _tail(tokenizer, before, opening, stripped)
+    end = len(closed) if turn_text[: len(closed)] == closed else len(turn_text)
+    mask = (0,) * len(opening) + (1,) * end + (0,) * (len(turn_text) - end)
+    return Masked(opening + turn_text, mask, ends=_count_end(tokenizer, turn_text[:end]))
 
 
-def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
+def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, prefill: str) -> Masked:
     """The conversation up to one assistant turn, trained behind its first words, with the end that the template gives to a turn."""
-    asked = [*chat.messages[:turn], {"role": "assistant", "content": begun}]
-    before = prompt_text(tokenizer, replace(chat, messages=asked))
-    said = chat.messages[turn]
-    if said.keys() & REASONING:
+    messages = [*chat.messages[:turn], {"role": "assistant", "content": prefill}]
+    before = prompt_text(tokenizer, replace(chat, messages=messages))
+    message = chat.messages[turn]
+    if message.keys() & REASONING:
         raise Refused(
             "the prompt begins a turn whose reasoning is given apart, so which words come first cannot be told. Write the reasoning into "
             "the completion."
         )
-    probe = [*chat.messages[:turn], {**said, "content": PROBE}]
+    probe = [*chat.messages[:turn], {**message, "content": PROBE}]
     _, found, end = render(tokenizer, replace(chat, messages=probe), ask=False).rpartition(PROBE)
     if not found:
         raise Refused(f"the chat template does not write what message {turn} (assistant) says.")
-    whole = before + break_control_tokens(tokenizer, said["content"].removeprefix(begun)) + end
+    whole = before + break_control_tokens(tokenizer, message["content"].removeprefix(prefill)) + end
     opening = text_ids(tokenizer, before)
     after = _tail(tokenizer, before, opening, _without_space_after_end(tokenizer, whole))
     return Masked(

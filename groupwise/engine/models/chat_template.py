@@ -74,21 +74,21 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
     """A conversation up to the point where the model continues it. Raises TaskError if the template refuses it."""
     if not chat.messages or chat.messages[-1].get("role") != "assistant":
         return render(tokenizer, chat, ask=True)
-    *before, begun = chat.messages
+    *before, unfinished = chat.messages
     if not before:
         raise Refused(
             "The prompt is one message of the assistant: nothing is asked before the assistant speaks. Put a message of the user before it."
         )
-    words = begun.get("content")
-    if not isinstance(words, str) or not words or begun.get("tool_calls"):
+    words = unfinished.get("content")
+    if not isinstance(words, str) or not words or unfinished.get("tool_calls"):
         raise TaskError(
             "The prompt ends with a message of the assistant that has no text or calls tools, so it cannot be continued. Let it "
             "end with the text that the answer begins with, or leave that message out."
         )
-    asked = Chat(before, chat.tools, chat.template_kwargs)
-    opening = render(tokenizer, asked, ask=True)
-    if opening == render(tokenizer, asked, ask=False):
-        header = header_of(tokenizer, asked)
+    earlier = Chat(before, chat.tools, chat.template_kwargs)
+    opening = render(tokenizer, earlier, ask=True)
+    if opening == render(tokenizer, earlier, ask=False):
+        header = header_of(tokenizer, earlier)
         if header is None:
             raise TaskError(
                 "The prompt ends with a message of the assistant, but the model's chat template does not show where the assistant's words "
@@ -165,9 +165,9 @@ def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
 def header_of(tokenizer: Any, chat: Chat) -> str | None:
     """The text that the template writes between a conversation and the assistant's next words; None if that cannot be determined."""
     with suppress(TaskError):
-        said = [*chat.messages, {"role": "assistant", "content": PROBE}]
+        messages = [*chat.messages, {"role": "assistant", "content": PROBE}]
         bare = render(tokenizer, chat, ask=False)
-        answered = render(tokenizer, Chat(said, chat.tools, chat.template_kwargs), ask=False)
+        answered = render(tokenizer, Chat(messages, chat.tools, chat.template_kwargs), ask=False)
         header, found, _ = answered.removeprefix(bare).partition(PROBE)
         return header if found and answered.startswith(bare) else None
     return None

@@ -110,33 +110,33 @@ def read_decoder(config: ModelConfig) -> DecoderShapes | None:
     return _shapes(said) if isinstance(said, dict) and not _is_unusual(said) else None
 
 
-def _is_unusual(said: Mapping[str, Any]) -> bool:
+def _is_unusual(config: Mapping[str, Any]) -> bool:
     """True if transformers might build another model from it than `_shapes` counts."""
-    family = said.get("model_type")
-    if family not in FAMILIES or any(not _is_count(said.get(key)) for key in WHOLE_NUMBERS):
+    family = config.get("model_type")
+    if family not in FAMILIES or any(not _is_count(config.get(key)) for key in WHOLE_NUMBERS):
         return True
-    heads, padding = said["num_attention_heads"], said.get("pad_token_id")
-    types, size = said.get("layer_types"), said.get("head_dim")
+    heads, padding = config["num_attention_heads"], config.get("pad_token_id")
+    types, size = config.get("layer_types"), config.get("head_dim")
     if size is None and family != "qwen3":
-        size = said["hidden_size"] // heads
+        size = config["hidden_size"] // heads
     if family == "mistral":
-        sees_all = "sliding_window" in said and said["sliding_window"] is None and types is None
+        sees_all = "sliding_window" in config and config["sliding_window"] is None and types is None
     else:
-        full = ["full_attention"] * said["num_hidden_layers"]
-        sees_all = types in (None, full) and said.get("use_sliding_window", False) is False
+        full = ["full_attention"] * config["num_hidden_layers"]
+        sees_all = types in (None, full) and config.get("use_sliding_window", False) is False
     return not (
         sees_all
-        and said.get("hidden_act") == "silu"
-        and isinstance(said.get("tie_word_embeddings"), bool)
-        and all(isinstance(said.get(key, False), bool) for key in ("attention_bias", "mlp_bias"))
-        and said["hidden_size"] % heads == heads % said["num_key_value_heads"] == 0
+        and config.get("hidden_act") == "silu"
+        and isinstance(config.get("tie_word_embeddings"), bool)
+        and all(isinstance(config.get(key, False), bool) for key in ("attention_bias", "mlp_bias"))
+        and config["hidden_size"] % heads == heads % config["num_key_value_heads"] == 0
         and (_is_count(size) and size % 2 == 0)
-        and (padding is None or (type(padding) is int and 0 <= padding < said["vocab_size"]))
-        and said.get("torch_dtype", "float32") in ("float32", "bfloat16", "float16")
-        and said.get("dtype", "float32") in ("float32", "bfloat16", "float16")
-        and not {"dtype", "torch_dtype"} <= said.keys()
-        and all(said.get(key) is None for key in UNUSUAL)
-        and _turns_plainly(said)
+        and (padding is None or (type(padding) is int and 0 <= padding < config["vocab_size"]))
+        and config.get("torch_dtype", "float32") in ("float32", "bfloat16", "float16")
+        and config.get("dtype", "float32") in ("float32", "bfloat16", "float16")
+        and not {"dtype", "torch_dtype"} <= config.keys()
+        and all(config.get(key) is None for key in UNUSUAL)
+        and _turns_plainly(config)
     )
 
 
@@ -144,9 +144,11 @@ def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and value > 0
 
 
-def _turns_plainly(said: Mapping[str, Any]) -> bool:
+def _turns_plainly(config: Mapping[str, Any]) -> bool:
     """True if rotary positions are not configured or are one of `ROTATIONS`, under the key of older or newer files."""
-    given = [said[key] for key in ("rope_scaling", "rope_parameters") if said.get(key) is not None]
+    given = [
+        config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key) is not None
+    ]
     if not given:
         return True
     if len(given) > 1 or not isinstance(given[0], dict):
@@ -156,17 +158,17 @@ def _turns_plainly(said: Mapping[str, Any]) -> bool:
     return isinstance(kind, str) and numbers == ROTATIONS.get(kind)
 
 
-def _shapes(said: Mapping[str, Any]) -> DecoderShapes:
-    family, hidden, inner = said["model_type"], said["hidden_size"], said["intermediate_size"]
-    layers, heads = said["num_hidden_layers"], said["num_attention_heads"]
+def _shapes(config: Mapping[str, Any]) -> DecoderShapes:
+    family, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     sizes = Sizes(
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=said["num_key_value_heads"],
-        head_size=said.get("head_dim") or hidden // heads,
+        kv_heads=config["num_key_value_heads"],
+        head_size=config.get("head_dim") or hidden // heads,
         inner=inner,
-        vocabulary=said["vocab_size"],
+        vocabulary=config["vocab_size"],
     )
     of_a_layer = {
         "self_attn.q_proj": (hidden, sizes.queries),
@@ -178,23 +180,23 @@ def _shapes(said: Mapping[str, Any]) -> DecoderShapes:
         "mlp.down_proj": (inner, hidden),
     }
     biased: tuple[str, ...] = ATTENTION[:3] if family == "qwen2" else ()
-    if family in ("llama", "qwen3") and said.get("attention_bias"):
+    if family in ("llama", "qwen3") and config.get("attention_bias"):
         biased += ATTENTION
-    if family == "llama" and said.get("mlp_bias"):
+    if family == "llama" and config.get("mlp_bias"):
         biased += MLP
     biases = sum(
         outputs for path, (_, outputs) in of_a_layer.items() if path.partition(".")[2] in biased
     )
     norms = 2 * hidden + (2 * sizes.head_size if family == "qwen3" else 0)
-    tables = 1 if said["tie_word_embeddings"] else 2
+    tables = 1 if config["tie_word_embeddings"] else 2
     return DecoderShapes(
         sizes=sizes,
-        longest=said["max_position_embeddings"],
+        longest=config["max_position_embeddings"],
         linear={
             f"model.layers.{index}.{path}": shape
             for index in range(layers)
             for path, shape in of_a_layer.items()
         },
         others=tables * sizes.vocabulary * hidden + hidden + layers * (norms + biases),
-        in_bfloat16=said.get("dtype", said.get("torch_dtype")) == "bfloat16",
+        in_bfloat16=config.get("dtype", config.get("torch_dtype")) == "bfloat16",
     )

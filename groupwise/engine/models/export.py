@@ -62,10 +62,10 @@ def write_merged(
         check_adapter(merged, LoraConfig(), "the adapter")  # peft warns of what `_untie` sees to
     base = load_model(model, "float32")
     format = _format(read_model_config(model), dtype)
-    kept = _add(base, adapter, format)
-    if kept < keeping:
-        format, kept = torch.float32, 1.0
-    return replace(_write(base, format, into), kept=kept)
+    tensors = _add(base, adapter, format)
+    if tensors < keeping:
+        format, tensors = torch.float32, 1.0
+    return replace(_write(base, format, into), kept=tensors)
 
 
 def write_whole(weights: Path, into: Path, dtype: ExportDtype = "auto") -> Written:

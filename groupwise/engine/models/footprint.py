@@ -267,8 +267,8 @@ def rooms(tokens: int) -> tuple[int, int]:
 def native_cache(sizes: Sizes, size: int, decoding: Decoding) -> int:
     """Bytes on a processor: keys in float32, values in rows of whole vectors. Those of own tokens exist twice while the cache grows."""
     per_token = sizes.kv_heads * (sizes.head_size * FLOAT + multiple(sizes.head_size, LANES) * size)
-    written = decoding.completion - 1  # nothing follows the last one
-    own = multiple(decoding.slots, ROWS) * sum(rooms(written))
+    tokens = decoding.completion - 1  # nothing follows the last one
+    own = multiple(decoding.slots, ROWS) * sum(rooms(tokens))
     prompts = decoding.prompts * multiple(decoding.prompt, STRETCH)
     return sizes.layers * per_token * (own + prompts)
 

@@ -35,12 +35,14 @@ def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTra
         # Transformers fills missing and mismatched tensors with random numbers.
         gaps = [*sorted(report["missing_keys"])]
         gaps += [
-            f"{key} (stored as {tuple(stored)}, the config says {tuple(wanted)})"
-            for key, stored, wanted in sorted(report["mismatched_keys"])
+            f"{key} (stored as {tuple(stored)}, the config says {tuple(expected)})"
+            for key, stored, expected in sorted(report["mismatched_keys"])
         ]
         if gaps:
-            shown = ", ".join(gaps[:4]) + (", …" if len(gaps) > 4 else "")
-            raise ValueError(f"{len(gaps)} of its tensors are missing or of another shape: {shown}")
+            listed = ", ".join(gaps[:4]) + (", …" if len(gaps) > 4 else "")
+            raise ValueError(
+                f"{len(gaps)} of its tensors are missing or of another shape: {listed}"
+            )
     model.requires_grad_(False)
     cast("nn.Module", model).to(device)  # in place, as modules do
     return model.eval()

@@ -224,9 +224,13 @@ class AdaptedModel:
                 path for path, each in changed.items() if not isinstance(each, ExactLoraLinear)
             ]
             targets = config.target_modules
-            asked = [] if targets is None or isinstance(targets, str) else sorted(targets)
+            targets_given = [] if targets is None or isinstance(targets, str) else sorted(targets)
             paths = [f".{path}" for path in changed if path not in others]
-            idle = [each for each in asked if not any(path.endswith(f".{each}") for path in paths)]
+            idle = [
+                each
+                for each in targets_given
+                if not any(path.endswith(f".{each}") for path in paths)
+            ]
             if others or idle or not paths:  # not plain linear, or silently ignored by peft
                 wrong = ", ".join(others[:4] or idle) or "none was found"
                 raise ValueError(f"an adapter needs linear layers ({wrong})")

@@ -35,8 +35,8 @@ def prompt_ids(
         ids = text_ids(tokenizer, prompt)
         first: int | None = tokenizer.bos_token_id
         if first is not None and ids[:1] != (first,):
-            wanted = tokenizer("")["input_ids"][:1] == [first]
-            ids = (first, *ids) if wanted else ids
+            adds_first = tokenizer("")["input_ids"][:1] == [first]
+            ids = (first, *ids) if adds_first else ids
     else:
         chat = Chat(prompt, tools, template_kwargs or {})
         text = prompt_text(tokenizer, chat)

@@ -77,11 +77,11 @@ def _as_text(message: Message) -> Message:
     if not calls:
         return message
     functions = [call.get("function", call) for call in calls]
-    written = [
+    calls_text = [
         f"<tool_call>\n{_json({'name': each['name'], 'arguments': each.get('arguments', {})})}\n</tool_call>"
         for each in functions
     ]
-    content = "\n".join(filter(None, [message.get("content"), *written]))
+    content = "\n".join(filter(None, [message.get("content"), *calls_text]))
     return {
         **{key: value for key, value in message.items() if key != "tool_calls"},
         "content": content,

@@ -121,8 +121,8 @@ class SlotEngine:
     def begin(self, prompt: Prompt) -> Row:
         """See `Engine.begin`."""
         assert isinstance(prompt, CachedPrompt)
-        taken = {row.place for row in self.rows}
-        row = Row(prompt, place=next(n for n in range(self._slots) if n not in taken))
+        occupied = {row.place for row in self.rows}
+        row = Row(prompt, place=next(n for n in range(self._slots) if n not in occupied))
         assert row.place is not None
         self._cache.place(row.place, prompt.cache)
         self.rows.append(row)

@@ -219,8 +219,8 @@ class EngineCore:
         self._scope.callback(release)
         weights = start_to_keep(point) if point is not None else adapter
         if weights is not None:
-            kept = keep_start(folder, prepared.loaded, Path(weights))
-            prepared = replace(prepared, loaded=kept)
+            start = keep_start(folder, prepared.loaded, Path(weights))
+            prepared = replace(prepared, loaded=start)
         if prepared.config.run.keep_tokens:
             folder.keep_tokenizer(prepared.tokenizer.save_pretrained)
         return folder, prepared
@@ -268,9 +268,9 @@ class EngineCore:
         finally:
             run.gate.leave()
         check_served(policy, group)
-        written = sum(rollout.written for rollout in group.rollouts)
-        self._sampled_tokens += written
-        self._fresh_tokens += written
+        tokens = sum(rollout.written for rollout in group.rollouts)
+        self._sampled_tokens += tokens
+        self._fresh_tokens += tokens
         if not isinstance(order.prompt, str):
             group = replace(group, prompt_seen=rendered(run.tokenizer, ids))
         return Sampled(group, step, policy.version, policy.fingerprint)
@@ -372,9 +372,9 @@ class EngineCore:
             shaped = [run.algorithm.shaped(group, run.longest_completion) for group in plan.groups]
             # What was sampled since the step before, which may be groups of later ones.
             tokens, self._fresh_tokens = self._fresh_tokens, 0
-            drawn = StepBatch(shaped, sampling=run.gate.busy(), sampled_tokens=tokens)
+            batch = StepBatch(shaped, sampling=run.gate.busy(), sampled_tokens=tokens)
             with run.taking_a_step():
-                metrics = await take_step(run, drawn, time.perf_counter(), plan.learning_rate)
+                metrics = await take_step(run, batch, time.perf_counter(), plan.learning_rate)
             if run.step % run.config.run.save_steps == 0:
                 self._save()
             self._current.progress.phase("ready")
@@ -386,8 +386,8 @@ class EngineCore:
         self._look_for_checkpoints()
 
     def _look_for_checkpoints(self) -> None:
-        kept = checkpoints.complete(self._current.run.folder.checkpoints)
-        self._oldest = kept[0].step if kept else 0
+        found_checkpoints = checkpoints.complete(self._current.run.folder.checkpoints)
+        self._oldest = found_checkpoints[0].step if found_checkpoints else 0
 
     async def metrics_of(self, step: int) -> Mapping[str, float]:
         """See `Engine.metrics_of`."""

@@ -193,11 +193,11 @@ def _complete(transaction: Transaction, run: str, row: GroupRow) -> GroupRow:
     """Reward the group with what its members have; those without have failed."""
     found = _rewards(transaction, row.id)
     rewards = tuple(found[place][0] if place in found else None for place in range(row.members))
-    held = any(include == "hold" for _, include in found.values())
-    include: Include = "hold" if held else "next"
+    is_held = any(include == "hold" for _, include in found.values())
+    include: Include = "hold" if is_held else "next"
     answer = {
         "model_version": [row.run, row.sampled_step],
-        "status": "held" if held else "accepted",
+        "status": "held" if is_held else "accepted",
     }
     accept_rewards(transaction, run, Post(row.id, rewards, answer, include))
     return read_group(transaction, row.id)

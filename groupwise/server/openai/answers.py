@@ -78,8 +78,10 @@ def _about(kind: Kind, completed: Completed) -> dict[str, Any]:
 
 
 def _usage(completed: Completed) -> Usage:
-    prompt, written = completed.prompt_tokens, completed.completion_tokens
-    return Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)
+    prompt, completion = completed.prompt_tokens, completed.completion_tokens
+    return Usage(
+        prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion
+    )
 
 
 def _calls(id: str, place: int, each: Written) -> list[ToolCallData]:
@@ -146,12 +148,12 @@ class Pieces:
         """How each choice ended, and that everything has."""
         about = _about(self._kind, completed)
         for place, each in enumerate(completed.choices):
-            shown = _chat_logprobs(each) if self._kind == "chat" else _text_logprobs(each)
+            logprobs = _chat_logprobs(each) if self._kind == "chat" else _text_logprobs(each)
             ended = {
                 **self._choice(place, ""),
                 "finish_reason": each.finish_reason,
                 "token_ids": each.token_ids,
-                "logprobs": None if shown is None else shown.model_dump(),
+                "logprobs": None if logprobs is None else logprobs.model_dump(),
             }
             if self._kind == "chat":
                 ended["delta"] = {}

@@ -68,10 +68,10 @@ class Ask:
 
     def hash_with(self, size: int) -> str:
         """Hash of everything that the members of a group of this size have in common (SHA-256, hex)."""
-        asked: list[Any] = [list(self.prompts), size, asdict(self.sampling)]
+        content: list[Any] = [list(self.prompts), size, asdict(self.sampling)]
         if self.columns:
-            asked.append(dict(self.columns))
-        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+            content.append(dict(self.columns))
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def ask_of(request: ChatRequest | TextRequest, headers: StorageHeaders) -> Ask:

@@ -103,9 +103,9 @@ def _as_errors(responses: dict[str, Any]) -> dict[str, Any]:
         if MEDIA_TYPE not in response.get("content", {}):
             errors[status] = response
             continue
-        shown = str(status_of(int(status)))
-        before = errors.get(shown, {}).get("description", "")
-        errors[shown] = {
+        code = str(status_of(int(status)))
+        before = errors.get(code, {}).get("description", "")
+        errors[code] = {
             "description": f"{before}\n\n{response['description']}".strip(),
             "content": {
                 "application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}

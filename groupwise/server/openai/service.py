@@ -119,11 +119,11 @@ class OpenAIService:
         now = self._now()
         if now is None:
             return []
-        begun = await self._ledger.do(runs.read_run, now.run)
+        run_row = await self._ledger.do(runs.read_run, now.run)
         return [
             ModelData(
                 id=name,
-                created=int(begun.started_at),
+                created=int(run_row.started_at),
                 owned_by=now.run,
                 fingerprint=now.policy.fingerprint,
             )
@@ -166,7 +166,7 @@ class OpenAIService:
         """
         assert caller.answer_key is None, "a stream is not sent again"
         progress = _Progress()
-        shown = [""] * (len(ask.prompts) * ask.n)
+        texts_sent = [""] * (len(ask.prompts) * ask.n)
         work = asyncio.create_task(self._sample_and_store(ask, caller, _nothing, progress))
         begun = False
         try:
@@ -176,13 +176,13 @@ class OpenAIService:
                 if any(texts) and not begun:
                     begun = True
                     yield Begun(progress.id)
-                for piece in _news(shown, texts):
+                for piece in _news(texts_sent, texts):
                     yield piece
             completed = work.result().completed
             assert completed is not None, "it does not name itself"
             if not begun:
                 yield Begun(completed.id)
-            for piece in _news(shown, [each.text for each in completed.choices]):
+            for piece in _news(texts_sent, [each.text for each in completed.choices]):
                 yield piece
             yield completed
         finally:
@@ -272,7 +272,7 @@ class OpenAIService:
             order = SampleOrder(draw, ask.prompts[0], size, ask.sampling, columns=ask.columns)
             (sampled,) = await self._sample_orders(ask, [order], ask.n, conductor, progress)
             choices = await self._write_choices(ask, sampled.group.rollouts[: ask.n], conductor)
-            kept = await self._ledger.do(
+            stored = await self._ledger.do(
                 storing.keep_group,
                 conductor.now.run,
                 group,
@@ -282,7 +282,7 @@ class OpenAIService:
                 keeping,
             )
             await conductor.recount()
-            return kept
+            return stored
 
     async def _member(
         self, ask: Ask, gathering: Gathering, conductor: Conductor, keeping: Keeping
@@ -364,13 +364,13 @@ def _names(now: RunStatus) -> tuple[str, ...]:
     return f"{now.run}@{now.step}", LATEST
 
 
-def _news(shown: list[str], texts: Sequence[str]) -> list[Piece]:
+def _news(texts_sent: list[str], texts: Sequence[str]) -> list[Piece]:
     """The new text since `shown`, which is updated to include it."""
     pieces: list[Piece] = []
     for choice, text in enumerate(texts):
-        if len(text) > len(shown[choice]) and text.startswith(shown[choice]):
-            pieces.append(Piece(choice, text[len(shown[choice]) :]))
-            shown[choice] = text
+        if len(text) > len(texts_sent[choice]) and text.startswith(texts_sent[choice]):
+            pieces.append(Piece(choice, text[len(texts_sent[choice]) :]))
+            texts_sent[choice] = text
     return pieces
 
 

@@ -39,9 +39,9 @@ class Kept:
 
 def keep_answer(transaction: Transaction, keeping: Keeping, completed: Completed) -> Kept:
     """Completions that are not kept; only the answer is, if the request has an Idempotency-Key."""
-    kept = _store_once(transaction, keeping, lambda: completed)
-    assert kept is not None
-    return kept
+    stored = _store_once(transaction, keeping, lambda: completed)
+    assert stored is not None
+    return stored
 
 
 def keep_group(
@@ -65,9 +65,9 @@ def keep_group(
         prompt = len(sampled.group.rollouts[0].prompt_ids)
         return _completed_answer(transaction, row, member, prompt, choices)
 
-    kept = _store_once(transaction, keeping, work)
-    assert kept is not None
-    return kept
+    stored = _store_once(transaction, keeping, work)
+    assert stored is not None
+    return stored
 
 
 def next_member(

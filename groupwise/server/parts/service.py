@@ -211,8 +211,8 @@ class PartsService:
                 engine = await self._engine_to_plan()
             self._spare_until = self._clock() + self._silence
             try:
-                with self._model_description(request.described) as sent:
-                    return await self._plan_answer(engine, request, sent)
+                with self._model_description(request.described) as folder:
+                    return await self._plan_answer(engine, request, folder)
             finally:
                 # Parts may have been opened in this engine meanwhile.
                 of_parts = self._parts is not None and self._parts.engine is engine
@@ -430,7 +430,7 @@ class PartsService:
         self,
         kind: PartsKind,
         given: Mapping[str, Any],
-        sent: str | None = None,
+        described_model: str | None = None,
         adapter: str | None = None,
     ) -> dict[str, Any]:
         """The sections of the client's config that parts are made by, with models that it may have the server load."""
@@ -441,8 +441,8 @@ class PartsService:
             raise UsageError(
                 "model.trust_remote_code would run code of the model's author on the server, which it never does. Leave it out."
             )
-        if sent is not None:
-            model |= {"name": sent, "revision": None}
+        if described_model is not None:
+            model |= {"name": described_model, "revision": None}
         elif model.get("revision") is not None:
             raise UsageError(
                 "model.revision: anybody may put files on a hub under a revision, so the server loads models as its list names them. "

@@ -102,8 +102,10 @@ async def rewards(body: RewardsRequest, context: Context) -> Response:
         return rewards_answer(request, await context.service.rewards(request, context.caller))
 
     async def wait_on(before: StoredResponse) -> Any:
-        kept = rewards_of(request, before)
-        return rewards_answer(request, await context.service.rewards_trained(kept, request.timeout))
+        answer = rewards_of(request, before)
+        return rewards_answer(
+            request, await context.service.rewards_trained(answer, request.timeout)
+        )
 
     return await context.once(work, wait_on if request.wait else None)
 
@@ -115,8 +117,8 @@ async def step(body: StepRequest, context: Context) -> Response:
         return step_answer(body, await context.service.step(body, context.caller))
 
     async def wait_on(before: StoredResponse) -> Any:
-        kept = StepAnswer.model_validate_json(before.body)
-        return step_answer(body, await context.service.step_taken(kept, body.timeout))
+        answer = StepAnswer.model_validate_json(before.body)
+        return step_answer(body, await context.service.step_taken(answer, body.timeout))
 
     return await context.once(work, wait_on if body.wait else None)
 

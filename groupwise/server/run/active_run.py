@@ -89,15 +89,15 @@ class Current:
     def versions(self, row: RunRow) -> Versions:
         """Versions of a run that can be read."""
         standing = self.standing
-        named = NamedCheckpoints(self.config.folder).of_run(row.run)
+        named_checkpoints = NamedCheckpoints(self.config.folder).of_run(row.run)
         if standing is None or standing.run != row.run:
             folder = self.config.folder / row.folder
             steps, published, tokenizer = find.run_info(folder).steps, {}, row.tokenizer
         else:
             folder, tokenizer = standing.folder, Tokenizer.of(standing.opened)
             steps, published = standing.step, dict(standing.versions)
-        kept = self.tokenizer_folder(tokenizer.hash if tokenizer else "")
-        return Versions(row.run, folder, steps, published, named, kept)
+        tokenizer_folder = self.tokenizer_folder(tokenizer.hash if tokenizer else "")
+        return Versions(row.run, folder, steps, published, named_checkpoints, tokenizer_folder)
 
     def tokenizer_folder(self, tokenizer_hash: str) -> Path:
         """Folder in which a tokenizer is kept, so that it can be served without an engine."""

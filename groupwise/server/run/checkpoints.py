@@ -32,31 +32,33 @@ class Checkpoints:
         rows = await self._ledger.do(runs.list_runs)
 
         def look() -> list[CheckpointAnswer]:
-            kept = [
+            automatic = [
                 named_checkpoints.answer_of(row, each)
                 for row in rows
                 for each in self._named.automatic(row)
             ]
-            return [*kept, *self._named.listed()]
+            return [*automatic, *self._named.listed()]
 
         return CheckpointsAnswer(checkpoints=await asyncio.to_thread(look))
 
     async def save(self, name: str, caller: Caller) -> CheckpointAnswer:
         """Keep the run as it is now under a name: after the step under way, or as it was left."""
         row = self._current.any_run()
-        kept = self._named.kept_for(name, caller)  # by a server that ended before it could answer
-        if kept is None:
+        earlier = self._named.kept_for(
+            name, caller
+        )  # by a server that ended before it could answer
+        if earlier is None:
             self._named.refuse_taken(name)
-        while kept is None:
+        while earlier is None:
             path = await self._newest(row)
             try:
-                kept = await asyncio.to_thread(self._named.keep, name, path, row, caller)
+                earlier = await asyncio.to_thread(self._named.keep, name, path, row, caller)
             except (FileNotFoundError, CheckpointError):
                 if path.is_dir():
                     raise  # it was not pruned meanwhile: it is damaged
-        await self._ledger.do(ledger_operations.keep_checkpoint, kept, caller)
+        await self._ledger.do(ledger_operations.keep_checkpoint, earlier, caller)
         self._current.changed.beat()
-        return kept
+        return earlier
 
     async def _newest(self, row: RunRow) -> Path:
         """The newest state of the run, on disk."""
@@ -67,19 +69,19 @@ class Checkpoints:
             )
             await self._ledger.do(steps.note_checkpoint, row.run, saved.step)
             return Path(saved.path)
-        kept = self._named.automatic(row)
-        if not kept:
+        automatic = self._named.automatic(row)
+        if not automatic:
             raise Refusal("unknown_checkpoint", f"the run {row.run} has no checkpoint.")
-        return kept[-1].path
+        return automatic[-1].path
 
     def beginning(self, name: str, rows: Mapping[str, RunRow]) -> Beginning:
         """The checkpoint that a new run begins with: one with a name, or `run@step`. Refused as `unknown_checkpoint`."""
         found = self._named.find(name)
         run, _, step = name.rpartition("@")
         if found is None and run in rows:
-            kept = {str(each.step): each for each in self._named.automatic(rows[run])}
-            if step in kept:
-                found = Beginning(kept[step].path, rows[run].settings, run, kept[step].step)
+            by_step = {str(each.step): each for each in self._named.automatic(rows[run])}
+            if step in by_step:
+                found = Beginning(by_step[step].path, rows[run].settings, run, by_step[step].step)
         if found is not None:
             return found
         raise Refusal(

@@ -84,7 +84,7 @@ class RunStatus:
         """[run, steps done] of the policy that serves."""
         return self.run, self.step
 
-    def move_on(self, done: StepDone, kept: int) -> None:
+    def move_on(self, done: StepDone, checkpoints_kept: int) -> None:
         """A step is done; `kept` policies before the newest one keep their files."""
         now = time.monotonic()
         if self.stepped_at is not None:
@@ -94,7 +94,7 @@ class RunStatus:
         self.stepped_at = now
         self.step, self.policy, self.metrics = done.record.step + 1, done.policy, done.metrics
         self.versions[self.step] = done.policy
-        for step in [step for step in self.versions if step < self.step - kept]:
+        for step in [step for step in self.versions if step < self.step - checkpoints_kept]:
             del self.versions[step]
 
 

@@ -88,7 +88,7 @@ def keep_groups(
     caller: Caller,
 ) -> list[GroupAnswer]:
     """Groups that were sampled, and the answer about them."""
-    kept: list[GroupAnswer] = []
+    answers: list[GroupAnswer] = []
 
     def work() -> StoredResponse:
         new = [
@@ -99,13 +99,13 @@ def keep_groups(
         ]
         rows = groups.add_groups(transaction, run, new, key_id=caller.key_id, lease=lease)
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
-        kept.extend(
+        answers.extend(
             group_answer(transaction, row, each.group) for row, each in zip(rows, new, strict=True)
         )
-        return completions_answer(request, kept)
+        return completions_answer(request, answers)
 
     once(transaction, caller, work)
-    return kept
+    return answers
 
 
 def group_answer(transaction: Transaction, row: GroupRow, group: Group) -> GroupAnswer:
@@ -192,7 +192,7 @@ def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
     if record is None or (given.prompt, given.completions, given.completion_tokens) == (None,) * 3:
         return
     own = groups.echo_of(from_json(Group, record))
-    sent: dict[str, tuple[Any, Any]] = {
+    compared: dict[str, tuple[Any, Any]] = {
         "prompt": (given.echoed_prompt, own.prompt),
         "completions": (given.completions, list(own.completions)),
         "completion_tokens": (
@@ -200,8 +200,8 @@ def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
             [list(ids) for ids in own.completion_tokens or ()],
         ),
     }
-    for name, (echoed, kept) in sent.items():
-        if echoed is not None and echoed != kept:
+    for name, (echoed, stored) in compared.items():
+        if echoed is not None and echoed != stored:
             raise Refusal(
                 "echo_mismatch",
                 f"{name} of group {given.group_id} are not what the server has sampled. Leave them out, or send them as they came.",
@@ -283,12 +283,14 @@ def _step_answer(plan: PlanRow) -> StepAnswer:
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def keep_checkpoint(transaction: Transaction, kept: CheckpointAnswer, caller: Caller) -> None:
+def keep_checkpoint(transaction: Transaction, checkpoint: CheckpointAnswer, caller: Caller) -> None:
     """Record that a checkpoint exists under a name, and the answer about it."""
 
     def work() -> StoredResponse:
-        steps.note_named_checkpoint(transaction, kept.run_id, kept.step, kept.address)
-        return answer_of(kept)
+        steps.note_named_checkpoint(
+            transaction, checkpoint.run_id, checkpoint.step, checkpoint.address
+        )
+        return answer_of(checkpoint)
 
     once(transaction, caller, work)
 

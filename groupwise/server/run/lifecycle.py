@@ -251,10 +251,10 @@ def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: Start
     """A checkpoint of all weights holds no adapter, and one of an adapter nothing else. Checked before anything is loaded."""
     had_all = _merge_settings(settings, StartRequest()).trains_all
     if had_all != request.trains_all:
-        was, wanted = ("all weights", "an adapter") if had_all else ("an adapter", "all weights")
+        was, now = ("all weights", "an adapter") if had_all else ("an adapter", "all weights")
         mend = "adapter: full" if had_all else "adapter: new"
         message = (
-            f"the checkpoint {name} has {was}, and {wanted} would be trained. Give `{mend}`, or leave adapter and lora out, to go on with "
+            f"the checkpoint {name} has {was}, and {now} would be trained. Give `{mend}`, or leave adapter and lora out, to go on with "
             "it; without resume_from the training begins anew"
         )
         error = FieldError(field="adapter", message=message)

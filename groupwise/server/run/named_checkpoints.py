@@ -68,9 +68,9 @@ class NamedCheckpoints:
         def fill(folder: Path) -> None:
             for file in sorted(checkpoint.rglob("*")):
                 if file.is_file():
-                    kept = folder / file.relative_to(checkpoint)
-                    kept.parent.mkdir(parents=True, exist_ok=True)
-                    atomic_files.keep_file(file, kept)
+                    copy = folder / file.relative_to(checkpoint)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    atomic_files.keep_file(file, copy)
             facts = {"run": row.run, "step": found.step, "settings": row.settings}
             (folder / SAVED).write_text(json.dumps({**facts, "asked": _request_name(caller)}))
 

@@ -77,7 +77,7 @@ def plan_when_due(
 def plan_of_named(
     transaction: Transaction,
     run: str,
-    named: Sequence[str] | None,
+    group_ids: Sequence[str] | None,
     most: int,
     staleness: int,
     parameters: Mapping[str, Any],
@@ -90,12 +90,12 @@ def plan_of_named(
         return None
     step = next_step(transaction, run)
     _leave_behind(transaction, run, step - staleness)
-    if named is None:
+    if group_ids is None:
         rewarded = groups.groups_in(transaction, run, ("rewarded",))
-        named = [row.id for row in sorted(rewarded, key=lambda row: row.draw)][:most]
-        if not named:
+        group_ids = [row.id for row in sorted(rewarded, key=lambda row: row.draw)][:most]
+        if not group_ids:
             raise Refusal("nothing_to_train")
-    return plans.make_plan(transaction, run, step, named, parameters)
+    return plans.make_plan(transaction, run, step, group_ids, parameters)
 
 
 def _leave_behind(transaction: Transaction, run: str, sampled_before: int) -> None:

@@ -291,10 +291,10 @@ class Host:
         while True:
             if model not in self._models:
                 raise UsageError(f"There is no model {model!r}: its session has ended.")
-            held = self._models[model]
-            standing = await self._engine_with(held.spec.base)
+            model_state = self._models[model]
+            standing = await self._engine_with(model_state.spec.base)
             try:
-                await self._bring(standing, model, held)
+                await self._bring(standing, model, model_state)
                 return None if verb is None else await standing.call(verb, model, *arguments)
             except EngineLost as error:
                 losses += 1
@@ -307,14 +307,14 @@ class Host:
                 await self._take_back(standing, model)
                 raise
 
-    async def _bring(self, standing: _Standing, model: str, held: _Model) -> None:
+    async def _bring(self, standing: _Standing, model: str, model_state: _Model) -> None:
         """Have the model in this engine, as it is after all that it came to."""
-        async with held.moving:
+        async with model_state.moving:
             if model in standing.there:
                 return
-            after = -1 if held.kept is None else held.kept
+            after = -1 if model_state.kept is None else model_state.kept
             repeated = await self._ledger.do(calls.to_repeat, model, after)
-            await standing.call("create_model", model, held.spec, held.kept)
+            await standing.call("create_model", model, model_state.spec, model_state.kept)
             standing.there.add(model)
             try:
                 for kind, content in repeated:
@@ -322,7 +322,7 @@ class Host:
             except BaseException:
                 await self._take_back(standing, model)
                 raise
-        if repeated or held.kept is not None:
+        if repeated or model_state.kept is not None:
             logger.info("the model %s was made again, with %d calls", model, len(repeated))
 
     async def _take_back(self, standing: _Standing, model: str) -> None:

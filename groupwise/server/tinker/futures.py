@@ -295,7 +295,7 @@ class Futures:
         call.over.set()
         self._unfetched[call.id] = call
         self._answer_bytes += call.size
-        gone: list[str] = []
+        finished: list[str] = []
         while (
             len(self._fetched) + len(self._unfetched) > self._limits.answers
             or self._answer_bytes > self._limits.answer_bytes
@@ -308,9 +308,9 @@ class Futures:
             self._answer_bytes -= oldest.size
             del self._calls[oldest.id]
             del self._by_key[oldest.key]
-            gone.append(oldest.id)
-        if gone:
-            self._task(self._ledger.do_when_writable(calls.forget_answers, gone))
+            finished.append(oldest.id)
+        if finished:
+            self._task(self._ledger.do_when_writable(calls.forget_answers, finished))
 
 
 class CallQueue:

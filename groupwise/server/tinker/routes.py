@@ -129,8 +129,8 @@ class _Handlers:
         name = request.headers.get("x-idempotency-key") or request.headers.get("idempotency-key")
         facts: Facts | None = request.scope.get(SCOPE)
         caller = "" if facts is None or facts.caller is None else facts.caller.key_id
-        named = [name, caller, body.model_dump_json()]
-        key = hashlib.sha256(json.dumps(named).encode()).hexdigest() if name else None
+        identity = [name, caller, body.model_dump_json()]
+        key = hashlib.sha256(json.dumps(identity).encode()).hexdigest() if name else None
         session = await self._service.opened.create_session(key, caller)
         return _json_response(answers.SessionMade(session_id=session))
 

@@ -80,9 +80,9 @@ class SamplingCalls:
 
         async def work() -> Outcome:
             order = _order(body, await self._engine.base(sampler.base))
-            drawn = await self._engine.sample(weights, order)
+            result = await self._engine.sample(weights, order)
             length, last = len(order.prompt_ids), body.prompt_logprobs_last_n
-            return Outcome("answered", PROTOBUF, translate.sampled(drawn, length, last))
+            return Outcome("answered", PROTOBUF, translate.sampled(result, length, last))
 
         id = self._futures.add(key, digest, kind, content)
         self._futures.begin(id, work)

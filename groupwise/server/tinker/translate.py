@@ -203,18 +203,18 @@ def metrics(sums: Mapping[str, float]) -> dict[str, float]:
     return {"loss:sum": loss, **others}
 
 
-def sampled(drawn: VerbSampled, prompt_length: int, last: int | None) -> bytes:
+def sampled(result: VerbSampled, prompt_length: int, last: int | None) -> bytes:
     """The message `SampleResponse`; of the prompt's log-probabilities the `last` alone, where that is given."""
     classes = messages()
     message = classes.SampleResponse()
-    for completion in drawn.completions:
+    for completion in result.completions:
         sequence = message.sequences.add()
         stopped = completion.finish_reason == "stop"
         sequence.stop_reason = classes.STOP_REASON_STOP if stopped else classes.STOP_REASON_LENGTH
         sequence.tokens = struct.pack(f"<{len(completion.token_ids)}i", *completion.token_ids)
         sequence.logprobs = _float32(completion.logprobs)
-    if drawn.prompt_logprobs is not None:
-        known = [math.nan, *drawn.prompt_logprobs]
+    if result.prompt_logprobs is not None:
+        known = [math.nan, *result.prompt_logprobs]
         unasked = 0 if last is None else prompt_length - last
         message.prompt_logprobs = _float32([math.nan] * unasked + known[unasked:])
     return cast(bytes, message.SerializeToString())
@@ -292,8 +292,8 @@ def _tensor(tensors: Mapping[str, Any], name: str, length: int, where: str) -> l
         classes.DTYPE_INT32: "i",
     }
     if tensor.dtype not in formats or (name == "target_tokens" and formats[tensor.dtype] == "f"):
-        wanted = "int64" if name == "target_tokens" else "float32"
-        raise UsageError(f"{place} has a dtype that does not fit; it must be {wanted}.")
+        dtype = "int64" if name == "target_tokens" else "float32"
+        raise UsageError(f"{place} has a dtype that does not fit; it must be {dtype}.")
     values = _unpack(tensor.dense, formats[tensor.dtype], place)
     if len(values) != length:
         raise UsageError(

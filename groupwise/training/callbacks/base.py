@@ -300,8 +300,8 @@ class Callbacks:
 
     def save_was_asked(self) -> bool:
         """True if a checkpoint is wanted now; reading it clears the request."""
-        asked, self._asked.save = self._asked.save, False
-        return asked
+        save_requested, self._asked.save = self._asked.save, False
+        return save_requested
 
     @property
     def evaluation_was_asked(self) -> bool:
@@ -393,17 +393,17 @@ class Callbacks:
         """Their state after the steps done, as plain JSON."""
         return self._between_steps or self._state_now()
 
-    def load_state(self, kept: Mapping[str, Any]) -> None:
+    def load_state(self, saved: Mapping[str, Any]) -> None:
         """The inverse of `state`. What belongs to a callback that is not there any more is forgotten."""
-        states = kept.get("states", {})
+        states = saved.get("states", {})
         for member in self._members:
             if member.name in states:
                 self._call_safely(
                     member, "load_state", lambda m=member: m.callback.load_state(states[m.name])
                 )
-        self._announced = list(kept.get("told", ()))
-        self._asked.evaluate = kept.get("evaluate", False)
-        stop = kept.get("stop")
+        self._announced = list(saved.get("told", ()))
+        self._asked.evaluate = saved.get("evaluate", False)
+        stop = saved.get("stop")
         if stop and stop["by"] in self.names:
             self._asked.stop = Stop(**stop)
 
@@ -480,10 +480,10 @@ class Callbacks:
 
     def _report_failure(self, member: _Member, event: str, error: BaseException) -> None:
         """Raise if the callback is critical; otherwise warn the first time, and log it afterwards."""
-        shown = explain(error)
+        explanation = explain(error)
         if member.callback.critical:
             raise CallbackError(
-                f"The callback {member.name} failed in {event}, and it is critical, so the run ends:\n{shown}\n"
+                f"The callback {member.name} failed in {event}, and it is critical, so the run ends:\n{explanation}\n"
                 "Mend it, or remove it from the callbacks, then go on with --resume."
             ) from error
         first = not member.failures[event]
@@ -493,7 +493,7 @@ class Callbacks:
             "the callback %s failed in %s; the run goes on:\n%s",
             member.name,
             event,
-            shown,
+            explanation,
         )
 
 
@@ -517,17 +517,17 @@ def _json_state(callback: Callback) -> Any:
     """A callback's state, as a resume will return it. Raises ValueError if JSON would change it."""
     state = callback.state()
     try:
-        kept = json.loads(json.dumps(state, allow_nan=False))
+        copied = json.loads(json.dumps(state, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"its state cannot be kept, because it is not plain JSON: {error}"
         ) from error
-    if kept != state:
+    if copied != state:
         raise ValueError(
             "its state cannot be kept, because it comes back from JSON as another one: return lists for tuples, and text for "
             "keys that are numbers"
         )
-    return kept
+    return copied
 
 
 def _copy_groups(groups: Sequence[Group]) -> tuple[Group, ...]:

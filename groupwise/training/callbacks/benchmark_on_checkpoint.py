@@ -142,14 +142,14 @@ class BenchmarkOnCheckpoint(Callback):
         }
         answering = {key: value for key, value in given.items() if value is not None}
         if suites:
-            wanted = _checked_suites(suites, serve, {"model": model or "policy", **answering})
+            checked = _checked_suites(suites, serve, {"model": model or "policy", **answering})
             limits = {"endpoint_model": model, "time_limit": time_limit}
-            self.command = _evaluation_by_suites(wanted, {**limits, **answering})
+            self.command = _evaluation_by_suites(checked, {**limits, **answering})
             self._verbatim = ("--serve", shlex.join(serve))
             if program:
                 self._verbatim += ("--program", shlex.join(program))
             self._program = program
-            self.time_limit = time_limit * (1 + len(wanted))
+            self.time_limit = time_limit * (1 + len(checked))
         elif serve or program or model or answering:
             raise ValueError(
                 "`serve`, `model`, `program` and what says how questions are answered belong to `suites`; say it in the command or "
@@ -225,14 +225,14 @@ class BenchmarkOnCheckpoint(Callback):
             each.family.end()
 
     def _wait(self, run: RunHandle) -> None:
-        said: float | None = None
+        last_notice: float | None = None
         while (self._waiting or self._started) and not run.interrupted:
-            if said is None or time.monotonic() - said >= REMINDER:
-                again = "" if said is None else "still "
+            if last_notice is None or time.monotonic() - last_notice >= REMINDER:
+                again = "" if last_notice is None else "still "
                 run.say(
                     f"{again}waiting for {self.label}: {self._unfinished_steps()}. Ctrl-C leaves that to --resume"
                 )
-                said = time.monotonic()
+                last_notice = time.monotonic()
             self._poll(run)
             time.sleep(POLL_INTERVAL)
 
@@ -260,13 +260,16 @@ class BenchmarkOnCheckpoint(Callback):
     def _start(self, run: RunHandle, step: int) -> None:
         place = self._place(run, step)
         output = place / f"result-{uuid4().hex}.json"
-        named = {
+        placeholders = {
             "{policy}": str(place / FILES),
             "{output}": str(output),
             "{step}": str(step),
             "{run}": run.name,
         }
-        words = [*(_fill_placeholders(word, named) for word in self.command), *self._verbatim]
+        words = [
+            *(_fill_placeholders(word, placeholders) for word in self.command),
+            *self._verbatim,
+        ]
         log, here = place / LOG, Path.cwd()
         family = Family(words, folder=here, log=log, environment={}, niceness=NICENESS)
         logger.info("%s of step-%d begins", self.label, step)
@@ -309,8 +312,8 @@ class BenchmarkOnCheckpoint(Callback):
     def _record(self, run: RunHandle, step: int, found: Mapping[str, Any]) -> None:
         policy, metrics = f"{run.name}@{step}", _metrics(found)
         run.record_evaluation(EvaluationRecord(step, self.label, policy, metrics))
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:4])
-        run.say(f"{self.label} of step-{step}: {shown}")
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:4])
+        run.say(f"{self.label} of step-{step}: {numbers}")
 
     def _result(self, run: RunHandle, step: int, weights: str) -> dict[str, Any] | None:
         """The stored result for these weights, if there is one."""
@@ -358,8 +361,8 @@ def _checked_suites(
 
     with _usage_as_value_error():
         check_words(serve)
-        asked = Asking(base_url="", **asking)
-        return chosen_suites(suites, asked.samples)
+        questions = Asking(base_url="", **asking)
+        return chosen_suites(suites, questions.samples)
 
 
 @contextmanager
@@ -373,7 +376,7 @@ def _usage_as_value_error() -> Generator[None]:
 
 def _evaluation_by_suites(suites: tuple[str, ...], given: Mapping[str, object]) -> tuple[str, ...]:
     """The command that asks suites; options that are None are left to `groupwise eval`."""
-    named = [word for suite in suites for word in ("--suite", suite)]
+    suite_options = [word for suite in suites for word in ("--suite", suite)]
     options = [
         word
         for key, value in given.items()
@@ -381,7 +384,7 @@ def _evaluation_by_suites(suites: tuple[str, ...], given: Mapping[str, object]) 
         for word in (OPTIONS.get(key, f"--{key.replace('_', '-')}"), str(value))
     ]
     return (
-        *(sys.executable, "-P", "-m", "groupwise", "eval", *named, *options),
+        *(sys.executable, "-P", "-m", "groupwise", "eval", *suite_options, *options),
         *("--policy", "{policy}", "--output", "{output}"),
     )
 

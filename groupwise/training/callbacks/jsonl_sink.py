@@ -40,10 +40,10 @@ class JsonlSink:
     def begin(self, run: Reported) -> int:
         """Keep the whole lines of the steps done."""
         self._folder = run.folder
-        held = _truncate(run.folder / METRICS, run.steps)
-        _truncate(run.folder / COMPLETIONS, held)
-        _truncate(run.folder / EVALUATIONS, held, KNOWN_AFTER)
-        return held
+        steps_written = _truncate(run.folder / METRICS, run.steps)
+        _truncate(run.folder / COMPLETIONS, steps_written)
+        _truncate(run.folder / EVALUATIONS, steps_written, KNOWN_AFTER)
+        return steps_written
 
     def line(self, line: MetricsRow) -> None:
         """Write rollouts and findings first: they count only once the line of metrics follows."""
@@ -72,18 +72,18 @@ def _encode_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 def _truncate(file: Path, last: int, key: str = "step") -> int:
     """Cut off torn lines and those after `last` steps; `key` holds the steps of a line. Returns the steps of the last line that is left."""
-    held, size = NOTHING, 0
+    steps_written, size = NOTHING, 0
     if not file.exists():
-        return held
+        return steps_written
     with file.open("rb") as lines:
         for line in lines:
             steps = _steps(line, key)
-            if steps is None or not held <= steps <= last:
+            if steps is None or not steps_written <= steps <= last:
                 break
-            held, size = steps, size + len(line)
+            steps_written, size = steps, size + len(line)
     if size < file.stat().st_size:
         atomic_files.cut(file, size)
-    return held
+    return steps_written
 
 
 def _steps(line: bytes, key: str) -> int | None:

@@ -97,7 +97,7 @@ class MlflowSink:
             self._tag = f"groupwise.{run.id}"
             found = self._find_run(run)
             self._run_id = found.info.run_id
-            held = int(found.data.tags.get(self._tag, NOTHING))
+            steps_written = int(found.data.tags.get(self._tag, NOTHING))
             if self._tag in found.data.tags:
                 self._reached = {point.key: point.step for point in found.data.to_proto().metrics}
             # A param cannot be changed: what a resume changed is in the file only.
@@ -110,17 +110,17 @@ class MlflowSink:
             self._client.log_batch(self._run_id, params=params)
             self._keep("config.json", json.dumps(config, indent=2, ensure_ascii=False))
         logger.info("mlflow has it as the run %s", self._run_id)
-        return held
+        return steps_written
 
     def line(self, line: MetricsRow) -> None:
         """Send the metrics and the table, then set the tag that says so."""
         with _client_settings(PATIENTLY):
             point = import_module("mlflow.entities").Metric
             at = round(1000 * line.finished_at)
-            named = [(_name(name), value) for name, value in line.values.items()]
+            metrics = [(_name(name), value) for name, value in line.values.items()]
             points = [
                 point(name, value, at, line.steps)
-                for name, value in named
+                for name, value in metrics
                 if self._reached.get(name) != line.steps
             ]
             points += [
@@ -244,8 +244,8 @@ def _experiment_name(config: View) -> str:
 
 def _experiment(client: Any, config: View) -> str | None:
     """The id of the experiment; None if it is to be made."""
-    named = config["run"]["mlflow_experiment"] or os.environ.get("MLFLOW_EXPERIMENT_NAME")
-    if not named and (given := os.environ.get("MLFLOW_EXPERIMENT_ID")):
+    name = config["run"]["mlflow_experiment"] or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    if not name and (given := os.environ.get("MLFLOW_EXPERIMENT_ID")):
         found = client.get_experiment(given)
     else:
         found = client.get_experiment_by_name(_experiment_name(config))

@@ -67,9 +67,9 @@ def configured_callbacks(
         given = config["run"].get("report_to", ())
         sinks = [given] if isinstance(given, str) else given
         names = dict.fromkeys(word for word in sinks if word != "none")
-        shown = tuple(word for word in names if word != PARQUET)
-        if shown:
-            found.append((NAME, _check_callback(Reporting(shown), config, NAME)))
+        listed = tuple(word for word in names if word != PARQUET)
+        if listed:
+            found.append((NAME, _check_callback(Reporting(listed), config, NAME)))
         if PARQUET in names:
             found.append((PARQUET, _check_callback(ParquetRecord(), config, NAME)))
     except TaskError as error:
@@ -115,11 +115,11 @@ def _build_entry(entry: str | Mapping[str, Any], config: View) -> Named:
     return name if announced else _kind(found).__name__, _check_callback(made, config, name)
 
 
-def _refuse_equal_claims(named: Sequence[Named]) -> None:
+def _refuse_equal_claims(callbacks: Sequence[Named]) -> None:
     """Raise TaskError if the last callback claims the same thing as one before it."""
-    name, callback = named[-1]
+    name, callback = callbacks[-1]
     claim = callback.claim()
-    for other, each in named[:-1]:
+    for other, each in callbacks[:-1]:
         if claim is not None and each.claim() == claim:
             raise TaskError(
                 f"{name}: {claim} cannot be had by two callbacks, and {other} before it has it already. Leave one out, or give it "

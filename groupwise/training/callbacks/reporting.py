@@ -99,9 +99,9 @@ class Reporting(Callback):
             _began_at(run),
         )
         for name, sink in list(self._sinks.items()):
-            held = self._call_or_drop(name, lambda sink=sink: sink.begin(reported))
-            if held is not None:
-                self._held[name] = held
+            steps_sent = self._call_or_drop(name, lambda sink=sink: sink.begin(reported))
+            if steps_sent is not None:
+                self._held[name] = steps_sent
         self._sent = _sent_before(run.folder, self._held)
         if not self._sinks:
             return
@@ -198,14 +198,21 @@ class Reporting(Callback):
     def _with_table(self, run: RunHandle, line: MetricsRow) -> MetricsRow:
         """Add the rollouts of the step, if the config shows them."""
         section = run.config["run"]
-        shown = section["num_completions_to_print"] if WITH_TABLES & self._sinks.keys() else 0
-        if not shown or run.kind != "rl" or line.steps % section["logging_steps"] or not line.steps:
+        rows_to_show = (
+            section["num_completions_to_print"] if WITH_TABLES & self._sinks.keys() else 0
+        )
+        if (
+            not rows_to_show
+            or run.kind != "rl"
+            or line.steps % section["logging_steps"]
+            or not line.steps
+        ):
             return line
         with _record(run) as store:
             found = store.rollouts(RolloutFilter(step=line.steps - 1, limit=sys.maxsize))
         if section["log_unique_prompts"]:
             found = list({view.prompt: view for view in reversed(found)}.values())[::-1]
-        return replace(line, table=[_row(view) for view in found[:shown]])
+        return replace(line, table=[_row(view) for view in found[:rows_to_show]])
 
 
 class ParquetRecord(Callback):
@@ -244,12 +251,12 @@ def _began_at(run: RunHandle) -> float:
         return store.get_meta().get("created_at") or time.time()
 
 
-def _sent_before(folder: Path, held: Mapping[str, int]) -> dict[str, dict[str, int]]:
+def _sent_before(folder: Path, steps_held: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """The findings that each sink holds, given the last line that it holds."""
     noted: dict[str, dict[str, int]] = json.loads((folder / IDENTITY).read_bytes()).get(SENT, {})
     return {
         name: {key: line for key, line in noted.get(name, {}).items() if line <= last}
-        for name, last in held.items()
+        for name, last in steps_held.items()
     }
 
 

@@ -41,9 +41,9 @@ class SuccessCache(Callback):
 
     def on_groups(self, run: RunHandle, groups: Sequence[Group], rejected: Sequence[Group]) -> None:
         """Choose the prompts that were solved."""
-        drawn = (*groups, *rejected)
-        if text := self._sought.missing(drawn):
+        all_groups = (*groups, *rejected)
+        if text := self._sought.missing(all_groups):
             run.say(text)
         run.keep_for_replay(
-            group.draw for group in drawn if successes(group, self.threshold, self.part)[0]
+            group.draw for group in all_groups if successes(group, self.threshold, self.part)[0]
         )

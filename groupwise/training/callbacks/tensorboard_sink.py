@@ -44,15 +44,15 @@ class TensorBoardSink:
         self._event = messages.Event
         self._writer = writing.EventFileWriter(str(folder))
         # A running tensorboard shows the old curves: a session that starts at 0 makes it drop them.
-        begun = messages.SessionLog(status=messages.SessionLog.START)
-        self._writer.add_event(messages.Event(step=0, session_log=begun))
+        session_log = messages.SessionLog(status=messages.SessionLog.START)
+        self._writer.add_event(messages.Event(step=0, session_log=session_log))
         config = json.dumps(run.config.to_dict(), indent=2, ensure_ascii=False)
         event = messages.Event(step=0)
-        shown = event.summary.value.add(tag="config/text_summary")
-        shown.metadata.plugin_data.plugin_name = "text"
-        shown.tensor.dtype = STRING
-        shown.tensor.tensor_shape.dim.add(size=1)
-        shown.tensor.string_val.append(f"```json\n{config}\n```".encode())
+        summary = event.summary.value.add(tag="config/text_summary")
+        summary.metadata.plugin_data.plugin_name = "text"
+        summary.tensor.dtype = STRING
+        summary.tensor.tensor_shape.dim.add(size=1)
+        summary.tensor.string_val.append(f"```json\n{config}\n```".encode())
         self._writer.add_event(event)
         return NOTHING
 

@@ -186,10 +186,10 @@ class TrainerCallbackAdapter(Callback):
     def state(self) -> dict[str, Any]:
         """The best evaluation so far, and the attributes that the callback itself exports."""
         known = {name: getattr(self._state, name) for name in OF_THE_BEST} if self._state else None
-        kept = {"best": known or self._best, "asked": self._asked}
+        saved = {"best": known or self._best, "asked": self._asked}
         if not any(each.__name__ == STATEFUL for each in type(self.wrapped).__mro__):
-            return kept
-        return {**kept, "attributes": dict(self.wrapped.state()["attributes"])}
+            return saved
+        return {**saved, "attributes": dict(self.wrapped.state()["attributes"])}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See `state`."""

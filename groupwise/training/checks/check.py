@@ -198,12 +198,12 @@ def _subject(
 
 def _machine(rubric: Rubric) -> Finding | None:
     """Report what the rewards say of this machine. It is a warning at most, because the training may run on another one."""
-    said = "; ".join(rubric.check_machine(refuse=False))
+    problems = "; ".join(rubric.check_machine(refuse=False))
     try:
         rubric.check_machine()
     except TaskError:
-        return Finding("machine", "warning", said, "a training would not begin here")
-    return Finding("machine", "ok", said) if said else None
+        return Finding("machine", "warning", problems, "a training would not begin here")
+    return Finding("machine", "ok", problems) if problems else None
 
 
 def _draws(config: RunConfig) -> int | None:
@@ -241,11 +241,11 @@ def _shown_prompts(subject: Subject) -> list[str]:
     """Render the first prompts: those with which environments begin, or the rows' own if an environment fails, which has its own check."""
     tokenizer, examples = subject.tokenizer, subject.examples
     if tokenizer is not None and examples and subject.task.has("get_environment"):
-        asked = rollout_builder.first_prompts(
+        first = rollout_builder.first_prompts(
             subject.config, subject.task, tokenizer, examples[:SHOWN_PROMPTS]
         )
         with suppress(TaskError, EnvironmentWorkerError):
-            return [rendered(tokenizer, ids) for ids in run_to_end(asked)]
+            return [rendered(tokenizer, ids) for ids in run_to_end(first)]
     return first_prompts(examples, tokenizer, SHOWN_PROMPTS, subject.tools)
 
 
@@ -444,8 +444,8 @@ async def _score_again(
         if getattr(function, "relative", False) is True
     ]
     if relative:
-        said = f"{', '.join(f'`{name}`' for name in relative)} compares the members of a group, as it says"
-        return [*found, Finding("independence", "ok", said)]
+        meaning = f"{', '.join(f'`{name}`' for name in relative)} compares the members of a group, as it says"
+        return [*found, Finding("independence", "ok", meaning)]
     few = [verdict for _, verdicts in pairs[:ALONE_ROWS] for verdict in verdicts]
     alone = [
         (await trial.score(example, [verdict.text]))[0]
@@ -480,5 +480,5 @@ async def _metrics_on_gold(
         for name, value in details.get("metrics", details).items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-    shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()) or "no numbers"
-    return Finding("compute_metrics", "ok", f"on {len(examples)} {what}: {shown}", data=numbers)
+    listed = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()) or "no numbers"
+    return Finding("compute_metrics", "ok", f"on {len(examples)} {what}: {listed}", data=numbers)

@@ -83,12 +83,12 @@ def check_dataset(
     lengths, unit = prompt_lengths(examples, tokenizer, tools)
     sizes = {"min": min(lengths), "median": median(lengths), "max": max(lengths)}
     columns = described_columns(examples)
-    shown = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
+    listed = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
     yield Finding(
         name,
         "ok",
         f"{rows(len(examples))}; prompts of {sizes['min']} to {sizes['max']} {unit}, median "
-        f"{sizes['median']:g}; columns: {shown or 'none but prompt'}",
+        f"{sizes['median']:g}; columns: {listed or 'none but prompt'}",
         data={
             "rows": len(examples),
             "columns": columns,
@@ -159,11 +159,11 @@ def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) ->
             )
             continue
         columns = described_columns([Example(index, "", row) for index, row in enumerate(found)])
-        shown = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
+        listed = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
         yield Finding(
             name,
             "ok",
-            f"{rows(len(found))}; columns: {shown}"
+            f"{rows(len(found))}; columns: {listed}"
             + ("; the formatting function was not called" if formatted else ""),
             data={"rows": len(found), "columns": columns},
         )
@@ -234,8 +234,8 @@ def described_columns(examples: Sequence[Example]) -> dict[str, str]:
     described: dict[str, str] = {}
     for column, counts in kinds.items():
         absent = len(examples) - counts.total() + counts.pop("nothing", 0)
-        held = " or ".join(sorted(counts)) or "nothing"
-        described[column] = held + (f", missing in {absent}" if absent else "")
+        types = " or ".join(sorted(counts)) or "nothing"
+        described[column] = types + (f", missing in {absent}" if absent else "")
     return described
 
 

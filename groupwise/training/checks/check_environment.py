@@ -51,40 +51,44 @@ async def check_environment(task: Task, config: RunConfig, example: Example) -> 
     try:
         await host.start()
         first = SessionCall(0, example.index, 0, 0, example.prompt, example.columns)
-        begun = await host.ask(first, config.rollout.time_limit)
-        if begun.reason is not None:
-            return _broken_environment(f"the first prompt: {begun.reason}")
+        first_reply = await host.ask(first, config.rollout.time_limit)
+        if first_reply.reason is not None:
+            return _broken_environment(f"the first prompt: {first_reply.reason}")
         again = await host.ask(replace(first, session=1), config.rollout.time_limit)
-        turn = replace(first, completions=(GARBAGE,), heard=(begun.digest,))
+        turn = replace(first, completions=(GARBAGE,), heard=(first_reply.digest,))
         answer = await host.ask(turn, config.rollout.time_limit)
         if answer.reason is not None:
             return _broken_environment(f"a turn with {GARBAGE!r}: {answer.reason}")
         ended = await host.ask(
-            replace(turn, heard=(begun.digest, answer.digest), ending=True),
+            replace(turn, heard=(first_reply.digest, answer.digest), ending=True),
             config.rollout.time_limit,
         )
         if ended.reason is not None:
             return _broken_environment(f"the end of a rollout: {ended.reason}")
-        return _judge_replies(begun, again, answer, ended)
+        return _judge_replies(first_reply, again, answer, ended)
     except EnvironmentWorkerError as error:
         return _broken_environment(str(error))
     finally:
         await host.close()
 
 
-def _judge_replies(begun: Reply, again: Reply, answer: Reply, ended: Reply) -> Finding:
+def _judge_replies(first_reply: Reply, again: Reply, answer: Reply, ended: Reply) -> Finding:
     earned: dict[str, float] = {}
     for part in (*answer.parts, *ended.parts):
         if part.weight and part.value is not None:
             earned[part.name] = earned.get(part.name, 0.0) + part.value
-    opening = "the row's prompt" if begun.prompt is None else repr(written(begun.prompt)[:80])
-    said = "nothing" if answer.observation is None else repr(written(answer.observation)[:80])
+    opening = (
+        "the row's prompt" if first_reply.prompt is None else repr(written(first_reply.prompt)[:80])
+    )
+    observation = (
+        "nothing" if answer.observation is None else repr(written(answer.observation)[:80])
+    )
     measured = (
-        f"begins with {opening}; answers nonsense with {said}{' and ends' if answer.done else ''}; "
+        f"begins with {opening}; answers nonsense with {observation}{' and ends' if answer.done else ''}; "
         f"rewards so far: {json.dumps(earned) if earned else 'none'}"
     )
-    data = {"done": answer.done, "rewards": earned, "seconds": begun.seconds + answer.seconds}
-    if begun.digest != again.digest:
+    data = {"done": answer.done, "rewards": earned, "seconds": first_reply.seconds + answer.seconds}
+    if first_reply.digest != again.digest:
         return Finding(
             "environment",
             "problem",
@@ -130,8 +134,8 @@ def _random_number(seen: Seen) -> str:
 
 def _columns_in_turn(seen: Seen) -> str:
     """One column of the row in each turn."""
-    held = [text for value in seen.example.columns.values() for text in _texts(value)]
-    return held[seen.turn % len(held)] if held else GARBAGE
+    texts = [text for value in seen.example.columns.values() for text in _texts(value)]
+    return texts[seen.turn % len(texts)] if texts else GARBAGE
 
 
 def _texts(value: Any) -> list[str]:
@@ -210,11 +214,11 @@ async def play(
         stop_token_ids=() if end is None else (end,),
     )
     games: list[Game] = []
-    begun = time.perf_counter()
+    started = time.perf_counter()
     try:
         await rollouts.start()
         for draw, example in enumerate(spread(examples, ROWS)):
-            if time.perf_counter() - begun > BUDGET:
+            if time.perf_counter() - started > BUDGET:
                 break
             ask = Ask(
                 draw=draw,
@@ -236,11 +240,11 @@ def judge_games(games: Sequence[Game]) -> Iterator[Finding]:
     failed = [game for game in games if game.failed]
     if failed:
         reasons = Counter(game.rollout.reason or game.rollout.outcome for game in failed)
-        shown = "\n".join(f"{count} × {reason}" for reason, count in reasons.most_common(3))
+        listed = "\n".join(f"{count} × {reason}" for reason, count in reasons.most_common(3))
         yield Finding(
             "games",
             "problem",
-            f"{len(failed)} of {len(games)} games failed:\n{shown}",
+            f"{len(failed)} of {len(games)} games failed:\n{listed}",
             "in training such rollouts do not teach",
             "let the environment take any text",
             {"failed": len(failed), "reasons": dict(reasons)},

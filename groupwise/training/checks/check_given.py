@@ -124,12 +124,12 @@ def judge_given(
             for v in verdicts
             if v.member.outcome != "scored"
         )
-        shown = "\n".join(f"{count} × {reason}" for reason, count in reasons.most_common(3))
+        listed = "\n".join(f"{count} × {reason}" for reason, count in reasons.most_common(3))
         found.append(
             Finding(
                 "given: failures",
                 "problem",
-                f"{failed} of {total} given completions could not be scored:\n{shown}",
+                f"{failed} of {total} given completions could not be scored:\n{listed}",
                 "such rollouts do not teach",
                 "let the reward functions take what a model writes",
                 {"failed": failed, "reasons": dict(reasons)},

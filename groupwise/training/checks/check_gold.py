@@ -160,8 +160,8 @@ def echo(example: Example) -> str:
     """The completion of a model that repeats the question: the prompt, or its last user message."""
     if isinstance(example.prompt, str):
         return example.prompt
-    asked = [message for message in example.prompt if message.get("role") == "user"]
-    return str(asked[-1].get("content") or "") if asked else written(example.prompt)
+    questions = [message for message in example.prompt if message.get("role") == "user"]
+    return str(questions[-1].get("content") or "") if questions else written(example.prompt)
 
 
 def _wrong_golds(

@@ -88,9 +88,9 @@ class Trial:
             global_step=0,
             max_steps=1,
         )
-        begun = time.perf_counter()
+        started = time.perf_counter()
         score = await self.scorer.score(request)
-        self.seconds.append(time.perf_counter() - begun)
+        self.seconds.append(time.perf_counter() - started)
         self.most = max(self.most, count)
         # A call is stopped as a whole, so the reason of one member applies to all.
         reasons = [member.reason for member in score.members if member.outcome == "timed_out"]
@@ -168,12 +168,12 @@ def judge_failures(verdicts: Sequence[Verdict]) -> Iterator[Finding]:
     else:
         reasons = Counter(v.member.reason or v.member.outcome for v in broken)
         kinds = ", ".join(dict.fromkeys(v.kind for v in broken))
-        shown = [f"{count} × {reason}" for reason, count in reasons.most_common(3)]
+        listed = [f"{count} × {reason}" for reason, count in reasons.most_common(3)]
         yield Finding(
             "exceptions",
             "problem",
             f"{len(broken)} of {len(verdicts)} completions could not be scored ({kinds}):\n"
-            + "\n".join(shown),
+            + "\n".join(listed),
             "in training such rollouts are failed and do not teach; a model writes all of these",
             "let the reward function take any text and return a number for it, or None where it does not apply",
             {"failed": len(broken), "reasons": dict(reasons)},
@@ -520,12 +520,12 @@ def _right_and_wrong(verdicts: Sequence[Verdict]) -> tuple[Verdict | None, list[
 def _share_of_gold(verdicts: Sequence[Verdict], kind: str) -> float | None:
     """How far a kind of completion gets from the worst one to gold; None where that cannot be said."""
     right, wrong = _right_and_wrong(verdicts)
-    asked = [_reward(v) for v in wrong if v.kind == kind]
-    if right is None or not asked:
+    rewards_of_kind = [_reward(v) for v in wrong if v.kind == kind]
+    if right is None or not rewards_of_kind:
         return None
     floor = min(_reward(v) for v in wrong)
     span = _reward(right) - floor
-    return (asked[0] - floor) / span if span > SAME else None
+    return (rewards_of_kind[0] - floor) / span if span > SAME else None
 
 
 def _differences(first: Sequence[MemberScore], second: Sequence[MemberScore]) -> list[str]:

@@ -66,13 +66,13 @@ async def measure(
     learning = await _learning_speed(engine, rows, members, clock)
     turns = _turns(config)
     reading = await _reading_speed(engine, config, clock) if turns > 1 else float("inf")
-    begun = clock()
+    started = clock()
     await engine.learner.update(OptimiserParams(learning_rate=config.training.learning_rate))
     await engine.sampler.load(await engine.learner.publish(version))
     return Speeds(
         sampling=_rate(len(rows) * tokens, seconds),
         learning=learning,
-        publishing=clock() - begun,
+        publishing=clock() - started,
         tokens=tokens,
         reading=reading,
     )
@@ -97,7 +97,7 @@ async def _sample(
 ) -> tuple[list[Row], float]:
     """Groups of completions of exactly `tokens` tokens, as rows, and the seconds that they took."""
     params = replace(engine.params, max_tokens=tokens, stop_token_ids=(), stop=())
-    asked = [
+    requests = [
         GroupRequest(
             draw,
             engine.prompts[draw % len(engine.prompts)],
@@ -106,9 +106,9 @@ async def _sample(
         )
         for draw in range(groups)
     ]
-    begun = clock()
-    found = await gather_all(engine.sampler.generate(request) for request in asked)
-    seconds = clock() - begun
+    started = clock()
+    found = await gather_all(engine.sampler.generate(request) for request in requests)
+    seconds = clock() - started
     rows = [
         Row(
             prompt_ids=request.prompt_ids,
@@ -119,7 +119,7 @@ async def _sample(
             scale=1.0,
             temperature=params.temperature,
         )
-        for request, completions in zip(asked, found, strict=True)
+        for request, completions in zip(requests, found, strict=True)
         for place, each in enumerate(completions)
     ]
     return rows, seconds
@@ -138,9 +138,9 @@ async def _learning_speed(engine: Engine, rows: Sequence[Row], members: int, clo
 async def _backward(engine: Engine, rows: Sequence[Row], clock: Clock) -> float:
     algorithm = make(DEFAULT_ALGORITHM, {})
     tokens = float(sum(len(row.completion_ids) for row in rows))
-    begun = clock()
+    started = clock()
     await engine.learner.forward_backward(rows, algorithm.loss_spec(), {"policy": tokens})
-    return clock() - begun
+    return clock() - started
 
 
 def _rate(tokens: int, seconds: float) -> float:
@@ -162,10 +162,10 @@ def estimate(
     completions = config.training.prompts_per_step * config.training.num_generations
     turns = _turns(config)
     # The bound is for rollouts that reach every limit; the learner also goes through what the environment said.
-    written = rollout_builder.longest_written(config)
-    whole = written if turns == 1 else rollout_builder.longest_completion(config)
+    written_tokens = rollout_builder.longest_written(config)
+    whole = written_tokens if turns == 1 else rollout_builder.longest_completion(config)
     most = _step_seconds(
-        speeds, completions, written, whole, (turns - 1) * (longest_prompt + whole)
+        speeds, completions, written_tokens, whole, (turns - 1) * (longest_prompt + whole)
     )
     usual = None
     if usual_length is not None and turns == 1:
@@ -225,24 +225,26 @@ async def measure_lessons(
     """Learn from one example, and then from as many of a step as there is time for; nothing is kept."""
     training, count = config.training, len(lessons.lessons)
     order = Order(count, training.seed, shuffle=config.data.shuffle)
-    drawn = (lessons.lessons[order.example(draw)] for draw in range(training.examples_per_step))
-    rows = [teacher_row(row) for lesson in drawn for row in lesson.rows]
+    lessons_drawn = (
+        lessons.lessons[order.example(draw)] for draw in range(training.examples_per_step)
+    )
+    rows = [teacher_row(row) for lesson in lessons_drawn for row in lesson.rows]
     seconds = await _supervised_backward(learner, rows[:1], clock)
     learner.discard()
     affordable = max(1, int(BUDGET / seconds)) if seconds else len(rows)
     chosen = rows[:affordable]
     seconds = await _supervised_backward(learner, chosen, clock)
-    begun = clock()
+    started = clock()
     await learner.update(OptimiserParams(learning_rate=training.learning_rate))
     tokens = sum(len(row.prompt_ids) + len(row.completion_ids) for row in chosen)
-    return LessonSpeeds(_rate(tokens, seconds), clock() - begun)
+    return LessonSpeeds(_rate(tokens, seconds), clock() - started)
 
 
 async def _supervised_backward(learner: Learner, rows: Sequence[Row], clock: Clock) -> float:
     tokens = float(sum(sum(row.mask) for row in rows))
-    begun = clock()
+    started = clock()
     await learner.forward_backward(rows, Sft().loss_spec(), {Sft.name: tokens})
-    return clock() - begun
+    return clock() - started
 
 
 def estimate_lessons(
@@ -274,14 +276,16 @@ def estimate_lessons(
 def peak(planned: float, peak_bytes: int | None) -> Finding:
     """Compare the peak memory so far with the plan of a whole step (MiB)."""
     if peak_bytes is None:
-        said = f"this system does not say what processes share; the plan for a whole step is {planned:,.0f} MiB"
+        meaning = f"this system does not say what processes share; the plan for a whole step is {planned:,.0f} MiB"
         return Finding(
-            "peak memory", "skipped", said, data={"peak_mib": None, "planned_mib": planned}
+            "peak memory", "skipped", meaning, data={"peak_mib": None, "planned_mib": planned}
         )
-    held = peak_bytes / MIB
-    data = {"peak_mib": held, "planned_mib": planned}
-    measured = f"{held:,.0f} MiB at most so far; the plan for a whole step is {planned:,.0f} MiB"
-    if held > 1.2 * planned:
+    peak_mib = peak_bytes / MIB
+    data = {"peak_mib": peak_mib, "planned_mib": planned}
+    measured = (
+        f"{peak_mib:,.0f} MiB at most so far; the plan for a whole step is {planned:,.0f} MiB"
+    )
+    if peak_mib > 1.2 * planned:
         return Finding(
             "peak memory",
             "warning",

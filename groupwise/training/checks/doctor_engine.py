@@ -302,14 +302,16 @@ def judge_publication(
         "changed": changed,
     }
     if after.fingerprint == before.fingerprint:
-        said = f"an update left the fingerprint at {before.fingerprint}"
-        return Finding(name, "problem", said, "nothing would be learnt", _REPORT, data)
+        measured = f"an update left the fingerprint at {before.fingerprint}"
+        return Finding(name, "problem", measured, "nothing would be learnt", _REPORT, data)
     if served != after.fingerprint or stamped != {after.fingerprint}:
-        said = f"{after.fingerprint} was published, the sampler serves {served}"
-        return Finding(name, "problem", said, _STALE, _REPORT, data)
+        measured = f"{after.fingerprint} was published, the sampler serves {served}"
+        return Finding(name, "problem", measured, _STALE, _REPORT, data)
     if not changed:
-        said = "the sampler names the new fingerprint, but its outputs are those of the old weights"
-        return Finding(name, "problem", said, _STALE, _REPORT, data)
+        measured = (
+            "the sampler names the new fingerprint, but its outputs are those of the old weights"
+        )
+        return Finding(name, "problem", measured, _STALE, _REPORT, data)
     return Finding(
         name,
         "ok",

@@ -84,8 +84,8 @@ def examine_all(
 
     `load` is that of other programs, in cores, before anything was computed here.
     """
-    wanted = task is not None or loaded.config.data.names_data
-    patient = _load_patient(loaded, find_task(task, view(loaded.config)) if wanted else None)
+    has_data = task is not None or loaded.config.data.names_data
+    patient = _load_patient(loaded, find_task(task, view(loaded.config)) if has_data else None)
     findings.extend(_machine(patient, load))
     findings.extend(check_tokenizer(patient.tokenizer))
     longest = patient.prompts.longest
@@ -145,9 +145,9 @@ def _own_examples(tokenizer: Any) -> list[Example]:
     chat = bool(getattr(tokenizer, "chat_template", None))
     prompts: list[Prompt] = []
     for question in QUESTIONS:
-        asked = opening_of(tokenizer) if chat else []
+        opening = opening_of(tokenizer) if chat else []
         prompts.append(
-            [*asked[:-1], {"role": "user", "content": question}] if chat else f"{question}\n"
+            [*opening[:-1], {"role": "user", "content": question}] if chat else f"{question}\n"
         )
     return [Example(index, prompt) for index, prompt in enumerate(prompts)]
 
@@ -166,13 +166,13 @@ def _machine(patient: Patient, load: float) -> Iterator[Finding]:
     yield doctor_machine.memory(patient.sizes.memory.total, None if free is None else free / MIB)
     steps = patient.steps or 1
     rollouts = steps * config.training.prompts_per_step * config.training.num_generations
-    kept = config.run.save_total_limit or max(1, steps // config.run.save_steps)
+    checkpoints_kept = config.run.save_total_limit or max(1, steps // config.run.save_steps)
     absolute = Path(config.run.dir).expanduser().absolute()
     folder = next(place for place in (absolute, *absolute.parents) if place.is_dir())
     # A run leaves `kept` checkpoints (one more while it is written) of weights and two moments, the final weights, and 8 KiB for
     # each rollout.
     published = 4 * patient.sizes.trained_parameters
-    needed = (kept + 1) * 3 * published + published + 8192 * rollouts
+    needed = (checkpoints_kept + 1) * 3 * published + published + 8192 * rollouts
     yield doctor_machine.disk(folder, needed, shutil.disk_usage(folder).free)
     seed = member_seed(0, 0, 0)
     start = random_start(0, len(doctor_machine.FIRST_START))

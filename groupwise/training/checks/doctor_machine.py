@@ -29,7 +29,7 @@ FIRST_START = (0.49625658988952637, 0.7682217955589294, 0.08847743272781372, 0.1
 def libraries(versions: Mapping[str, str | None]) -> Finding:
     """The libraries that training imports; one that is missing is a problem."""
     missing = [name for name, version in versions.items() if version is None]
-    shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if missing:
         return Finding(
             "libraries",
@@ -43,7 +43,7 @@ def libraries(versions: Mapping[str, str | None]) -> Finding:
     return Finding(
         "libraries",
         "ok",
-        f"python {python}, {shown}",
+        f"python {python}, {listed}",
         data={"versions": {"python": python, **versions}},
     )
 
@@ -139,16 +139,16 @@ def disk(folder: Path, needed: int, free: int) -> Finding:
 
 def random_numbers(seed: int, uniform: float, start: Sequence[float]) -> Finding:
     """Report whether this machine draws the same random numbers as every other machine."""
-    drawn = (seed, uniform) == (FIRST_SEED, FIRST_UNIFORM)
-    begun = tuple(start) == FIRST_START
+    same_draws = (seed, uniform) == (FIRST_SEED, FIRST_UNIFORM)
+    same_start = tuple(start) == FIRST_START
     data = {"seed": seed, "uniform": uniform, "start": list(start)}
-    if drawn and begun:
-        said = "seeds, sampled tokens and the adapter's start are drawn as on other machines"
-        return Finding("random numbers", "ok", said, data=data)
-    what = "the seeds of the sampler" if not drawn else "the start of an adapter"
+    if same_draws and same_start:
+        measured = "seeds, sampled tokens and the adapter's start are drawn as on other machines"
+        return Finding("random numbers", "ok", measured, data=data)
+    what = "the seeds of the sampler" if not same_draws else "the start of an adapter"
     return Finding(
         "random numbers",
-        "warning" if drawn else "problem",
+        "warning" if same_draws else "problem",
         f"{what} differ from those of other machines",
         "a run with the same seed gives something else here",
         "install the pinned releases (constraints.txt) to repeat a run of another machine",

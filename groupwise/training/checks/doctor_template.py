@@ -49,12 +49,12 @@ def check_tokenizer(tokenizer: Any) -> Iterator[Finding]:
 
 def opening_of(tokenizer: Any) -> list[Message]:
     """A conversation up to the first question; without a system message where the template refuses one."""
-    asked: list[Message] = [{"role": "user", "content": QUESTION}]
-    full: list[Message] = [{"role": "system", "content": "Be brief."}, *asked]
+    question: list[Message] = [{"role": "user", "content": QUESTION}]
+    full: list[Message] = [{"role": "system", "content": "Be brief."}, *question]
     try:
         prompt_ids(tokenizer, full)
     except TaskError:
-        return asked
+        return question
     return full
 
 
@@ -94,8 +94,8 @@ def padding(tokenizer: Any) -> Finding:
     pad, end = getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None)
     data = {"pad": pad, "eos": end}
     if pad is not None and pad == end:
-        said = "it is the end-of-sequence token, which is harmless: masks come from lengths"
-        return Finding("padding", "ok", said, data=data)
+        meaning = "it is the end-of-sequence token, which is harmless: masks come from lengths"
+        return Finding("padding", "ok", meaning, data=data)
     return Finding("padding", "ok", "there is none" if pad is None else f"token {pad}", data=data)
 
 
@@ -124,11 +124,11 @@ def beginning(tokenizer: Any, prompt: str | list[Message]) -> Finding:
 def generation_prompt(tokenizer: Any, opening: list[Message]) -> Finding:
     """Report whether the template says where the answer begins."""
     name = "generation prompt"
-    bare, asked = _ids(tokenizer, opening, ask=False), _ids(tokenizer, opening, ask=True)
-    added = tokenizer.decode(asked[len(bare) :], skip_special_tokens=False)
-    if asked == bare and unannounced(tokenizer, opening) is None:
+    bare, with_turn = _ids(tokenizer, opening, ask=False), _ids(tokenizer, opening, ask=True)
+    added = tokenizer.decode(with_turn[len(bare) :], skip_special_tokens=False)
+    if with_turn == bare and unannounced(tokenizer, opening) is None:
         return Finding(name, "ok", "an answer follows its prompt at once", data={"added": added})
-    if asked == bare:
+    if with_turn == bare:
         return Finding(
             name,
             "warning",
@@ -148,15 +148,15 @@ def own_turn(tokenizer: Any, opening: list[Message]) -> Finding:
             "template prefix", "ok", "a prompt is the beginning of the prompt with its answer"
         )
     place = _common(prompt, whole)
-    asked = tokenizer.decode(prompt[place:], skip_special_tokens=False)
+    turn_header = tokenizer.decode(prompt[place:], skip_special_tokens=False)
     answered = tokenizer.decode(whole[place:], skip_special_tokens=False)
     return Finding(
         "template prefix",
         "warning",
-        f"a prompt ends with {_short_repr(asked)}, where the prompt with its answer reads {_short_repr(answered)}",
+        f"a prompt ends with {_short_repr(turn_header)}, where the prompt with its answer reads {_short_repr(answered)}",
         "RL asks with one text and SFT teaches another; in a conversation each turn becomes a row of its own",
         "a template for training that renders both alike, as model.chat_template",
-        {"prompt": asked, "with_answer": answered},
+        {"prompt": turn_header, "with_answer": answered},
     )
 
 
@@ -168,8 +168,8 @@ def earlier_turns(tokenizer: Any, opening: list[Message]) -> Finding:
         answered = [*opening, _assistant_message(answer)]
         whole = _ids(tokenizer, answered, ask=False)
         longer = _ids(tokenizer, [*answered, {"role": "user", "content": AGAIN}], ask=True)
-        kept = _common(whole, longer)
-        lost = tokenizer.decode(whole[kept:], skip_special_tokens=False)
+        common = _common(whole, longer)
+        lost = tokenizer.decode(whole[common:], skip_special_tokens=False)
         if lost.strip():
             rewritten.append(f"{what} (from {_short_repr(lost)})")
     if not rewritten:
@@ -201,7 +201,7 @@ def dated(tokenizer: Any) -> Iterator[Finding]:
 def stop_tokens(tokenizer: Any, stops: Sequence[int], stop_texts: Sequence[str]) -> Finding:
     """The token with which the template ends an answer must end a completion, too. `stops` are those of model and config."""
     name = "stop tokens"
-    shown = ", ".join(
+    listed = ", ".join(
         f"{tokenizer.decode([token], skip_special_tokens=False)!r} ({token})" for token in stops
     )
     data = {"stop_token_ids": list(stops), "stop": list(stop_texts)}
@@ -225,12 +225,12 @@ def stop_tokens(tokenizer: Any, stops: Sequence[int], stop_texts: Sequence[str])
             return Finding(
                 name,
                 "problem",
-                f"{owner} {text!r} ({token}), which is no stop token; those are {shown or 'none'}",
+                f"{owner} {text!r} ({token}), which is no stop token; those are {listed or 'none'}",
                 "completions go on beyond the end of the answer",
                 f"sampler.stop_token_ids=[{token}]",
                 {**data, "missing": token},
             )
-    ends = [*([shown] if shown else []), *(repr(text) for text in stop_texts)]
+    ends = [*([listed] if listed else []), *(repr(text) for text in stop_texts)]
     return Finding(name, "ok", f"a completion ends at {', '.join(ends)}", data=data)
 
 

@@ -172,15 +172,15 @@ def _of_command(file: Path, text: str) -> dict[str, Any]:
 
 def _commands(text: str) -> Iterator[list[str]]:
     """The words of each command; a quoted text may go on over several lines."""
-    begun = ""
+    unfinished = ""
     for line in text.replace("\\\n", " ").splitlines():
-        begun += f"{line}\n"
+        unfinished += f"{line}\n"
         try:
-            words = shlex.split(begun, comments=True)
+            words = shlex.split(unfinished, comments=True)
         except ValueError:
             continue
         yield words
-        begun = ""
+        unfinished = ""
 
 
 def _scalar(word: str) -> Any:
@@ -204,9 +204,9 @@ def _refuse_others(file: Path, text: str, found: Mapping[str, Any]) -> None:
     for each in OTHERS:
         keys = [key.replace("/", ".") for key in each.keys]
         marks = [key for key in keys if all(part in paths for part in key.split("&"))]
-        said = None if "GRPOTrainer" in text else re.search(each.words, text, re.MULTILINE)
-        if marks or (said and file.suffix in (".py", ".ipynb", ".sh", ".bash", ".txt")):
-            by = marks[0].replace("&", " and ") if marks else said and said[0]
+        match = None if "GRPOTrainer" in text else re.search(each.words, text, re.MULTILINE)
+        if marks or (match and file.suffix in (".py", ".ipynb", ".sh", ".bash", ".txt")):
+            by = marks[0].replace("&", " and ") if marks else match and match[0]
             known = [
                 f"\n  {path} {value}: {advice}"
                 for path, value in paths.items()

@@ -236,9 +236,9 @@ class _Reader:
             ):
                 self._put(made.given, name, value, target)
             case ast.Subscript(ast.Name(owner), ast.Constant(str(name))) if isinstance(
-                held := self.names.get(owner), dict
+                before := self.names.get(owner), dict
             ):
-                self._put(cast("dict[str, Any]", held), name, value, target)
+                self._put(cast("dict[str, Any]", before), name, value, target)
             case ast.Tuple(entries) | ast.List(entries):
                 several = cast("list[Any]", value) if isinstance(value, list) else []
                 fits = len(several) == len(entries)
@@ -319,13 +319,15 @@ class _Reader:
             case ast.Dict(keys, values):
                 return self._dict(keys, values)
             case ast.Subscript(owner, key_node):
-                held, key = self.value(owner), self.value(key_node)
-                if isinstance(held, Made) and held.kind == LOADED:
-                    cut = "train_test_split" in held.given.get("changes", ())
-                    split = held.given.get("split") if cut else key
-                    return Made(LOADED, node.lineno, {**held.given, "split": split})
-                inside = isinstance(held, dict) and isinstance(key, str | int) and key in held
-                return cast("dict[Any, Any]", held)[key] if inside else _unread(node)
+                container, key = self.value(owner), self.value(key_node)
+                if isinstance(container, Made) and container.kind == LOADED:
+                    cut = "train_test_split" in container.given.get("changes", ())
+                    split = container.given.get("split") if cut else key
+                    return Made(LOADED, node.lineno, {**container.given, "split": split})
+                inside = (
+                    isinstance(container, dict) and isinstance(key, str | int) and key in container
+                )
+                return cast("dict[Any, Any]", container)[key] if inside else _unread(node)
 
     def _dict(self, keys: Sequence[ast.expr | None], values: Sequence[ast.expr]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -340,11 +342,11 @@ class _Reader:
 
     def _unpack(self, into: dict[str, Any], node: ast.expr) -> None:
         """Add what `**` unpacks: the known keys, or one key that names what is unknown."""
-        held = self.value(node)
-        if isinstance(held, Made):
-            held = held.given
-        if isinstance(held, dict):
-            into |= cast("dict[str, Any]", held)
+        mapping = self.value(node)
+        if isinstance(mapping, Made):
+            mapping = mapping.given
+        if isinstance(mapping, dict):
+            into |= cast("dict[str, Any]", mapping)
         else:
             into[f"**{ast.unparse(node):.60}"] = _unread(node)
 
@@ -369,15 +371,15 @@ class _Reader:
         if isinstance(node.func, ast.Attribute):
             owner = self.value(node.func.value)
             if isinstance(owner, dict | list) and called in ("update", "append", "extend"):
-                held = cast("Any", owner)
+                owner_value = cast("Any", owner)
                 if called == "update":
                     for name, value in self._merge_arguments(node).items():
-                        self._put(held, name, value, node)
-                elif isinstance(held, list):
+                        self._put(owner_value, name, value, node)
+                elif isinstance(owner_value, list):
                     items = [self.value(each) for each in node.args]
                     more = items if called == "append" else items[0] if items else []
                     sure = isinstance(more, list) and not self.unsure
-                    cast("list[Any]", held).extend(
+                    cast("list[Any]", owner_value).extend(
                         cast("list[Any]", more) if sure else [_unread(node)]
                     )
                 return None
@@ -485,10 +487,10 @@ class _Reader:
             if not any(each.kind == kind for each in reached):
                 chosen = of_kind[0] if kind == "from_pretrained" else of_kind[-1]
                 self._take(found, chosen, reached)
-            taken = max(each.line for each in reached if each.kind == kind)
+            last_line = max(each.line for each in reached if each.kind == kind)
             others = [str(each.line) for each in of_kind if each not in reached]
             if kind in ("GRPOConfig", "GRPOTrainer") and others:
-                why = f"that of line {taken} is read instead"
+                why = f"that of line {last_line} is read instead"
                 found[f"{kind} of line {', '.join(others[:9])}"] = Unread(kind, 0, why)
         if self.flags_read:
             why = "what it gives is not known, and of {} the defaults are taken"
@@ -547,8 +549,8 @@ class _Reader:
                 found[key] = given
         if changes := value.given.get("changes"):
             why = f"`{{}}` changes the rows of {path} there, and here they are taken as they are"
-            written = ", ".join(dict.fromkeys(changes))
-            found["train_dataset"] = Unread(written, value.line, why, BY_COLUMNS)
+            source = ", ".join(dict.fromkeys(changes))
+            found["train_dataset"] = Unread(source, value.line, why, BY_COLUMNS)
 
     def _take_held_out(self, found: dict[str, Any], value: Any) -> None:
         """Take the evaluated rows if they are a split of the training dataset."""
@@ -558,27 +560,27 @@ class _Reader:
             return
         path, split = value.given.get("path"), value.given.get("split")
         if path != found.get("dataset_name") or not isinstance(split, str):
-            written = _as_source([path, split])
-            found["eval_dataset"] = Unread(written, value.line, OTHER_SET, HELD_OUT)
+            source = _as_source([path, split])
+            found["eval_dataset"] = Unread(source, value.line, OTHER_SET, HELD_OUT)
         elif "test_split_size" not in found:
             found.setdefault("dataset_test_split", split)
 
     def system_prompt(self, tree: ast.Module) -> dict[str, Any]:
         """The system prompt of the file's messages, if all of them have the same one."""
-        said: dict[str, Any] = {}
+        prompts: dict[str, Any] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Dict):
                 keys = [each.value if isinstance(each, ast.Constant) else "" for each in node.keys]
                 message = dict(zip(keys, node.values, strict=True))
                 role, content = message.get("role"), message.get("content")
                 if isinstance(role, ast.Constant) and role.value == "system" and content:
-                    said[ast.unparse(content)] = self.value(content)
-        if not said:
+                    prompts[ast.unparse(content)] = self.value(content)
+        if not prompts:
             return {}
-        first = next(iter(said.values()))
-        plain = len(said) == 1 and isinstance(first, str)
+        first = next(iter(prompts.values()))
+        plain = len(prompts) == 1 and isinstance(first, str)
         why = "the messages of the file have `{}` as their system prompt"
-        return {"system_prompt": first if plain else Unread(", ".join(said), 0, why)}
+        return {"system_prompt": first if plain else Unread(", ".join(prompts), 0, why)}
 
     def _rewards(self, value: Any) -> Any:
         """Functions by their names: `:function` is one of this file, `module:function` of another, and those of TRL and open-r1 have

@@ -206,7 +206,7 @@ def _cost(draft: Draft, prepared: RlPrepared, free: float | None, measure: bool)
         prepared.config, prepared.tokenizer, prepared.prompts, prepared.task, layout, sizes
     )
     speeds, usual, peak = run_to_end(measure_cost(patient))
-    held = doctor_cost.peak(sizes.memory.total, peak)
+    measured_peak = doctor_cost.peak(sizes.memory.total, peak)
 
     def step_seconds() -> float:
         speed = doctor_cost.estimate(speeds, draft.config, None, None, longest)
@@ -217,7 +217,8 @@ def _cost(draft: Draft, prepared: RlPrepared, free: float | None, measure: bool)
     memory = doctor_machine.memory(_planned_memory(draft, longest), free)
     speed = doctor_cost.estimate(speeds, config, config.training.max_steps, usual, longest)
     return Cost(
-        placement.choose_layout(config, longest), (*_left_out(prepared), memory, held, speed)
+        placement.choose_layout(config, longest),
+        (*_left_out(prepared), memory, measured_peak, speed),
     )
 
 

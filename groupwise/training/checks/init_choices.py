@@ -320,10 +320,14 @@ def wanted_completion(answers: Answers | None, turns: bool) -> tuple[int, str]:
 
 
 def choose_lengths(
-    draft: Draft, longest_prompt: int, measured: str, wanted: tuple[int, str], limit: int
+    draft: Draft,
+    longest_prompt: int,
+    measured: str,
+    longest_completion: tuple[int, str],
+    limit: int,
 ) -> None:
     """Prompts and completions that fit the model together. `limit`: most tokens of its texts; `measured` says what was."""
-    completion, reason = wanted
+    completion, reason = longest_completion
     space = rounded_up(longest_prompt)
     room = limit - space
     kind, (least, why) = draft.config.rollout.type, _least_completion(draft)

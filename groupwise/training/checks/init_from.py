@@ -185,14 +185,14 @@ def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translati
         if name not in made.fates:
             _report_not_taken(made, name)
     _leave_out_invalid_values(made)
-    named = " ".join(
+    options = " ".join(
         [
             *(choice.reason for choice in made.choices.values()),
             *(f"{each.name} {each.measured}" for each in made.findings),
         ]
     )
     for name, fate in made.fates.items():
-        if fate == "taken" and not re.search(rf"\b{re.escape(name)}\b", named):
+        if fate == "taken" and not re.search(rf"\b{re.escape(name)}\b", options):
             made.fates[name] = "default"  # it asked for what is so without it
     _remark_on_idle_keys(made)
     return made
@@ -260,8 +260,8 @@ def _leave_out_invalid_values(made: Translation) -> None:
             load_config(tree)
             return
         except ConfigError as error:
-            said = re.findall(r"(?m)^config: ([\w.]+)((?: is|:) .*)", str(error))
-        refused = [(key, text) for key, text in said if key in made.choices]
+            problems = re.findall(r"(?m)^config: ([\w.]+)((?: is|:) .*)", str(error))
+        refused = [(key, text) for key, text in problems if key in made.choices]
         for key, text in dict(refused).items():
             if key in made.choices:  # or what it needs has taken it along
                 _leave_out(made, key, f"{key}{text.rstrip('.')}")
@@ -384,14 +384,14 @@ def _lora(made: Translation) -> None:
     call = made.given.pop("lora_call", "")
     made.fates.pop("lora_call", None)
     keys = ("lora_r", "lora_alpha", "lora_target_modules", "use_peft")
-    said = "full_finetuning" if made.take("full_finetuning") else "use_peft"
-    whole = said == "full_finetuning" or made.fates.get("use_peft") == "default"
+    source_key = "full_finetuning" if made.take("full_finetuning") else "use_peft"
+    whole = source_key == "full_finetuning" or made.fates.get("use_peft") == "default"
     if whole or not (call or any(key in made.given for key in keys)):
         made.choose(
             "lora",
             None,
-            made.origin(said)
-            if said in made.given
+            made.origin(source_key)
+            if source_key in made.given
             else "TRL trains all weights where neither use_peft nor a LoraConfig says otherwise.",
         )
         for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"):
@@ -516,8 +516,8 @@ def _algorithm(made: Translation) -> None:
         kind = "dapo"
     if kind == "dapo":
         given = "loss_type" in made.given
-        said = f"From {origin}." if given else f"{origin}: the loss that TRL has by default."
-        made.choose("algorithm.preset", "trl_default", said)
+        reason = f"From {origin}." if given else f"{origin}: the loss that TRL has by default."
+        made.choose("algorithm.preset", "trl_default", reason)
         if loss == "bnpo":
             made.remark(
                 "loss_type",
@@ -596,16 +596,16 @@ def _correction(made: Translation) -> None:
 
 def _schedule(made: Translation) -> None:
     _choose_or_default(made, "training.learning_rate", "learning_rate", TRL_LEARNING_RATE)
-    wanted = str(made.take("lr_scheduler_type", "linear")).rpartition(".")[2].lower()
+    schedule = str(made.take("lr_scheduler_type", "linear")).rpartition(".")[2].lower()
     given = made.take("lr_scheduler_kwargs", {})
     if isinstance(given, str):
         with suppress(ValueError):
             given = json.loads(given)
-    course, same, other = SCHEDULES.get(wanted, ("linear", {}, "is no course of transformers"))
+    course, same, other = SCHEDULES.get(schedule, ("linear", {}, "is no course of transformers"))
     if "lr_scheduler_type" in made.given:
         made.choose("training.lr_scheduler_type", course, made.origin("lr_scheduler_type"))
         if other:
-            made.lose("lr_scheduler_type", f"{wanted} {other}; {course} stands in its place")
+            made.lose("lr_scheduler_type", f"{schedule} {other}; {course} stands in its place")
     odd = (
         {
             name: value
@@ -620,7 +620,7 @@ def _schedule(made: Translation) -> None:
             "cosine ends at 0 here" if "min_lr" in str(odd) else f"{course} has no such argument"
         )
         made.lose("lr_scheduler_kwargs", f"{odd!r:.80} is not taken over: {floor}")
-    _warm_up(made, wanted)
+    _warm_up(made, schedule)
 
 
 def _warm_up(made: Translation, schedule: str) -> None:
@@ -657,17 +657,17 @@ def _rewards(made: Translation) -> None:
     ours: list[Any] = []
     weights: list[Any] = []
     for name, weight in zip(listed, _weights(made, len(listed)), strict=True):
-        entry, said, lost = entry_of(name, module, made.given, made.open_r1)
+        entry, remark, lost = entry_of(name, module, made.given, made.open_r1)
         if entry is not None and entry in ours:
-            said, lost = (
+            remark, lost = (
                 f"`{name}` is not taken over: `{entry}` does the same, and is there already",
                 True,
             )
         elif entry is not None:
             ours.append(entry)
             weights.append(weight)
-        if said:
-            (made.lose if lost else made.remark)("reward_funcs", said)
+        if remark:
+            (made.lose if lost else made.remark)("reward_funcs", remark)
     _choose_rewards(made, ours, weights)
     if made.file.suffix == ".ipynb" and any(str(name).startswith(":") for name in listed):
         made.remark(
@@ -686,21 +686,21 @@ def _rewards(made: Translation) -> None:
 def _choose_rewards(made: Translation, ours: list[Any], weights: list[Any]) -> None:
     # Keys of the file that became parameters of a reward; the others are at a default.
     entries = [cast("dict[str, Any]", each) for each in ours if isinstance(each, dict)]
-    written: list[str] = []
+    entries_text: list[str] = []
     for reward, parameters in PARAMETERS.items():
         for name, (key, _) in parameters.items():
             if name in made.given:
                 used = any(each["name"] == reward and key in each for each in entries)
                 made.fates.setdefault(name, "taken" if used else "default")
-                written += [name] if used else []
+                entries_text += [name] if used else []
     if not ours:
         if "reward_weights" in made.given:
             made.lose("reward_weights", "is not taken over: no reward is left that it weighs")
         return
     given = "reward_funcs" in made.given
     origin = made.origin("reward_funcs") if given else "open-r1's default."
-    if written:
-        origin += f" Their parameters are from {', '.join(written)}."
+    if entries_text:
+        origin += f" Their parameters are from {', '.join(entries_text)}."
     made.choose("rewards.reward_funcs", ours, origin)
     made.fates |= {"reward_funcs": "taken"} if given else {}
     if None not in weights:

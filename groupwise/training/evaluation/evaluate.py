@@ -265,7 +265,7 @@ def check_success_part(config: RunConfig, task: Task, rubric: Rubric | None) -> 
 
 
 async def answer_held_out(
-    asked: HeldOut,
+    held_out_set: HeldOut,
     sampler: Sampler,
     scorer: Scorer,
     tokenizer: Any,
@@ -279,13 +279,13 @@ async def answer_held_out(
     `trainer` is what reward functions see as `trainer_state`: steps done, steps in all (1 without a training), and steps of a pass over
     the rows. If the task's own metrics fail, they are left out and `on_metrics_failed` is called; without it, RewardWorkerError is raised.
     """
-    total = len(asked.prompts.examples)
+    total = len(held_out_set.prompts.examples)
     done = 0
 
     async def answer(index: int) -> Group:
         nonlocal done
-        group = await _sample(asked, sampler, tokenizer, index)
-        if asked.scores_rewards:
+        group = await _sample(held_out_set, sampler, tokenizer, index)
+        if held_out_set.scores_rewards:
             group = await score_group(scorer, group, *trainer)
         done += 1
         on_progress(done, total)
@@ -294,7 +294,7 @@ async def answer_held_out(
     groups = await gather_all(answer(index) for index in range(total))
     details: dict[str, Any] = {}
     try:
-        if asked.has_metrics:
+        if held_out_set.has_metrics:
             samples = [(group.example, rollout) for group in groups for rollout in group.rollouts]
             details = await scorer.compute_metrics(
                 [example.prompt for example, _ in samples],
@@ -305,8 +305,8 @@ async def answer_held_out(
         if on_metrics_failed is None:
             raise
         on_metrics_failed(error)
-    rows = rows_of(groups, asked.success)
-    measures = {name: measure(name, rows) for name in metric_names(rows, asked.pass_at_k)}
+    rows = rows_of(groups, held_out_set.success)
+    measures = {name: measure(name, rows) for name in metric_names(rows, held_out_set.pass_at_k)}
     means = {name: fmean(each.values.values()) for name, each in measures.items() if each}
     failed = sum(_is_failure(row) for row in rows)
     own = {**means, "rollouts/failed": float(failed)} if failed else means
@@ -316,16 +316,16 @@ async def answer_held_out(
     return EvalResult(policy, {**own, **theirs}, details, rows)
 
 
-async def _sample(asked: HeldOut, sampler: Sampler, tokenizer: Any, index: int) -> Group:
+async def _sample(held_out_set: HeldOut, sampler: Sampler, tokenizer: Any, index: int) -> Group:
     """All samples of one prompt; their seeds are made from prompt and sample, never from when they were drawn."""
-    rollouts = asked.rollouts or Single(partial(completion_text, tokenizer))
+    rollouts = held_out_set.rollouts or Single(partial(completion_text, tokenizer))
     ask = Ask(
         draw=index,
-        example=asked.prompts.examples[index],
-        prompt_ids=asked.prompts.prompts[index],
-        members=asked.samples_per_prompt,
-        seed=partial(evaluation_seed, asked.seed, index),
-        params=asked.params,
+        example=held_out_set.prompts.examples[index],
+        prompt_ids=held_out_set.prompts.prompts[index],
+        members=held_out_set.samples_per_prompt,
+        seed=partial(evaluation_seed, held_out_set.seed, index),
+        params=held_out_set.params,
     )
     return as_seen(tokenizer, await rollouts.sample(sampler, ask))
 
@@ -387,15 +387,15 @@ def plan_each(
     """The plan of `evaluate_each`, as far as it is known before a model is loaded. Raises what it would raise until then."""
     loaded = _load(config, overrides, samples_per_prompt, policies, output)
     found, settings, every = _resolve(loaded, task, policies, output)
-    asked = _prepare(settings, found)
+    prepared = _prepare(settings, found)
     places = [_result_place(found, weights, settings) for weights in every]
     return {
         "config": resolved(settings),
         "plan": {
             "task": found.described,
             "policies": [weights.label for weights in every],
-            "prompts": len(asked.prompts.examples),
-            "longest_prompt": asked.prompts.longest,
+            "prompts": len(prepared.prompts.examples),
+            "longest_prompt": prepared.prompts.longest,
             "samples_per_prompt": settings.eval.samples_per_prompt,
             "folders": [str(each.run or each.folder) for each in every if each.folder],
             "results": [str(output or result_file(folder, name)) for folder, name in places],
@@ -509,8 +509,8 @@ async def _answer_and_score(
     rollouts = rollout_builder.build_rollouts(config, task, tokenizer, layout.key_length)
     parts = await build.start_serving(config, layout, policy.folder)
     try:
-        asked = held_out(config, task, prompts, parts.stop_token_ids, rollouts)
-        result = await answer_held_out(asked, parts.sampler, scorer, tokenizer, policy.label)
+        held_out_set = held_out(config, task, prompts, parts.stop_token_ids, rollouts)
+        result = await answer_held_out(held_out_set, parts.sampler, scorer, tokenizer, policy.label)
         return result, parts.sampler.fingerprint()
     finally:
         parts.close()

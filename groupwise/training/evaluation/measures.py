@@ -111,11 +111,11 @@ def rows_of(groups: Iterable[Group], success: Success) -> list[dict[str, Any]]:
     for group in groups:
         label = label_of(group.example)
         note = notes.get(_origin(group.example))
-        asked = {"example": group.example.index, "key": key_of(group.example)}
-        asked |= {} if label is None else {"task": label}
+        identity = {"example": group.example.index, "key": key_of(group.example)}
+        identity |= {} if label is None else {"task": label}
         rows.extend(
             {
-                **asked,
+                **identity,
                 "sample": rollout.member,
                 "prompt": group.example.prompt,
                 "completion": rollout.completion,
@@ -137,8 +137,8 @@ def rows_of(groups: Iterable[Group], success: Success) -> list[dict[str, Any]]:
 
 def label_of(example: Example) -> str | None:
     """The column `task` of an example: it decides its rewards, and the name of its task's metrics."""
-    said = example.columns.get(TASK_COLUMN)
-    return said.strip() or None if isinstance(said, str) else None
+    label = example.columns.get(TASK_COLUMN)
+    return label.strip() or None if isinstance(label, str) else None
 
 
 def key_of(example: Example) -> str:
@@ -173,10 +173,10 @@ def metric_names(rows: Sequence[Row], ks: Sequence[int]) -> list[str]:
     samples = max((len(each) for each in by_prompt(rows).values()), default=0)
     repeated = [f"avg@{samples}", f"maj@{samples}"] if samples > 1 else []
     parts = dict.fromkeys(f"rewards/{name}/mean" for row in rows for name in row["parts"])
-    wanted = [REWARD, *(f"pass@{k}" for k in ks), *repeated, *parts, LENGTH, CLIPPED]
+    names = [REWARD, *(f"pass@{k}" for k in ks), *repeated, *parts, LENGTH, CLIPPED]
     if any(_written_tokens(row) != row["tokens"] for row in rows):
-        wanted.append(WHOLE_LENGTH)
-    return [name for name in wanted if (found := measure(name, rows)) and found.values]
+        names.append(WHOLE_LENGTH)
+    return [name for name in names if (found := measure(name, rows)) and found.values]
 
 
 def measure(name: str, rows: Iterable[Row]) -> Measure | None:

@@ -137,60 +137,60 @@ class SuitesFound:
 
 
 def evaluate_suites(
-    asked: SuitesAsked, on_progress: Callable[[str], None] = lambda text: None
+    request: SuitesAsked, on_progress: Callable[[str], None] = lambda text: None
 ) -> SuitesFound:
     """Ask every suite, one after the other. Raises UsageError before any work; suites that fail are in the result."""
-    program = lighteval.find_program(asked.program)
-    policy = _policy(asked)
-    place = _place(asked, policy)
-    for name in asked.suites:
-        check_writable(place.parent, result_name(name, policy.label), asked.output)
+    program = lighteval.find_program(request.program)
+    policy = _policy(request)
+    place = _place(request, policy)
+    for name in request.suites:
+        check_writable(place.parent, result_name(name, policy.label), request.output)
     found = SuitesFound(policy.label)
     with sigterm_interrupts():
-        if asked.endpoint is not None:
-            assert asked.endpoint_model is not None, "it was checked"
-            asking = asked.asking(asked.endpoint, asked.endpoint_model)
-            run_to_end(_reach(Endpoint(asking.base_url, asking.model, asked.api_key_env, 30.0)))
-            _ask_all(asked, asking, program, policy, found, None, on_progress)
+        if request.endpoint is not None:
+            assert request.endpoint_model is not None, "it was checked"
+            asking = request.asking(request.endpoint, request.endpoint_model)
+            run_to_end(_reach(Endpoint(asking.base_url, asking.model, request.api_key_env, 30.0)))
+            _ask_all(request, asking, program, policy, found, None, on_progress)
         else:
-            folder = _new_folder(place, _name(asked, "server", policy))
+            folder = _new_folder(place, _name(request, "server", policy))
             on_progress(f"the server begins; its log is {folder / 'server.txt'}")
             assert policy.folder is not None, "it was found"
             with served(
-                asked.serve,
+                request.serve,
                 Weights.of(policy.folder, policy.run),
                 folder,
-                model=asked.endpoint_model,
-                api_key_env=asked.api_key_env,
-                time_limit=asked.time_limit,
+                model=request.endpoint_model,
+                api_key_env=request.api_key_env,
+                time_limit=request.time_limit,
             ) as (server, url, model):
                 _ask_all(
-                    asked, asked.asking(url, model), program, policy, found, server, on_progress
+                    request, request.asking(url, model), program, policy, found, server, on_progress
                 )
-    if asked.output is not None and found.results:
+    if request.output is not None and found.results:
         content = {"kind": KIND, **found.summary, "finished_at": time.time()}
         rows = {name: each["rows"] for name, each in found.results.items()}
-        found.path = write_result({**content, "rows": rows}, place.parent, "", asked.output)
+        found.path = write_result({**content, "rows": rows}, place.parent, "", request.output)
     return found
 
 
-def plan(asked: SuitesAsked) -> dict[str, Any]:
+def plan(request: SuitesAsked) -> dict[str, Any]:
     """The plan of `evaluate_suites`, for `--dry-run`. Nothing is asked, started or written."""
-    program = lighteval.find_program(asked.program)
-    policy = _policy(asked)
-    place = _place(asked, policy)
-    model = asked.endpoint_model or "MODEL"
-    asking = asked.asking(asked.endpoint or "http://127.0.0.1:PORT", model)
-    folders = {name: place / _name(asked, name, policy) for name in asked.suites}
+    program = lighteval.find_program(request.program)
+    policy = _policy(request)
+    place = _place(request, policy)
+    model = request.endpoint_model or "MODEL"
+    asking = request.asking(request.endpoint or "http://127.0.0.1:PORT", model)
+    folders = {name: place / _name(request, name, policy) for name in request.suites}
     return {
-        **({"serve": list(asked.serve)} if asked.serve else {}),
-        "key": f"the environment variable {asked.api_key_env}",
-        "time_limit": asked.time_limit,
+        **({"serve": list(request.serve)} if request.serve else {}),
+        "key": f"the environment variable {request.api_key_env}",
+        "time_limit": request.time_limit,
         "suites": {
             name: {
                 "command": lighteval.command(program, SUITES[name], asking, folder),
                 lighteval.MODEL: lighteval.model_file(asking, folder),
-                "results": str(asked.output or result_file(place.parent, folder.name)),
+                "results": str(request.output or result_file(place.parent, folder.name)),
             }
             for name, folder in folders.items()
         },
@@ -198,7 +198,7 @@ def plan(asked: SuitesAsked) -> dict[str, Any]:
 
 
 def _ask_all(
-    asked: SuitesAsked,
+    request: SuitesAsked,
     asking: Asking,
     program: Sequence[str],
     policy: FoundPolicy,
@@ -206,23 +206,23 @@ def _ask_all(
     server: Family | None,
     on_progress: Callable[[str], None],
 ) -> None:
-    place = _place(asked, policy)
-    key = Endpoint(asking.base_url, asking.model, asked.api_key_env).key()
-    for name in asked.suites:
+    place = _place(request, policy)
+    key = Endpoint(asking.base_url, asking.model, request.api_key_env).key()
+    for name in request.suites:
         try:
             if server is not None and server.ended:
                 raise RunError(
                     f"the server has ended. Its log is {server.log}, and ends:\n{server.last_words()}"
                 )
-            folder = _new_folder(place, _name(asked, name, policy))
+            folder = _new_folder(place, _name(request, name, policy))
             on_progress(f"{name} begins; its log is {folder / 'log.txt'}")
-            content = _ask(name, asking, program, folder, key, asked.time_limit)
+            content = _ask(name, asking, program, folder, key, request.time_limit)
         except RunError as error:
             found.failed[name] = str(error)
             on_progress(f"{name} failed: {error}")
             continue
         content = {"policy": policy.label, **content}
-        if asked.output is None:
+        if request.output is None:
             marked = {"format": FORMAT, "kind": KIND, **content}
             content["results"] = str(add_result(place.parent, folder.name, marked))
         found.results[name] = content
@@ -293,11 +293,11 @@ def interval_of(found: dict[str, Any]) -> Interval:
     return Interval(found["metrics"][METRIC], low, high, found["prompts"])
 
 
-def _policy(asked: SuitesAsked) -> FoundPolicy:
-    if asked.policy is None:
-        assert asked.endpoint_model is not None, "it was checked"
-        return FoundPolicy(asked.endpoint_model)
-    found = find_policy(asked.policy, asked.runs_dir)
+def _policy(request: SuitesAsked) -> FoundPolicy:
+    if request.policy is None:
+        assert request.endpoint_model is not None, "it was checked"
+        return FoundPolicy(request.endpoint_model)
+    found = find_policy(request.policy, request.runs_dir)
     if found.folder is None:
         raise UsageError(
             "--policy base says no model to serve here. Serve it yourself and give --endpoint, or name a folder that holds it."
@@ -305,15 +305,15 @@ def _policy(asked: SuitesAsked) -> FoundPolicy:
     return found
 
 
-def _place(asked: SuitesAsked, policy: FoundPolicy) -> Path:
+def _place(request: SuitesAsked, policy: FoundPolicy) -> Path:
     """The parent of the suites' folders: the folder of their results."""
-    if asked.output is not None:
-        return asked.output.absolute().parent
-    return (policy.run or asked.runs_dir.parent).absolute() / RESULTS
+    if request.output is not None:
+        return request.output.absolute().parent
+    return (policy.run or request.runs_dir.parent).absolute() / RESULTS
 
 
-def _name(asked: SuitesAsked, suite: str, policy: FoundPolicy) -> str:
-    return f"{asked.output.stem}-{suite}" if asked.output else result_name(suite, policy.label)
+def _name(request: SuitesAsked, suite: str, policy: FoundPolicy) -> str:
+    return f"{request.output.stem}-{suite}" if request.output else result_name(suite, policy.label)
 
 
 def _new_folder(place: Path, name: str) -> Path:

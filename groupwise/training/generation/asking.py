@@ -87,9 +87,9 @@ class Asking:
     async def _ask_each(self, waiting: Iterator[Item]) -> None:
         for item in waiting:
             try:
-                wanted = self._config.num_generations
-                while (there := len(self._answers.of(item.key))) < wanted:
-                    answer = await self._request(item, there, wanted - there)
+                count = self._config.num_generations
+                while (there := len(self._answers.of(item.key))) < count:
+                    answer = await self._request(item, there, count - there)
                     self._journal.append(item.key, there, answer)
                     self.tally.billed.add(answer.usage)
                     self._failed_in_a_row = 0

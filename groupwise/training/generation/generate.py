@@ -143,18 +143,18 @@ def _plan(config: GenerateConfig, model: str) -> Plan:
 
 async def _carry_out(plan: Plan, answers: Answers, journal: Journal) -> GenerateResult:
     config, items = plan.config, plan.prompts.items
-    asked = [item for item in items if len(answers.of(item.key)) < config.num_generations]
+    missing = [item for item in items if len(answers.of(item.key)) < config.num_generations]
     endpoint = _endpoint(config, plan.model)
     with Interruption() as interruption, Ticker() as ticker:
         async with Client(endpoint, concurrency=config.concurrency) as client:
-            there = len(items) - len(asked)
+            there = len(items) - len(missing)
             line = _ProgressLine(ticker, config, client, len(items), there)
             asking = Asking(client, config, answers, journal, line.show)
             scores: Scores = {}
             try:
-                if asked:
+                if missing:
                     await interruption.allow(client.reach())
-                    await interruption.allow(line.kept_alive(asking.ask(asked), asking.tally))
+                    await interruption.allow(line.kept_alive(asking.ask(missing), asking.tally))
                 if plan.scoring is not None:
                     scoring = score_all(plan.scoring.scorer, items, answers, line.scored)
                     scores = await interruption.allow(scoring)

@@ -146,11 +146,11 @@ def _prompts_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _Found:
     for index, row in enumerate(rows):
         try:
             value = row.get(column) if template is None else template.written(row)
-            prompt, begun = _as_sent(value, config)
+            prompt, prefix = _as_sent(value, config)
         except TaskError as problem:
             found.unasked.append(Unasked(index, str(problem)))
         else:
-            found.ending_with_assistant += begun
+            found.ending_with_assistant += prefix
             found.rows.append((index, prompt, dict(row)))
     return found
 
@@ -164,15 +164,15 @@ def _as_sent(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
         return prompt, False
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    asked = list(prompt)
-    while config.prefill == "drop" and asked and asked[-1]["role"] == "assistant":
-        asked.pop()
-    if all(message["role"] == "assistant" for message in asked):
+    messages = list(prompt)
+    while config.prefill == "drop" and messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if all(message["role"] == "assistant" for message in messages):
         raise TaskError("its messages are all the assistant's, so that nothing is asked.")
-    begun = ends_begun(prompt)
-    if config.system_prompt is not None and asked[0]["role"] not in ("system", "developer"):
-        asked = [{"role": "system", "content": config.system_prompt}, *asked]
-    return asked, begun
+    prefix = ends_begun(prompt)
+    if config.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    return messages, prefix
 
 
 def _with_keys(

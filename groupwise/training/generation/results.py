@@ -93,9 +93,9 @@ def write_results(
         if len(found := answers.of(item.key)) >= config.num_generations
     ]
     _write(folder / GENERATIONS, _generation_rows(whole, answers, scores))
-    kept = _select(whole, config, scores, counts)
+    selected = _select(whole, config, scores, counts)
     if not left_unjudged(config, counts):
-        _write(folder / TRAIN, (_train_row(*each) for each in kept))
+        _write(folder / TRAIN, (_train_row(*each) for each in selected))
     _write(folder / FAILURES, _failure_rows(failures, items))
     return counts
 
@@ -171,7 +171,7 @@ def _select(
     scores: Scores,
     counts: Counts,
 ) -> list[tuple[Item, Generation, MemberScore | None]]:
-    kept: list[tuple[Item, Generation, MemberScore | None]] = []
+    selected: list[tuple[Item, Generation, MemberScore | None]] = []
     for item, found in whole:
         members = scores.get(item.key, (None,) * len(found))[: len(found)]
         counts.rows += 1
@@ -189,8 +189,8 @@ def _select(
                 counts.left_out[reason] += 1
                 continue
             counts.kept += 1
-            kept.append((item, generation, score))
-    return kept
+            selected.append((item, generation, score))
+    return selected
 
 
 def _exclusion_reasons(

@@ -46,8 +46,10 @@ def build_scoring(config: GenerateConfig, prompts: Prompts) -> Scoring | None:
         rubric, left_out = without_tokens(_rubric_of_names(config.rewards, config.answer_column))
         rubric.check_rows(rows)
         arguments = {"rewards": list(config.rewards), "answer_column": config.answer_column}
-        named = RewardWorkers("groupwise.training.generation.scoring:scorer_for_worker", arguments)
-        return Scoring(named, left_out)
+        workers = RewardWorkers(
+            "groupwise.training.generation.scoring:scorer_for_worker", arguments
+        )
+        return Scoring(workers, left_out)
     if not task.has("get_reward_funcs"):
         raise TaskError(task.missing("get_reward_funcs", "rl"))
     tokenizer = rollout_builder.LazyTokenizer(settings)

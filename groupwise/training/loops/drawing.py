@@ -77,7 +77,7 @@ def check_served(policy: Policy, group: Group) -> None:
 
 async def serve(run: Run, policy: Policy) -> None:
     """Load these weights into the sampler, and verify that it serves them."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     await run.settle()
     await run.sampler.load(policy)
     if run.sampler.fingerprint() != policy.fingerprint:
@@ -86,4 +86,4 @@ async def serve(run: Run, policy: Policy) -> None:
             f"{run.sampler.fingerprint()} after loading it."
         )
     run.serving = policy
-    run.timings.publishing += time.perf_counter() - begun
+    run.timings.publishing += time.perf_counter() - started

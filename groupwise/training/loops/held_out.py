@@ -48,17 +48,17 @@ def in_passing(step: int) -> str:
 
 def _due(run: TaskRun) -> bool:
     """True if an evaluation is due now. After the last step only on request, because the end has an evaluation of its own."""
-    asked = run.callbacks.evaluation_was_asked
-    if asked and run.held_out is None:
+    requested = run.callbacks.evaluation_was_asked
+    if requested and run.held_out is None:
         logger.warning(
             "a callback asked for an evaluation, but this run has no held-out prompts: that takes the task's "
             "get_eval_dataset, and eval.eval_steps or eval.before_and_after"
         )
         run.callbacks.give_up_evaluation()
     if run.over:
-        return asked and not run.config.eval.before_and_after
+        return requested and not run.config.eval.before_and_after
     every = run.config.eval.eval_steps
-    return asked or (every is not None and run.step > 0 and run.step % every == 0)
+    return requested or (every is not None and run.step > 0 and run.step % every == 0)
 
 
 async def announce(run: TaskRun, name: str, result: EvalResult) -> None:
@@ -75,12 +75,12 @@ def recorded_evaluation(run: TaskRun, name: str, step: int) -> EvalResult | None
     return EvalResult.recorded(record)
 
 
-def notice_changed_questions(run: TaskRun, asked: str) -> None:
+def notice_changed_questions(run: TaskRun, questions: str) -> None:
     """After a resume: note the fingerprint of the held-out prompts, and say so if it changed."""
     before = _stored_questions(run)
-    if before == asked:
+    if before == questions:
         return
-    run.folder.store.set_meta({ASKED: asked})
+    run.folder.store.set_meta({ASKED: questions})
     if before and run.folder.store.evaluations(rows=False):
         run.say(
             "the held-out prompts, or how they are answered, were changed: evaluations do not compare with earlier ones, and "
@@ -158,11 +158,11 @@ def _notice_divergence(run: TaskRun) -> None:
             f"{', '.join(metrics)}"
         )
     finding = _divergence(run, run.signals.config, evaluations)
-    said = {warning.step: warning for warning in store.warnings(SIGNAL)}
-    before = [warning.kind for step, warning in said.items() if step < run.step]
+    warnings_by_step = {warning.step: warning for warning in store.warnings(SIGNAL)}
+    before = [warning.kind for step, warning in warnings_by_step.items() if step < run.step]
     was = before[-1:] == ["begins"]
     now = change(SIGNAL, finding, run.step, was=was) if finding else None
-    if now != said.get(run.step):
+    if now != warnings_by_step.get(run.step):
         store.set_warning(run.step, SIGNAL, now)
         if now is not None:
             run.warn(now)
@@ -196,17 +196,17 @@ def _divergence(
 def _main_metric(metrics: Mapping[str, float], config: SignalsConfig) -> str:
     """The metric of the part which says whether a task is solved, else the reward."""
     parts = [name for name in metrics if name.startswith(PART) and name.endswith(MEAN)]
-    named = f"{PART}{config.accuracy_part}{MEAN}"
+    metric = f"{PART}{config.accuracy_part}{MEAN}"
     if config.accuracy_part is not None:
-        return named if named in parts else REWARD
+        return metric if metric in parts else REWARD
     solved = part_of_success(name.removeprefix(PART).removesuffix(MEAN) for name in parts)
     return REWARD if solved is None else f"{PART}{solved}{MEAN}"
 
 
 def described(result: EvalResult) -> str:
     """The metrics that people look at, and failures with their reasons."""
-    shown = [f"{key} {value:.3f}" for key, value in result.metrics.items() if "/" not in key]
+    parts = [f"{key} {value:.3f}" for key, value in result.metrics.items() if "/" not in key]
     failed = [row["reason"] for row in result.rows if row["reason"]]
     if failed:
-        shown.append(f"{len(failed)} of {len(result.rows)} could not be scored ({failed[0]})")
-    return ", ".join(shown)
+        parts.append(f"{len(failed)} of {len(result.rows)} could not be scored ({failed[0]})")
+    return ", ".join(parts)

@@ -64,10 +64,10 @@ async def learn(
     if not any(rows_by_group):
         return Learned()
     run.progress.phase("learning")
-    begun = time.perf_counter()
+    started = time.perf_counter()
     rows_by_group = await run.interruption.allow(_with_logprobs(run, rows_by_group))
     learned = await _updates(run, groups, rows_by_group, rate)
-    run.timings.learning = time.perf_counter() - begun
+    run.timings.learning = time.perf_counter() - started
     return learned
 
 

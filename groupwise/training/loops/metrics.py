@@ -123,7 +123,9 @@ def loss_metrics(
     sums = {name: math.fsum(each.get(name, 0.0) for each, _ in updates) for name in sorted(names)}
     tokens = sums.get("tokens", 0.0)
     means = {
-        shown: sums[name] / tokens for name, shown in TOKEN_MEANS.items() if tokens and name in sums
+        metric: sums[name] / tokens
+        for name, metric in TOKEN_MEANS.items()
+        if tokens and name in sums
     }
     if "clip_ratio/high_mean" in means:  # a clip from above alone has no low one
         low = means.get("clip_ratio/low_mean", 0.0)

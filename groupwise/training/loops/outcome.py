@@ -35,8 +35,8 @@ def write_curve(run: Training, metric: str) -> None:
     points = run.folder.store.metrics([metric]).get(metric, [])
     if points:
         series = with_mean(metric, points, warm_up=warm_up_curve(run.folder.path, metric))
-        drawn = svg_curve(series, title=f"{run.folder.name}: {metric}")
-        atomic_files.write_file(run.folder.path / f"{metric}.svg", drawn.encode())
+        svg = svg_curve(series, title=f"{run.folder.name}: {metric}")
+        atomic_files.write_file(run.folder.path / f"{metric}.svg", svg.encode())
 
 
 def summarise(run: Training, prepared: Prepared, started: float) -> dict[str, Any]:

@@ -24,22 +24,22 @@ MAX_GAP = 0.15
 
 
 def commit(
-    run: Run, drawn: StepBatch, policy_in: Policy, rate: float, learned: Mapping[str, float]
+    run: Run, batch: StepBatch, policy_in: Policy, rate: float, learned: Mapping[str, float]
 ) -> dict[str, float]:
     """Commit the step with its rollouts and metrics in one transaction, and advance the run. Returns the metrics."""
     run.tokens_seen += sum(
         len(rollout.prompt_ids) + len(rollout.completion_ids)
-        for group in drawn.all
+        for group in batch.all
         for rollout in group.rollouts
     )
-    run.observe(drawn.all)
+    run.observe(batch.all)
     signals, warnings = {}, ()
     if run.signals is not None:
-        seen = run.signals.observe(drawn.all, run.step, learned.get("entropy"))
+        seen = run.signals.observe(batch.all, run.step, learned.get("entropy"))
         signals, warnings = seen.metrics, seen.warnings
     metrics = {
-        **_drawn_metrics(run, drawn, policy_in),
-        **run.data_metrics(drawn.groups),
+        **_drawn_metrics(run, batch, policy_in),
+        **run.data_metrics(batch.groups),
         **learned,
         **signals,
         "learning_rate": rate,
@@ -51,15 +51,15 @@ def commit(
         version_in=policy_in.version,
         version_out=run.policy.version,
         fingerprint_out=run.policy.fingerprint,
-        draws=tuple(group.draw for group in drawn.groups),
-        rejected=tuple(group.draw for group in drawn.rejected),
+        draws=tuple(group.draw for group in batch.groups),
+        rejected=tuple(group.draw for group in batch.rejected),
         learning_rate=rate,
         finished_at=time.time(),
     )
-    run.folder.store.commit_step(record, drawn.all, metrics, warnings)
-    for group in drawn.all:
+    run.folder.store.commit_step(record, batch.all, metrics, warnings)
+    for group in batch.all:
         run.drawn.pop(group.draw, None)
-    run.progress.step(run.step, metrics, drawn.groups)
+    run.progress.step(run.step, metrics, batch.groups)
     logger.info(
         "step %d/%d: reward %.4g, version %d",
         run.step + 1,
@@ -67,10 +67,10 @@ def commit(
         metrics.get("reward", math.nan),
         run.policy.version,
     )
-    run.committed(drawn)
+    run.committed(batch)
     for warning in warnings:
         run.warn(warning)
-    _warn_of_step(run, drawn.all, metrics)
+    _warn_of_step(run, batch.all, metrics)
     # The next step begins with an adapted penalty, and the policies that its schedule still needs.
     run.adapt(metrics)
     run.earlier[run.step] = policy_in
@@ -130,14 +130,14 @@ def _warn_of_step(run: Run, groups: Sequence[Group], metrics: Mapping[str, float
         )
 
 
-def _drawn_metrics(run: Run, drawn: StepBatch, policy_in: Policy) -> dict[str, float]:
+def _drawn_metrics(run: Run, batch: StepBatch, policy_in: Policy) -> dict[str, float]:
     """Metrics of all groups that were drawn for a step, also the rejected ones, and of the settings that drew them."""
-    metrics = group_metrics(drawn.all)
-    if drawn.rejected:
-        metrics["rollouts/rejected_groups"] = float(len(drawn.rejected))
+    metrics = group_metrics(batch.all)
+    if batch.rejected:
+        metrics["rollouts/rejected_groups"] = float(len(batch.rejected))
     ages = [
         policy_in.version - segment.policy_version
-        for group in drawn.groups
+        for group in batch.groups
         for rollout in group.rollouts
         for segment in rollout.segments
         if segment.policy_version is not None
@@ -145,7 +145,7 @@ def _drawn_metrics(run: Run, drawn: StepBatch, policy_in: Policy) -> dict[str, f
     if any(ages):
         metrics["sampling/staleness"] = fmean(ages)
     success = success_of(run.config)
-    verdicts = [success.judge(rollout) for group in drawn.all for rollout in group.rollouts]
+    verdicts = [success.judge(rollout) for group in batch.all for rollout in group.rollouts]
     if judged := [solved for solved in verdicts if solved is not None]:
         metrics[SOLVED] = fmean(judged)
     if run.config.sampler.temperature_schedule is not None:

@@ -150,10 +150,10 @@ def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
             else {"model.adapter", "model.name"}
         )
     refused = {key: change for key, change in found.fixed.items() if key not in own}
-    for shown, key in FIXED_FACTS.items():
+    for name, key in FIXED_FACTS.items():
         before, now = point.facts.get(key), prepared.facts.get(key)
         if before is not None and before != now:
-            refused[shown] = (before, now)
+            refused[name] = (before, now)
     if prepared.max_steps < point.step:
         refused["training.max_steps"] = (f"{point.step} steps done", prepared.max_steps)
     if refused:
@@ -215,11 +215,11 @@ def check_folder(prepared: Prepared, point: ResumePoint | None) -> Path:
 
 def keep_start(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded:
     """Copy the weights that a run starts from into its folder, so that it depends on no other folder, and note them in its config."""
-    kept = folder.path / START
-    building = atomic_files.building_path(kept)
+    start_file = folder.path / START
+    building = atomic_files.building_path(start_file)
     shutil.copytree(start, building, ignore=shutil.ignore_patterns(*NOT_WEIGHTS))
-    atomic_files.publish_folder(building, kept)
-    loaded = starting_from(loaded, kept.resolve())
+    atomic_files.publish_folder(building, start_file)
+    loaded = starting_from(loaded, start_file.resolve())
     atomic_files.write_json(folder.path / CONFIG, resolved(loaded.config))
     return loaded
 

@@ -42,11 +42,11 @@ async def train(run: TaskRun) -> None:
     try:
         while await evaluate_and_continue(run):
             await run.callbacks.step_begins()
-            begun = time.perf_counter()
+            started = time.perf_counter()
             run.timings = Timings()
             with profiled(run):
-                drawn = await run.interruption.allow(run.schedule.next())
-                await take_step(run, drawn, begun)
+                batch = await run.interruption.allow(run.schedule.next())
+                await take_step(run, batch, started)
             if run.step == WARNED_AFTER < run.max_steps:
                 warn_early(run)
             if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
@@ -70,25 +70,25 @@ async def evaluate_and_continue(run: TaskRun) -> bool:
 
 
 async def take_step(
-    run: Run, drawn: StepBatch, begun: float, rate: float | None = None
+    run: Run, batch: StepBatch, started: float, rate: float | None = None
 ) -> Mapping[str, float]:
     """Learn from scored groups, publish, and commit the step with its record as one unit. Returns the step's metrics.
 
     `rate` is the learning rate; None: that of the run's schedule at this step.
     """
-    run.timings.drew(drawn.sampling, drawn.scoring, drawn.sampled_tokens)
-    await run.callbacks.groups_scored(drawn.groups, drawn.rejected)
+    run.timings.drew(batch.sampling, batch.scoring, batch.sampled_tokens)
+    await run.callbacks.groups_scored(batch.groups, batch.rejected)
     policy_in = run.policy
-    weights = run.algorithm.weights(drawn.groups)
+    weights = run.algorithm.weights(batch.groups)
     if rate is None:
         rate = learning_rate(run.step, run.max_steps, run.config.training)
-    learned = await learn(run, drawn.groups, weights, rate)
+    learned = await learn(run, batch.groups, weights, rate)
     if learned.changed:
         await publish(run, policy_in.version + 1)
-    groups = noted(drawn.groups, weights, learned)
+    groups = noted(batch.groups, weights, learned)
     check_something_scored(run, groups)
-    run.timings.step = time.perf_counter() - begun
-    metrics = commit(run, replace(drawn, groups=groups), policy_in, rate, learned.metrics)
+    run.timings.step = time.perf_counter() - started
+    metrics = commit(run, replace(batch, groups=groups), policy_in, rate, learned.metrics)
     await run.callbacks.step_committed(metrics)
     return metrics
 

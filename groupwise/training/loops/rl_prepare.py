@@ -151,8 +151,8 @@ def _evaluates(config: RunConfig, task: Task) -> bool:
             f"eval.eval_steps is {config.eval.eval_steps}, but {task.described} has no get_eval_dataset, so there is "
             "nothing to evaluate on. Leave the key out, or add the hook."
         )
-    wanted = config.eval.before_and_after or config.eval.eval_steps is not None
-    return wanted and task.has("get_eval_dataset")
+    evaluates = config.eval.before_and_after or config.eval.eval_steps is not None
+    return evaluates and task.has("get_eval_dataset")
 
 
 def _check_algorithm(config: RunConfig, rubric: Rubric | None) -> None:
@@ -174,8 +174,8 @@ def _max_steps(config: RunConfig, examples: int) -> int:
 
 def _facts(
     config: RunConfig,
-    drawn: Sequence[PromptSet | None],
-    asked: PromptSet | None,
+    training_sets: Sequence[PromptSet | None],
+    held_out_set: PromptSet | None,
     rows_read: int | None,
 ) -> dict[str, Any]:
     held_out = [
@@ -184,9 +184,9 @@ def _facts(
     ]
     return {
         "data": digest(
-            *[part for p in drawn if p for part in (fingerprint(p.examples), p.prompts)]
+            *[part for p in training_sets if p for part in (fingerprint(p.examples), p.prompts)]
         ),
-        "held_out": digest(held_out, asked.prompts if asked else ()),
+        "held_out": digest(held_out, held_out_set.prompts if held_out_set else ()),
         ROWS_READ: rows_read,
         "base": identity(config.model),
     }
@@ -197,20 +197,20 @@ def warnings_of(prepared: RlPrepared) -> list[str]:
     examples, rubric = prepared.prompts.examples, prepared.rubric
     empty = rubric.never_filled([example.columns for example in examples]) if rubric else []
     overlap = None
-    asked = prepared.held_out_prompts
-    if asked is not None:
+    held_out_set = prepared.held_out_prompts
+    if held_out_set is not None:
         drawn = [e for pool in (prepared.prompts, prepared.easy) if pool for e in pool.examples]
         same = same_row if prepared.task.has("get_environment") else same_prompt
         overlap = warning_of_overlap(
-            len(trained_on(drawn, asked.examples, same)),
-            len(asked.examples),
+            len(trained_on(drawn, held_out_set.examples, same)),
+            len(held_out_set.examples),
             instead="data.dataset_test_split, data.test_split_size, or the task's get_eval_dataset",
         )
-    said = [unfilled_arguments_warning(empty)] if empty else []
+    warnings = [unfilled_arguments_warning(empty)] if empty else []
     of_machine = rubric.check_machine(refuse=False) if rubric else []
     return [
         *prompt_warnings(prepared, examples),
-        *said,
+        *warnings,
         *([overlap] if overlap else []),
         *of_machine,
     ]
@@ -271,8 +271,8 @@ def _check_success_parts(
     if task.has("get_environment"):  # whose parts are known when it gives them
         return
     caches = [each for _, each in callbacks if isinstance(each, SuccessCache)]
-    named = [*config.data.success_parts.items(), *((CACHED, each.part) for each in caches)]
-    for key, part in named:
+    parts = [*config.data.success_parts.items(), *((CACHED, each.part) for each in caches)]
+    for key, part in parts:
         check_part(key, part, rubric.names if rubric else (), task.described)
 
 
@@ -323,28 +323,30 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
 
     `warnings` are shown with its own.
     """
-    config, asked = prepared.config, prepared.held_out_prompts
+    config, held_out_set = prepared.config, prepared.held_out_prompts
     rows = config.training.prompts_per_step * config.training.num_generations
     examples = prepared.prompts.examples
     example = examples[prepared.order.example(0)]
     # Important settings that the config leaves at their defaults, and how these differ from TRL's.
     algorithm: Mapping[str, Any] = prepared.loaded.tree.value(("algorithm",)) or {}
     lora = config.lora
-    said: list[str] = []
+    remarks: list[str] = []
     if not {"type", "preset"} & algorithm.keys():
-        said.append(
+        remarks.append(
             f"{config.algorithm.type} (default): the loss is divided by a constant, rewards are not scaled by their group's spread; "
             "TRL's default is algorithm.preset=trl_default"
         )
     if "lora" not in prepared.loaded.tree.values and lora is not None:
-        said.append(f"LoRA of rank {lora.r} (default): TRL trains all weights, which is lora=null")
-    defaults = {"chosen_by_default": said} if said else {}
+        remarks.append(
+            f"LoRA of rank {lora.r} (default): TRL trains all weights, which is lora=null"
+        )
+    defaults = {"chosen_by_default": remarks} if remarks else {}
     counts = {
         "examples": len(examples),
         "examples_dropped_as_too_long": prepared.prompts.dropped,
         **drawn_in_an_epoch(prepared.order, len(examples)),
         **({"easy_examples": len(prepared.easy.examples)} if prepared.easy else {}),
-        "held_out_examples": len(asked.examples) if asked else 0,
+        "held_out_examples": len(held_out_set.examples) if held_out_set else 0,
         "steps": prepared.max_steps,
         "completions_per_step": rows,
         "most_tokens_sampled_per_step": rows * rollout_builder.longest_written(config),

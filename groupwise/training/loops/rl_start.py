@@ -156,9 +156,9 @@ def _rl(
     with opened(prepared, start, KIND, noted) as (folder, ready):
         if warmed.untrained is not None:
             # How the model answered before any training; noted before the first step.
-            found, asked = warmed.untrained, ready.facts[ASKED]
+            found, questions = warmed.untrained, ready.facts[ASKED]
             folder.store.add_evaluation(
-                EvaluationRecord(0, UNTRAINED, found.policy, found.metrics, found.rows, asked)
+                EvaluationRecord(0, UNTRAINED, found.policy, found.metrics, found.rows, questions)
             )
         return run_to_end(run_in(folder, ready, resumption))
 

@@ -65,7 +65,7 @@ class Schedule(Protocol):
         """Return when no completion is on its way, so that the sampler can be given other weights."""
         ...
 
-    def committed(self, drawn: StepBatch) -> None:
+    def committed(self, batch: StepBatch) -> None:
         """The step that is due was committed, with these groups."""
         ...
 
@@ -199,9 +199,9 @@ class Run(Learning):
     def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
         """See `Training.load_more`. The files of policies are copied, because checkpoints go."""
         for name, facts in position["earlier"].items():
-            kept = self.publications / f"after-step-{name}"
-            shutil.copytree(folder / POLICIES / f"step-{name}", kept)
-            self.earlier[int(name)] = replace(self.policy, **facts, path=str(kept))
+            saved = self.publications / f"after-step-{name}"
+            shutil.copytree(folder / POLICIES / f"step-{name}", saved)
+            self.earlier[int(name)] = replace(self.policy, **facts, path=str(saved))
 
 
 @dataclass(slots=True, kw_only=True)

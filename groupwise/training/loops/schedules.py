@@ -60,15 +60,15 @@ class FixedLag:
             self._caught_up = True
         for step in range(run.step, min(run.step + self._lag + 1, run.max_steps)):
             self._begin(step)
-        drawn = await self._steps[run.step]
+        batch = await self._steps[run.step]
         del self._steps[run.step]
-        return drawn
+        return batch
 
     async def settle(self) -> None:
         await _settle(self, self._run, list(self._sampling.values()))
 
-    def committed(self, drawn: StepBatch) -> None:
-        self._run.selection.finish(self._run.step, len(drawn.all))
+    def committed(self, batch: StepBatch) -> None:
+        self._run.selection.finish(self._run.step, len(batch.all))
 
     async def close(self) -> None:
         await _cancel(self._steps.values())
@@ -194,8 +194,8 @@ class Free:
         while True:
             left = run.algorithm.resample_rounds * size - len(rejected)
             rejected += [self._take(draw) for draw in self._not_accepted()[:left]]
-            wanted = size * min(self._lag + 1, self._run.max_steps - self._run.step)
-            while len(self._under_way) < wanted:
+            count = size * min(self._lag + 1, self._run.max_steps - self._run.step)
+            while len(self._under_way) < count:
                 if self._again:
                     draw = self._again.pop(0)
                 else:
@@ -216,8 +216,8 @@ class Free:
 
     def committed(self, drawn: StepBatch) -> None:
         """Blocks of draws are over when none of them is under way any more, or still to be asked for."""
-        taken = {group.draw for group in drawn.all}
-        first = min([d for d in self.outstanding if d not in taken], default=self._next)
+        draws = {group.draw for group in drawn.all}
+        first = min([d for d in self.outstanding if d not in draws], default=self._next)
         for block in [b for b in self._planned if b < first // self._size]:
             self._planned.remove(block)
             self._run.selection.finish(block, self._size)
@@ -315,9 +315,9 @@ class _Timer:
     def scored(self) -> None:
         self._scored = time.perf_counter()
 
-    def note(self, drawn: StepBatch) -> StepBatch:
+    def note(self, batch: StepBatch) -> StepBatch:
         return replace(
-            drawn,
+            batch,
             sampling=self._sampled - self._begun,
             scoring=self._scored - self._sampled,
             sampled_tokens=self._tokens,

@@ -144,7 +144,7 @@ async def train(run: SftRun) -> None:
 
 async def take_step(run: SftRun) -> None:
     """Learn from the next examples, and commit the step with its record as one unit."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     run.timings = Timings()
     training = run.config.training
     # The last step of whole epochs has the draws that are left of them.
@@ -155,7 +155,7 @@ async def take_step(run: SftRun) -> None:
     rate = learning_rate(run.step, run.max_steps, training)
     version_in = run.policy.version
     learned = await _learn(run, rows, rate)
-    run.timings.step = time.perf_counter() - begun
+    run.timings.step = time.perf_counter() - started
     learned["learning_rate"] = rate
     metrics = _commit(run, draws, lessons, version_in, learned)
     await run.callbacks.step_committed(metrics)
@@ -164,7 +164,7 @@ async def take_step(run: SftRun) -> None:
 async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
     """Gradient and update; returns metrics."""
     run.progress.phase("learning")
-    begun = time.perf_counter()
+    started = time.perf_counter()
     denominators = {Sft.name: float(sum(sum(row.mask) for row in rows))}
     work = run.learner.forward_backward(rows, Sft().loss_spec(), denominators)
     try:
@@ -176,7 +176,7 @@ async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
     count_non_finite(run, not result.applied)
     if result.applied:
         run.policy = replace(run.policy, version=run.policy.version + 1)
-    run.timings.learning = time.perf_counter() - begun
+    run.timings.learning = time.perf_counter() - started
     run.timings.learned_tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rows)
     left_out = {} if result.applied else {"updates/left_out": 1.0}
     return {**loss_metrics([(sums, denominators)]), "grad_norm": result.grad_norm, **left_out}
@@ -223,9 +223,9 @@ def _commit(
 
 async def evaluate_if_due(run: SftRun) -> None:
     """Evaluate before the first step, every `eval.eval_steps` steps, after the last one, and if a callback asks for it."""
-    asked = run.callbacks.evaluation_was_asked
+    requested = run.callbacks.evaluation_was_asked
     nothing = run.held_out is None and run.completions is None
-    if asked and nothing:
+    if requested and nothing:
         logger.warning(
             "a callback asked for an evaluation, but the task has no get_sft_eval_dataset: there are no held-out rows"
         )
@@ -236,7 +236,7 @@ async def evaluate_if_due(run: SftRun) -> None:
         due = run.config.eval.eval_on_start
     else:
         due = run.step % run.eval_steps == 0 or run.over
-    if due or asked:
+    if due or requested:
         metrics = await _evaluate(run)
         _notice_conditions(run, metrics)
         await _note_best(run, metrics.get("eval_loss"))
@@ -249,35 +249,35 @@ async def _evaluate(run: SftRun) -> dict[str, float]:
     if run.held_out is not None:
         metrics, details = await _held_out_loss(run, run.held_out)
     if run.completions is not None:
-        drawn = run.completions.measure(
+        completions = run.completions.measure(
             run.learner,
             run.policy,
             run.step,
             run.max_steps,
             lambda done, total: run.progress.phase("evaluating", done, total),
         )
-        metrics |= await run.interruption.allow(drawn)
+        metrics |= await run.interruption.allow(completions)
     label = f"{run.folder.name}@{run.step}"
-    asked = run.folder.store.get_meta().get("held_out", "")
-    record = EvaluationRecord(run.step, f"step-{run.step}", label, metrics, details, asked)
+    questions = run.folder.store.get_meta().get("held_out", "")
+    record = EvaluationRecord(run.step, f"step-{run.step}", label, metrics, details, questions)
     run.folder.store.add_evaluation(record)
     await run.callbacks.evaluated(record)
-    told = ", ".join(f"{name} {metrics[name]:.4g}" for name in PRINTED if name in metrics)
-    run.say(f"held-out after {run.step} steps: {told}")
+    numbers = ", ".join(f"{name} {metrics[name]:.4g}" for name in PRINTED if name in metrics)
+    run.say(f"held-out after {run.step} steps: {numbers}")
     return metrics
 
 
 def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
     """Note the condition of `training.stop_when` that holds now, if one does."""
     conditions = run.config.training.stop_when
-    named = {name for each in conditions for name, _, _ in bounds_of(each)}
-    unknown = named - metrics.keys()
+    metrics_named = {name for each in conditions for name, _, _ in bounds_of(each)}
+    unknown = metrics_named - metrics.keys()
     if unknown and run.measured is None:
         raise UsageError(
             f"training.stop_when names {', '.join(sorted(unknown))}, which the evaluation after {run.step} steps does not have. There are: "
             f"{', '.join(sorted(metrics))}"
         )
-    run.measured = {name: metrics[name] for name in sorted(named - unknown)}
+    run.measured = {name: metrics[name] for name in sorted(metrics_named - unknown)}
     met = (each for each in conditions if holds(each, metrics))
     run.reached = next(met, None)
     if run.reached is not None:

@@ -49,8 +49,8 @@ def ask(
     loaded: LoadedSftConfig, task: Task, tokenizer: Any, layout: Layout
 ) -> PreparedPrompts | None:
     """Prepare the prompts; None if no completions are configured. Raises UsageError for a task without prompts or rewards."""
-    wanted = loaded.config.eval.completions
-    if wanted is None:
+    completions_config = loaded.config.eval.completions
+    if completions_config is None:
         return None
     require(task, "eval")
     config = _rl_config(loaded, task)
@@ -63,12 +63,14 @@ def ask(
 
 
 def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
-    config, wanted = loaded.config, loaded.config.eval.completions
-    assert wanted is not None
-    given: dict[str, Any] = wanted.rl if isinstance(wanted.rl, dict) else {}
-    if isinstance(wanted.rl, str):
+    config, completions_config = loaded.config, loaded.config.eval.completions
+    assert completions_config is not None
+    given: dict[str, Any] = completions_config.rl if isinstance(completions_config.rl, dict) else {}
+    if isinstance(completions_config.rl, str):
         beside = loaded.path.parent if loaded.path else Path()
-        given = load_config(beside / wanted.rl).config.model_dump(mode="json", exclude_unset=True)
+        given = load_config(beside / completions_config.rl).config.model_dump(
+            mode="json", exclude_unset=True
+        )
     of_sft = config.model_dump(mode="json", exclude_unset=True)
     shared = {
         name: of_sft[name] for name in ("model", "lora", "run", "distributed") if name in of_sft
@@ -82,8 +84,8 @@ def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
     temperature = sections.get("sampler", {}).get("temperature", 1.0)
     evaluation = {
         **sections.get("eval", {}),
-        "max_prompts": wanted.max_prompts,
-        "samples_per_prompt": wanted.num_generations,
+        "max_prompts": completions_config.max_prompts,
+        "samples_per_prompt": completions_config.num_generations,
         "temperature": temperature,
         "pass_at_k": None,
     }

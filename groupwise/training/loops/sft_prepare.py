@@ -242,10 +242,10 @@ def warnings_of(prepared: SftPrepared) -> list[str]:
     overlap = None
     if prepared.held_out is not None:
         trained = set(map(_prompt_key, prepared.lessons.lessons))
-        asked = list(map(_prompt_key, prepared.held_out.lessons))
+        held_out_keys = list(map(_prompt_key, prepared.held_out.lessons))
         overlap = warning_of_overlap(
-            sum(each in trained for each in asked),
-            len(asked),
+            sum(each in trained for each in held_out_keys),
+            len(held_out_keys),
             instead="data.dataset_test_split, data.test_split_size, or the task's get_sft_eval_dataset",
         )
     return [*prompt_warnings(prepared, examples), *([overlap] if overlap else [])]

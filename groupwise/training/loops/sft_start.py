@@ -147,23 +147,35 @@ async def _parts(
     folder: RunFolder, prepared: SftPrepared, interruption: Interruption
 ) -> AsyncGenerator[tuple[Learner, Completions | None]]:
     """The learner and, if evaluations draw completions, a sampler over its weights with a scorer."""
-    asked, task, tokenizer = prepared.asked, prepared.task, prepared.tokenizer
-    if asked is None:
+    completions_prepared, task, tokenizer = prepared.asked, prepared.task, prepared.tokenizer
+    if completions_prepared is None:
         unused = folder.path / "published"  # nothing samples, so nothing is published
         starts = build.start_supervised(prepared.config, prepared.layout, folder.name, unused)
         with closing(await loaded(interruption, starts)) as parts:
             yield parts.learner, None
         return
-    publications = build.publication_folder(folder.path, build.publication_bytes(asked.config))
-    scorer = rollout_builder.build_scorer(asked.config, task, tokenizer, asked.rubric)
+    publications = build.publication_folder(
+        folder.path, build.publication_bytes(completions_prepared.config)
+    )
+    scorer = rollout_builder.build_scorer(
+        completions_prepared.config, task, tokenizer, completions_prepared.rubric
+    )
     rollouts = rollout_builder.build_rollouts(
-        asked.config, task, tokenizer, asked.layout.key_length
+        completions_prepared.config, task, tokenizer, completions_prepared.layout.key_length
     )
     try:
-        starts = build.start_training(asked.config, asked.layout, folder.name, publications)
+        starts = build.start_training(
+            completions_prepared.config, completions_prepared.layout, folder.name, publications
+        )
         with closing(await loaded(interruption, starts)) as parts:
             await asyncio.gather(scorer.start(), rollouts.start())
-            way = held_out(asked.config, task, asked.prompts, parts.stop_token_ids, rollouts)
+            way = held_out(
+                completions_prepared.config,
+                task,
+                completions_prepared.prompts,
+                parts.stop_token_ids,
+                rollouts,
+            )
             yield (
                 parts.learner,
                 Completions(asked=way, sampler=parts.sampler, scorer=scorer, tokenizer=tokenizer),
@@ -229,8 +241,10 @@ async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftRes
     await save(run)
     step = run.step
     if run.config.eval.load_best_model_at_end and run.best is not None:
-        kept = [checkpoint.step for checkpoint in checkpoints.complete(run.folder.checkpoints)]
-        if run.best.step in kept:
+        steps_kept = [
+            checkpoint.step for checkpoint in checkpoints.complete(run.folder.checkpoints)
+        ]
+        if run.best.step in steps_kept:
             step = run.best.step
         else:
             run.say(

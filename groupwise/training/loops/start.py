@@ -193,8 +193,10 @@ def _lineage(found: FoundPolicy, weights: Path) -> tuple[dict[str, Any], ...]:
         local = Path(found.label).expanduser().exists()
         return ({"policy": weights.resolve().name if local else found.label},)
     facts = Store.facts(run / RECORD)
-    told = {key: facts[key] for key in ("kind", "task", "dataset", "model") if facts.get(key)}
-    return (*facts.get("lineage", ()), {"policy": find.label_of(run, weights), **told})
+    known_facts = {
+        key: facts[key] for key in ("kind", "task", "dataset", "model") if facts.get(key)
+    }
+    return (*facts.get("lineage", ()), {"policy": find.label_of(run, weights), **known_facts})
 
 
 def dry_run_warnings(resumption: Resumption | None) -> tuple[str, ...]:

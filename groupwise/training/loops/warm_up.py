@@ -151,8 +151,8 @@ def _has_same_inputs(path: Path, prepared: SftPrepared) -> bool:
         return False
     if facts.get("kind") != KIND or facts.get("init_from"):
         return False
-    named = [*FIXED_FACTS.values(), "task_file"]
-    if any(facts.get(name) != prepared.facts.get(name) for name in named):
+    facts_compared = [*FIXED_FACTS.values(), "task_file"]
+    if any(facts.get(name) != prepared.facts.get(name) for name in facts_compared):
         return False
     found = compare_for_resume(config, prepared.config)
     changed = [*found.free, *found.warned, *found.fixed]

@@ -308,10 +308,10 @@ def side_of(run: Path, step: int | None, name: str = "") -> Side:
         return _side_of_record(run, recorded[-1])
     # Nothing in the record: take the newest result file of that policy.
     policy = f"{run.name}@{step} ("
-    written = [side for side in _result_files(run) if not name and side.label.startswith(policy)]
-    if not written:
+    sides = [side for side in _result_files(run) if not name and side.label.startswith(policy)]
+    if not sides:
         raise RunNotFoundError(_no_evaluation(run, step, name))
-    return written[-1]
+    return sides[-1]
 
 
 def what_is_meant(
@@ -362,8 +362,8 @@ def _answers_of(reference: str, other: str, rewarded: Side, runs_dir: Path) -> S
     """The answers of a supervised run as `groupwise eval` measured them, for a comparison with a rewarded run."""
     run, step, _ = _resolve(reference, runs_dir)
     policy = f"{run.name}@" if step is None else f"{run.name}@{step} ("
-    written = [side for side in _result_files(run) if side.label.startswith(policy)]
-    if not written:
+    sides = [side for side in _result_files(run) if side.label.startswith(policy)]
+    if not sides:
         command = f"groupwise eval -c CONFIG -t TASK --policy {reference}"
         way = (
             f"`{command}` lets it answer held-out prompts; then this command compares the two."
@@ -374,7 +374,7 @@ def _answers_of(reference: str, other: str, rewarded: Side, runs_dir: Path) -> S
             f"{reference} is a run of `groupwise sft`, which records losses on given answers, and {other} is judged by the "
             f"rewards of its own answers. {way}"
         )
-    return written[-1]
+    return sides[-1]
 
 
 def _recorded_evaluations(run: Path) -> list[EvaluationRecord]:
@@ -478,13 +478,13 @@ def _prompt_change(a: Sequence[Row], b: Sequence[Row]) -> PromptChange | None:
     mean_a, mean_b = (
         sum(row["reward"] for row in rows) / len(rows) for rows in (scored_a, scored_b)
     )
-    shown = max(
+    change = max(
         ((x, y) for x in scored_a for y in scored_b if x["sample"] == y["sample"]),
         key=lambda pair: (pair[1]["reward"] - pair[0]["reward"]) * (1 if mean_b > mean_a else -1),
         default=(scored_a[0], scored_b[0]),
     )
     return PromptChange(
-        a[0]["prompt"], mean_a, mean_b, shown[0]["completion"], shown[1]["completion"]
+        a[0]["prompt"], mean_a, mean_b, change[0]["completion"], change[1]["completion"]
     )
 
 

@@ -214,12 +214,12 @@ def _write_model(weights: _Weights, dtype: ExportDtype, folder: Path, keeping: f
     from groupwise.engine.models.export import write_merged, write_whole
 
     if is_adapter(weights.folder):
-        written = write_merged(_model(weights), weights.folder, folder, dtype, keeping=keeping)
-        if written.kept < ENOUGH:
+        files = write_merged(_model(weights), weights.folder, folder, dtype, keeping=keeping)
+        if files.kept < ENOUGH:
             logger.warning(
                 "in %s, %.0f %% of the adapter's change is lost in rounding; --dtype float32 keeps all of it",
-                written.dtype,
-                100 * (1 - written.kept),
+                files.dtype,
+                100 * (1 - files.kept),
             )
     else:
         write_whole(weights.folder, folder, dtype)
@@ -252,14 +252,14 @@ def _tokenizer(weights: _Weights, *, always: bool = False) -> Any:
 
 def _converter(given: Path | None) -> Path:
     """Path of llama.cpp's converter: from the argument, from the environment variable, or on PATH."""
-    named = given or os.environ.get(CONVERTER_VARIABLE) or shutil.which(CONVERTER)
-    if named is None:
+    converter = given or os.environ.get(CONVERTER_VARIABLE) or shutil.which(CONVERTER)
+    if converter is None:
         raise ModelError(
             f"GGUF files are made by llama.cpp's {CONVERTER}, which is not here. Get it by: git clone "
             f"https://github.com/ggml-org/llama.cpp (and pip install gguf), then name it by --converter PATH or "
             f"{CONVERTER_VARIABLE}."
         )
-    path = Path(named).expanduser()
+    path = Path(converter).expanduser()
     path = path / CONVERTER if path.is_dir() else path
     if not path.is_file():
         raise ModelError(f"There is no file {path}; --converter names llama.cpp's {CONVERTER}.")

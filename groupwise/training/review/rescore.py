@@ -189,9 +189,9 @@ def rescore(
         with atomic_files.explained(place):
             place.parent.mkdir(parents=True, exist_ok=True)
         steps = store.get_meta().get("max_steps") or len(chosen)
-        written = atomic_files.building_path(place.with_suffix(ROWS))
+        rows_file = atomic_files.building_path(place.with_suffix(ROWS))
         try:
-            with atomic_files.explained(written), written.open("wb") as file:
+            with atomic_files.explained(rows_file), rows_file.open("wb") as file:
                 found = run_to_end(_rescore_steps(store, chosen, judge, steps, file))
             agreements = {number: _agreement([one]) for number, one in found.items()}
             overall = _agreement(list(found.values()))
@@ -203,9 +203,9 @@ def rescore(
                 "overall": asdict(overall),
                 "steps": {str(number): asdict(each) for number, each in agreements.items()},
             }
-            result = add_result(path, judge.name, content, written)
+            result = add_result(path, judge.name, content, rows_file)
         finally:
-            written.unlink(missing_ok=True)
+            rows_file.unlink(missing_ok=True)
     return Rescoring(path.name, judge.weights, agreements, overall, result)
 
 
@@ -310,8 +310,8 @@ def _draws_to_score(
             f"The run {name!r} has no step {step}; it has the steps {min(steps)} to {max(steps)}."
         )
     draws = [(k, draw) for k, draws in steps.items() if step in (None, k) for draw in draws]
-    kept = groupby(draws[-limit:] if limit else draws, key=itemgetter(0))
-    return {k: frozenset(draw for _, draw in some) for k, some in kept}
+    by_draw = groupby(draws[-limit:] if limit else draws, key=itemgetter(0))
+    return {k: frozenset(draw for _, draw in some) for k, some in by_draw}
 
 
 async def _rescore_steps(

@@ -150,8 +150,8 @@ def _gpus(weights: Weights) -> int:
 
     # One for each begun 30 billion parameters (a smaller model fits one of 80 GB), rounded up to a power of two, which divides the
     # attention heads of nearly every model, as tensor parallelism needs.
-    wanted = all_parameters(weights.whole()) // A_GPU + 1
-    return 1 << (wanted - 1).bit_length()
+    count = all_parameters(weights.whole()) // A_GPU + 1
+    return 1 << (count - 1).bit_length()
 
 
 def _await_models(family: Family, endpoint: Endpoint, seconds: float) -> tuple[str, ...]:
@@ -181,12 +181,12 @@ async def _models(endpoint: Endpoint) -> tuple[str, ...]:
         return await client.models(retries=0)
 
 
-def _choose_model(names: Sequence[str], wanted: str | None) -> str:
+def _choose_model(names: Sequence[str], name: str | None) -> str:
     """The requested model, if the server has it; without a request, the only one that it has."""
-    if wanted is not None:
-        if names and wanted not in names:
-            raise RunError(f"The server has no model {wanted!r}. It has: {', '.join(names)}.")
-        return wanted
+    if name is not None:
+        if names and name not in names:
+            raise RunError(f"The server has no model {name!r}. It has: {', '.join(names)}.")
+        return name
     if len(names) != 1:
         raise RunError(
             f"The server has {len(names)} models ({', '.join(names)}). Say which one is the policy: --endpoint-model, or `model` of the "

@@ -133,22 +133,22 @@ def planned_layout(
 
 
 async def start(
-    url: str, wanted: RemotePartsSpec, transport: httpx2.AsyncBaseTransport | None = None
+    url: str, spec: RemotePartsSpec, transport: httpx2.AsyncBaseTransport | None = None
 ) -> RemoteParts:
     """Have the server make parts. Raises UsageError if it refuses, ClientError if it is lost on the way; nothing is left then."""
     session = Session(url, transport=transport)
     try:
-        await session.open(owner_of(wanted))
-        for name, folder in wanted.sent.items():
+        await session.open(owner_of(spec))
+        for name, folder in spec.sent.items():
             files = model_files(folder) if name == "model" else weight_files(folder)
             await session.run(session.upload(files, f"{SENT}-{name}"))
         order = Open(
-            kind=wanted.kind,
-            config=sections(wanted.kind, wanted.config),
-            run=wanted.run,
-            longest_prompt=wanted.longest_prompt,
-            base=wanted.base,
-        ).model_copy(update={name: f"{SENT}-{name}" for name in wanted.sent})
+            kind=spec.kind,
+            config=sections(spec.kind, spec.config),
+            run=spec.run,
+            longest_prompt=spec.longest_prompt,
+            base=spec.base,
+        ).model_copy(update={name: f"{SENT}-{name}" for name in spec.sent})
         opened = PartsOpenedAnswer.model_validate(await session.call(order, ordered=True))
     except Refused as error:
         session.close()
@@ -164,10 +164,10 @@ async def start(
         RemoteSampler(session, opened.fingerprint, published),
         RemoteLearner(
             session,
-            wanted.publish_folder,
+            spec.publish_folder,
             published,
-            wanted.keep_publications,
-            wanted.called,
+            spec.keep_publications,
+            spec.called,
             tells_trained_logprobs=opened.tells_trained_logprobs,
         ),
         opened.stop_token_ids,
@@ -188,12 +188,12 @@ def sections(kind: PartsKind, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**{key: config[key] for key in SECTIONS[kind] if key in config}, "run": run}
 
 
-def owner_of(wanted: RemotePartsSpec) -> str:
+def owner_of(spec: RemotePartsSpec) -> str:
     """A name that is the same when a run is resumed: its folder has only one loop at a time, so an earlier one no longer exists."""
-    if wanted.kind == "serving":
+    if spec.kind == "serving":
         return f"evaluation ({secrets.token_hex(6)})"
-    place = f"{uuid.getnode()}:{socket.gethostname()}:{Path(wanted.config['run']['dir']).resolve()}:{wanted.run}"
-    return f"{wanted.run[:80]} ({hashlib.sha256(place.encode()).hexdigest()[:12]})"
+    place = f"{uuid.getnode()}:{socket.gethostname()}:{Path(spec.config['run']['dir']).resolve()}:{spec.run}"
+    return f"{spec.run[:80]} ({hashlib.sha256(place.encode()).hexdigest()[:12]})"
 
 
 _COMPLETIONS = TypeAdapter(tuple[Completion, ...])

@@ -222,9 +222,9 @@ def _look_once(interpreter: Path, *settings: str | None) -> Found:
     return found
 
 
-def mesh_of(wanted: tuple[int, int] | None) -> tuple[int, int]:
+def mesh_of(shape: tuple[int, int] | None) -> tuple[int, int]:
     """Devices for (fsdp, tp): those of the config, else all available ones on one axis."""
-    return wanted or (look().devices, 1)
+    return shape or (look().devices, 1)
 
 
 def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:

@@ -203,18 +203,18 @@ class Stored:
 def check_files(folder: Path, described: Described) -> None:
     """Raise `ModelError` unless the files hold every weight of the description, in its shape and in a format that Tunix reads, and no
     weights that it would leave out."""
-    kind, wanted = described["model_type"], expected_shapes(described)
+    kind, shapes = described["model_type"], expected_shapes(described)
     found = _read_headers(folder, TEXT if kind == "gemma3_text" else "")
-    if missing := sorted(set(wanted) - set(found)):
+    if missing := sorted(set(shapes) - set(found)):
         raise ModelError(
             f"{len(missing)} weights are missing in {folder}: {', '.join(missing[:4])}."
         )
-    extra = sorted(set(found) - set(wanted) - {HEAD})
+    extra = sorted(set(found) - set(shapes) - {HEAD})
     if extra:
         raise ModelError(
             f"{folder} holds {len(extra)} weights that Tunix's {kind} has no place for: {', '.join(extra[:4])}. {TORCH}"
         )
-    for name, shape in wanted.items():
+    for name, shape in shapes.items():
         stored = found[name]
         if stored.shape != shape:
             raise ModelError(
@@ -232,7 +232,7 @@ def check_files(folder: Path, described: Described) -> None:
             )
     if (
         HEAD in found
-        and HEAD not in wanted
+        and HEAD not in shapes
         and _read_bytes(found[HEAD]) != _read_bytes(found[EMBEDDING])
     ):
         raise ModelError(

@@ -59,15 +59,18 @@ class TunixSampler:
             return found
         return tuple(self._cut_at_stop(each, request.params) for each in found)
 
-    def _cut_at_stop(self, drawn: Completion, params: SamplingParams) -> Completion:
+    def _cut_at_stop(self, completion: Completion, params: SamplingParams) -> Completion:
         text_of = partial(self._tokenizer.decode, skip_special_tokens=False)
-        for count in range(1, len(drawn.token_ids) + 1):
-            ids = drawn.token_ids[:count]
+        for count in range(1, len(completion.token_ids) + 1):
+            ids = completion.token_ids[:count]
             if ends_with_stop(ids, params, text_of):
                 return replace(
-                    drawn, token_ids=ids, logprobs=drawn.logprobs[:count], finish_reason="stop"
+                    completion,
+                    token_ids=ids,
+                    logprobs=completion.logprobs[:count],
+                    finish_reason="stop",
                 )
-        return drawn
+        return completion
 
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`."""

@@ -143,9 +143,9 @@ def _fast() -> Any:
         try:
             from unsloth import FastLanguageModel  # pyright: ignore[reportAttributeAccessIssue]  # it is not here
         except (ImportError, NotImplementedError, RuntimeError) as error:
-            said = str(error).strip().splitlines() or [type(error).__name__]
+            lines = str(error).strip().splitlines() or [type(error).__name__]
             raise UsageError(
-                f"model.backend is unsloth, but Unsloth cannot be used on this machine: {said[0]}\nMend that, install it anew ({INSTALL}), "
+                f"model.backend is unsloth, but Unsloth cannot be used on this machine: {lines[0]}\nMend that, install it anew ({INSTALL}), "
                 "or leave model.backend out."
             ) from error
     return FastLanguageModel

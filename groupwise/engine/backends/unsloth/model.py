@@ -131,8 +131,8 @@ class UnslothEngine:
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
         """See `Engine.acting`. Without a gradient the same kernels compute, so that log-probabilities are those that are trained."""
 
-        def compute(batch: MicroBatch, wanted: ForwardOutputs) -> Forward:
-            return whole_rows(self._decoder, batch, wanted)
+        def compute(batch: MicroBatch, outputs: ForwardOutputs) -> Forward:
+            return whole_rows(self._decoder, batch, outputs)
 
         reference = role == "reference"
         acting = (

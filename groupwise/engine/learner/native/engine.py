@@ -48,13 +48,13 @@ class NativeEngine:
         """See `Engine.acting`."""
         model, factors = self._model, self._weights.factors(role)
 
-        def compute(batch: FlatBatch, wanted: ForwardOutputs) -> Forward:
+        def compute(batch: FlatBatch, outputs: ForwardOutputs) -> Forward:
             residual_NH = residual_stream(model, batch, factors, recompute=self._recompute)
-            asked = asked_of(batch.rows, wanted, model.device)
-            before_N = torch.tensor(batch.before, device=model.device)[asked.among_A]
+            queried = asked_of(batch.rows, outputs, model.device)
+            before_N = torch.tensor(batch.before, device=model.device)[queried.among_A]
             # Rows behind one prompt share its last place, and the gradient of an index adds theirs up in the order in which threads come;
             # that of an embedding in theirs.
             before_NH = embedding(before_N, residual_NH)
-            return asked.spread(token_numbers(model, before_NH, asked.targets))
+            return queried.spread(token_numbers(model, before_NH, queried.targets))
 
         yield compute

@@ -160,7 +160,7 @@ def in_float32(x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -
 
 
 @contextmanager
-def quick_float32(wanted: bool) -> Generator[None]:
+def quick_float32(enabled: bool) -> Generator[None]:
     """Let oneDNN compute float32 products, on AMD's processors twice as fast as MKL does.
 
     Torch uses it only with permission to round to bfloat16; it is given if oneDNN would not round. Otherwise nothing changes: the
@@ -169,7 +169,7 @@ def quick_float32(wanted: bool) -> Generator[None]:
     """
     products = cast("Any", torch.backends.mkldnn).matmul
     before = products.fp32_precision
-    if wanted and not _would_round():
+    if enabled and not _would_round():
         products.fp32_precision = "bf16"
     try:
         yield

@@ -346,8 +346,8 @@ def _unreadable(model: PreTrainedModel) -> str | None:
         if type(module) not in (nn.Linear, nn.Embedding):
             return f"{name} is a {type(module).__name__}, whose weights are no plain matrix"
         if module.weight.dtype != model.dtype:
-            kept = f"{name} is kept in {module.weight.dtype}, the model in {model.dtype}"
-            return kept.replace("torch.", "")
+            reason = f"{name} is kept in {module.weight.dtype}, the model in {model.dtype}"
+            return reason.replace("torch.", "")
     return None
 
 

@@ -99,8 +99,8 @@ class GraphEngine:
             ):
                 whole = F.pad(tensor, (0, 0, 0, count * PAGE - prompt.length))
                 cache[:, into] = whole.unflatten(2, (count, PAGE)).transpose(1, 2)
-        taken = {row.place for row in self.rows}
-        place = next(n for n in range(self._slots) if n not in taken)
+        occupied = {row.place for row in self.rows}
+        place = next(n for n in range(self._slots) if n not in occupied)
         row = Row(prompt, place=place)
         self._pages[row] = []
         pages = self._pages[prompt]

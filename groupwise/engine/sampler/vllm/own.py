@@ -114,15 +114,15 @@ class OwnEndpoint(Endpoint):
 class OwnServer:
     """See the module. `up` starts it."""
 
-    def __init__(self, wanted: ServerSpec, log: Path, *, timeout: float) -> None:
+    def __init__(self, spec: ServerSpec, log: Path, *, timeout: float) -> None:
         """`log`: file for the server's output, started afresh for each run. `timeout`: seconds of a request."""
-        self._wanted = wanted
+        self._wanted = spec
         self.log = log
         """File of the server's output."""
         self._secret = secrets.token_urlsafe(32)
         self._port = free_port()
         self.endpoint = OwnEndpoint(
-            f"http://{HOST}:{self._port}", wanted.name, timeout=timeout, secret=self._secret
+            f"http://{HOST}:{self._port}", spec.name, timeout=timeout, secret=self._secret
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._supervisor: threading.Thread | None = None
@@ -214,8 +214,8 @@ def gpus_beside(
     """GPUs for a server, beside learners on the first of `count`; None on a machine without GPUs. UsageError if they do not suffice."""
     if count == 0:
         return None
-    named = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    there = [each for each in named if each] or [str(number) for number in range(count)]
+    visible = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    there = [each for each in visible if each] or [str(number) for number in range(count)]
     if len(there) >= learners + parallel:
         return tuple(there[learners : learners + parallel])
     if learners > 1:

@@ -213,12 +213,12 @@ class VllmSampler:
         if served.folder is not None:
             await make_served(server, served.name, served.folder, there)
         prompts = [tuple(self._tokenizer(text)["input_ids"]) for text in probe.TEXTS]
-        drawn = await gather_all(
+        completions = await gather_all(
             self._request_completion(server, served, prompt, probe.SEED, probe.PARAMS)
             for prompt in prompts
         )
-        answers = list(zip(prompts, (each.token_ids for each in drawn), strict=True))
-        found = [value for each in drawn for value in each.logprobs]
+        answers = list(zip(prompts, (each.token_ids for each in completions), strict=True))
+        found = [value for each in completions for value in each.logprobs]
         # The learner has the same base.
         here = self._logprobs_here(answers, adapter=served.folder is not None)
         probe.judge(server.url, served.name, found, here.pop(""), here, self._tolerance)
@@ -244,13 +244,13 @@ class VllmSampler:
     # --- one completion ---------------------------------------------------------------------------
 
     async def _member(self, served: Served, request: GroupRequest, seed: int) -> Completion:
-        drawn = await self._servers.ask(
+        completion = await self._servers.ask(
             lambda server: self._draw(server, served, request.prompt_ids, seed, request.params)
         )
         return Completion(
-            token_ids=drawn.token_ids,
-            logprobs=drawn.logprobs,
-            finish_reason=drawn.finish_reason,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
             seed=seed,
             policy_version=served.version,
             fingerprint=served.fingerprint,

@@ -150,9 +150,9 @@ class Servers:
 
     def _given_up(self, last: EndpointError | None) -> EndpointError:
         urls = ", ".join(server.url for server in self.all)
-        said = "" if last is None else f" The last word: {last}"
+        last_words = "" if last is None else f" The last word: {last}"
         return EndpointError(
             f"None of the servers of vLLM ({urls}) has answered for {self._patience:g} s (sampler.patience). {self._remedy}, then go on "
-            f"with --resume.{said}",
+            f"with --resume.{last_words}",
             None if last is None else last.status,
         )

@@ -155,20 +155,20 @@ class ExactLora(qwix.LoraProvider):
     """qwix's adapter, except that its product is added in float32, and the sum rounded once."""
 
     def dot_general(
-        self, lhs: Any, rhs: Any, dimension_numbers: Any, *formats: Any, **named: Any
+        self, lhs: Any, rhs: Any, dimension_numbers: Any, *formats: Any, **options: Any
     ) -> Any:
         """See `jax.lax.dot_general`; of an adapted weight [inputs, outputs] with its adapter."""
         found = self._adapter("dot_general", rhs)
         if found is None:
-            return super().dot_general(lhs, rhs, dimension_numbers, *formats, **named)
+            return super().dot_general(lhs, rhs, dimension_numbers, *formats, **options)
         product = functools.partial(jax.lax.dot_general, dimension_numbers=dimension_numbers)
         return self._add_adapter(product, lhs, rhs, "...i,ir,ro->...o", found)
 
-    def einsum(self, einsum_str: str, *operands: Any, **named: Any) -> Any:
+    def einsum(self, einsum_str: str, *operands: Any, **options: Any) -> Any:
         """See `jax.numpy.einsum`; of an adapted weight with its adapter."""
         found = self._adapter("einsum", operands[-1])
         if found is None:
-            return super().einsum(einsum_str, *operands, **named)
+            return super().einsum(einsum_str, *operands, **options)
         product = functools.partial(jnp.einsum, einsum_str)
         module, name, _ = found
         return self._add_adapter(

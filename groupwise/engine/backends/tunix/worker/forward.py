@@ -66,10 +66,10 @@ class Batch:
         """The rows for the model."""
         tokens = np.zeros((self.count, self.length), np.int32)
         targets = np.zeros((self.count, self.length), np.int32)
-        for given, wanted, row in zip(tokens, targets, self.rows, strict=False):
+        for given, target, row in zip(tokens, targets, self.rows, strict=False):
             ids = (*row.prompt_ids, *row.completion_ids)
             given[: len(ids)] = ids
-            wanted[: len(ids) - 1] = ids[1:]
+            target[: len(ids) - 1] = ids[1:]
         read = self.spread([[1.0] * len(row.completion_ids) for row in self.rows]) != 0
         temperatures_B = self.by_row([row.temperature for row in self.rows], 1.0)
         if not any(row.withheld for row in self.rows):
@@ -129,8 +129,8 @@ def recomputed(model: Any) -> Any:
     def wrapped(layer: Any) -> Any:
         graph, weights = nnx.split(layer)
 
-        def compute(weights: Any, *given: Any, **named: Any) -> Any:
-            return nnx.merge(graph, weights)(*given, **named)
+        def compute(weights: Any, *given: Any, **options: Any) -> Any:
+            return nnx.merge(graph, weights)(*given, **options)
 
         return functools.partial(jax.checkpoint(compute), weights)
 

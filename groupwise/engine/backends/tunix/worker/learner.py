@@ -177,9 +177,9 @@ class Learner:
                 f"{folder} has no {STATE}: it was not written by the backend tunix."
             )
         self._factors = self.adapted.read(folder)
-        wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._moments)
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._moments)
         with ocp.StandardCheckpointer() as checkpointer:
-            self._moments = checkpointer.restore((folder / STATE).resolve(), wanted)
+            self._moments = checkpointer.restore((folder / STATE).resolve(), shapes)
         self.discard()
 
     def _compute_all(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[Batch, Numbers]]:

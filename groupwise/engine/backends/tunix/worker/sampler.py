@@ -119,7 +119,7 @@ class Sampler:
     def _complete(self, parts: Sequence[GroupPart]) -> list[list[Completion]]:
         params, members = parts[0].request.params, len(parts[0].seeds)
         inputs = self._loop_inputs(parts, params, members)
-        drawn = self._loop(
+        result = self._loop(
             self._factors,
             self.adapted.base,
             inputs,
@@ -127,7 +127,7 @@ class Sampler:
             longest=_rounded_up(params.max_tokens)[0],
             truncation=(params.top_k, params.top_p, params.min_p),
         )
-        tokens_ST, logprobs_ST = np.asarray(drawn.tokens_ST), np.asarray(drawn.logprobs_ST)
+        tokens_ST, logprobs_ST = np.asarray(result.tokens_ST), np.asarray(result.logprobs_ST)
         found: list[list[Completion]] = []
         for number, part in enumerate(parts):
             rows = range(number * members, (number + 1) * members)

@@ -101,10 +101,10 @@ def _read_orders(
 
 def _next(waiting: list[Order], orders: queue.Queue[Order]) -> tuple[list[Order], list[Order]]:
     """The orders to do now (the first, and those that directly follow it if all are completions), and the rest that was read."""
-    taken, *rest = waiting
-    if not isinstance(taken.do, Generate):
-        return [taken], rest
-    together = [taken]
+    first, *rest = waiting
+    if not isinstance(first.do, Generate):
+        return [first], rest
+    together = [first]
     while True:
         try:
             following = rest.pop(0) if rest else orders.get(timeout=GATHERED)
@@ -115,18 +115,18 @@ def _next(waiting: list[Order], orders: queue.Queue[Order]) -> tuple[list[Order]
         together.append(following)
 
 
-def _answer(service: Service, taken: list[Order]) -> list[Answer]:
+def _answer(service: Service, orders: list[Order]) -> list[Answer]:
     """The answers. If orders fail together, each is done by itself, so that an error of one does not reach the others."""
     try:
-        results = service.do_all([order.do for order in taken])
+        results = service.do_all([order.do for order in orders])
         return [
             Answer(number=order.number or 0, result=ANY.dump_python(result, mode="json"))
-            for order, result in zip(taken, results, strict=True)
+            for order, result in zip(orders, results, strict=True)
         ]
     except Exception as error:  # noqa: BLE001 — belongs to the caller
-        if len(taken) > 1:
-            return [answer for order in taken for answer in _answer(service, [order])]
-        return [Answer(number=taken[0].number or 0, error=_trouble(error, taken[0].do))]
+        if len(orders) > 1:
+            return [answer for order in orders for answer in _answer(service, [order])]
+        return [Answer(number=orders[0].number or 0, error=_trouble(error, orders[0].do))]
 
 
 def _trouble(error: Exception, order: Any) -> Trouble:
@@ -301,11 +301,11 @@ def _require_open(part: Any) -> Any:
 
 
 def _mesh(shape: tuple[int, int]) -> Any:
-    wanted, there = shape[0] * shape[1], len(jax.devices())
-    if wanted > there:
+    count, there = shape[0] * shape[1], len(jax.devices())
+    if count > there:
         raise UsageError(
-            f"model.mesh is {list(shape)}, which are {wanted} devices, but JAX sees {there}: "
+            f"model.mesh is {list(shape)}, which are {count} devices, but JAX sees {there}: "
             f"{jax.devices()[0].device_kind}."
         )
     kinds = (jax.sharding.AxisType.Auto,) * 2
-    return jax.make_mesh(shape, ("fsdp", "tp"), kinds, devices=jax.devices()[:wanted])
+    return jax.make_mesh(shape, ("fsdp", "tp"), kinds, devices=jax.devices()[:count])
