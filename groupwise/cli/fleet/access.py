@@ -69,6 +69,7 @@ def fleet(
 @contextmanager
 def fleet_here(fleet_at: str | None, *, make: bool = False) -> Generator[LocalFleet, None, None]:
     """Open the fleet that is meant by its database, which this machine must be able to reach."""
+    is_loaded = "groupwise.jobs.fleet.local" in sys.modules
     gc.disable()  # loading makes many objects and hardly any garbage: a quarter of a second less
     try:
         place = place_of(fleet_at)
@@ -77,6 +78,8 @@ def fleet_here(fleet_at: str | None, *, make: bool = False) -> Generator[LocalFl
         from groupwise.jobs.fleet.settings import DATABASE_FILE
         from groupwise.jobs.fleet.store import database as databases
     finally:
+        if not is_loaded:
+            gc.freeze()  # nor is what was loaded looked through later
         gc.enable()
 
     file = place.folder / DATABASE_FILE
