@@ -25,8 +25,8 @@ class LogWriter:
         stream = sys.stderr if self._err else sys.stdout
         if is_terminal(stream):
             encoding = stream.encoding or "utf-8"
-            shown = clean(self._letters.decode(data, last).replace("\r", "\n"))
-            stream.write(shown.encode(encoding, "replace").decode(encoding))
+            visible = clean(self._letters.decode(data, last).replace("\r", "\n"))
+            stream.write(visible.encode(encoding, "replace").decode(encoding))
         else:
             stream.flush()
             cast("BinaryIO", stream.buffer).write(data)

@@ -56,11 +56,11 @@ def next_commands(run: str) -> list[tuple[str, str]]:
 
 def print_pairs(pairs: Sequence[tuple[str, Any]]) -> None:
     """Names and values in two columns; those without a value are left out."""
-    shown = [
+    lines = [
         (one_line(name), one_line(str(value))) for name, value in pairs if value not in (None, "")
     ]
-    width = max((cell_len(name) for name, _ in shown), default=0)
-    for name, value in shown:
+    width = max((cell_len(name) for name, _ in lines), default=0)
+    for name, value in lines:
         print_text(f"{name}{' ' * (width - cell_len(name))}  {value}")
 
 
@@ -87,9 +87,12 @@ def folded(text: str, indent: int, stream: TextIO | None = None) -> list[str]:
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
     """Cells in columns, the head first."""
-    shown = [[one_line(cell) for cell in row] for row in rows]
-    widths = [max(cell_len(row[column]) for row in shown) for column in range(len(shown[0]))]
-    for row in shown:
+    cells_of_rows = [[one_line(cell) for cell in row] for row in rows]
+    widths = [
+        max(cell_len(row[column]) for row in cells_of_rows)
+        for column in range(len(cells_of_rows[0]))
+    ]
+    for row in cells_of_rows:
         cells = (
             cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)
         )

@@ -124,8 +124,8 @@ def rl(
     elif as_json:
         write_result(result.summary, as_json=True)
     else:
-        shown = {name: each for name, each in result.summary.items() if name != "advice"}
-        write_result(shown, as_json=False)
+        summary = {name: each for name, each in result.summary.items() if name != "advice"}
+        write_result(summary, as_json=False)
         print_advice(result.summary.get("advice", ()))
         if "run" in result.summary:
             print_section("next", next_commands(result.summary["run"]))

@@ -82,12 +82,12 @@ def web(
         opened = f"; it asks for a key: {' or '.join(keys)}" if keys else ""
         say(f"the runs of {dir} are shown at {address}{opened} (Ctrl-C ends it)")
 
-    with _watched(fleet) as of_fleet, _watched_server(server) as of_server:
+    with _watched_fleet(fleet) as of_fleet, _watched_server(server) as of_server:
         raise typer.Exit(serve(settings, plain, tell, of_fleet, of_server))
 
 
 @contextmanager
-def _watched(place: str | None) -> Generator[WatchedFleet | None]:
+def _watched_fleet(place: str | None) -> Generator[WatchedFleet | None]:
     """The fleet that is to be shown; None: none is."""
     if place is None:
         yield None

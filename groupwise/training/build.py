@@ -451,8 +451,8 @@ def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
         and sampler_config.max_model_len < layout.key_length
     ):
         raise UsageError(
-            f"sampler.max_model_len is {sampler_config.max_model_len}, but prompt and completion of this run have up to {layout.key_length} tokens "
-            "together. Leave it out, or lower data.max_prompt_length or sampler.max_completion_length."
+            f"sampler.max_model_len is {sampler_config.max_model_len}, but prompt and completion of this run have up to "
+            f"{layout.key_length} tokens together. Leave it out, or lower data.max_prompt_length or sampler.max_completion_length."
         )
     return own.OwnServer(
         own.ServerSpec(

@@ -95,9 +95,9 @@ def _print_with_remarks(
     longest = LONGEST_REASON
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
-        wanted = min(LEAST_REASON, max(cell_len(row[-1]) for row in rows))
-        rows = _narrowed(head, rows, width - wanted)
-        if least_name is not None and (wide := sum(_widths(head, rows)) + wanted - width) > 0:
+        least_width = min(LEAST_REASON, max(cell_len(row[-1]) for row in rows))
+        rows = _fit_to_width(head, rows, width - least_width)
+        if least_name is not None and (wide := sum(_widths(head, rows)) + least_width - width) > 0:
             room = max(least_name, max(cell_len(row[0]) for row in rows) - wide)
             # Cut in the middle: names of machines, which are ASCII, differ at their ends.
             end = (room - 1) // 2
@@ -115,7 +115,7 @@ def _widths(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[int]
     return [max(map(cell_len, column)) + 2 for column in columns]
 
 
-def _narrowed(
+def _fit_to_width(
     head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int
 ) -> list[tuple[str, ...]]:
     """The rows with cells cut to fit the width. The first column stays whole: people type it in again."""
@@ -152,8 +152,8 @@ def _status(job: Document) -> str:
     if job["status"] == "running" and job["cancel_requested_at"] is not None:
         return "cancelling"
     code = job["exit_code"]
-    shown = f" ({code})" if code not in (None, 0) and job["status"] == "failed" else ""
-    return f"{job['status']}{shown}"
+    exit_text = f" ({code})" if code not in (None, 0) and job["status"] == "failed" else ""
+    return f"{job['status']}{exit_text}"
 
 
 def _where(job: Document) -> str:
@@ -169,14 +169,14 @@ def _took(job: Document, now: float) -> str:
 
 
 def _remark(job: Document) -> str:
-    said = [job["name"] or ""]
+    parts = [job["name"] or ""]
     if job["status"] == "pending":
-        said.append("; ".join(job["blocked_reasons"] or ()))
+        parts.append("; ".join(job["blocked_reasons"] or ()))
     elif job["status"] == "failed":
-        said.append(job["failure_reason"] or "")
+        parts.append(job["failure_reason"] or "")
     if job["retry_count"] and job["status"] not in FINAL:
-        said.append(f"retry {job['retry_count']}")
-    return " · ".join(text for text in said if text)
+        parts.append(f"retry {job['retry_count']}")
+    return " · ".join(text for text in parts if text)
 
 
 def print_job(job: Document, now: float) -> None:

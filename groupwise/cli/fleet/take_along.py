@@ -95,8 +95,8 @@ def _store_files(
     if not named:
         return {}
     with progress() as tell:
-        sent = access.upload(named, tell=tell)
-    return {path: sent[name] for name, path in named.items()}
+        uploaded = access.upload(named, tell=tell)
+    return {path: uploaded[name] for name, path in named.items()}
 
 
 def _parse_file_option(word: str) -> tuple[Path, str]:
@@ -110,12 +110,12 @@ def _parse_file_option(word: str) -> tuple[Path, str]:
     path = Path(local).expanduser()
     if not path.exists():
         raise UsageError(f"--file {word}: there is no file or folder {path}.")
-    named = PurePosixPath(remote or own_name(path)).as_posix()
-    if named == "." and not path.is_dir():
-        named = own_name(path)
-    if named != "." and (wrong := path_problems("--file", named)):
+    target = PurePosixPath(remote or own_name(path)).as_posix()
+    if target == "." and not path.is_dir():
+        target = own_name(path)
+    if target != "." and (wrong := path_problems("--file", target)):
         raise UsageError(wrong[0])
-    return path, named
+    return path, target
 
 
 def _add(

@@ -48,9 +48,9 @@ class LaunchCommand(Command):
             # The options of a verb without `--` before it would be taken for the launcher's.
             verb = next((n for n, word in enumerate(own) if word in VERBS), None)
             if verb is not None:
-                shown = f"{ctx.command_path} " + shlex.join([*own[:verb], "--", *own[verb:]])
+                corrected = f"{ctx.command_path} " + shlex.join([*own[:verb], "--", *own[verb:]])
                 raise UsageError(
-                    f"what is to be run stands behind `--`, and the launcher's own options before it: {shown}"
+                    f"what is to be run stands behind `--`, and the launcher's own options before it: {corrected}"
                 )
         elif found.script is not None:
             own = [*own, SCRIPT, found.script]

@@ -97,8 +97,8 @@ def _workspace_secrets(given: list[str], values: Mapping[str, str]) -> dict[str,
                 f"--secret {each}: NAME=VARIABLE is expected, a Secret of your workspace at Modal and what the job has of it, as "
                 f"huggingface=HF_TOKEN, or several: keys=HF_TOKEN,WANDB_API_KEY. {'; '.join(wrong)}".rstrip()
             )
-        taken = {*values, *(word for words in found.values() for word in words)}
-        if twice := sorted(taken.intersection(variables)):
+        names = {*values, *(word for words in found.values() for word in words)}
+        if twice := sorted(names.intersection(variables)):
             raise UsageError(
                 f"--secret {each}: {', '.join(twice)} is given twice; leave one out of --secret and --env-file."
             )

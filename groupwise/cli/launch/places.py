@@ -219,7 +219,7 @@ def slurm_cluster(login: JobBackend, shared: str | None) -> JobBackend:
     """The Slurm cluster of a login machine. Raises UsageError."""
     from groupwise.jobs.launch.places import SLURM, JobBackend
 
-    return JobBackend(SLURM, {**login.detail, **_shared(shared)})
+    return JobBackend(SLURM, {**login.detail, **_shared_folder(shared)})
 
 
 def ray_cluster(login: JobBackend, shared: str | None, address: str | None) -> JobBackend:
@@ -229,11 +229,11 @@ def ray_cluster(login: JobBackend, shared: str | None, address: str | None) -> J
     from groupwise.jobs.launch.places import RAY, JobBackend
 
     found = checked_address(address or ADDRESS)
-    detail = {**login.detail, **_shared(shared)}
+    detail = {**login.detail, **_shared_folder(shared)}
     return JobBackend(RAY, detail if found == ADDRESS else {**detail, "address": found})
 
 
-def _shared(folder: str | None) -> dict[str, str]:
+def _shared_folder(folder: str | None) -> dict[str, str]:
     if folder is None:
         return {}
     if not folder.startswith("/"):

@@ -61,7 +61,7 @@ def launch(
     gpus, hours = gpus or job.gpus, hours or job.hours or DEFAULT_HOURS
     processes = gang.processes(command, gpus)
     secrets = job.secrets()
-    tried = _tried(job, gang, processes, asks or {}, secrets)
+    tried = _try_here(job, gang, processes, asks or {}, secrets)
     store = packaging.files_here()
     name = job.name or new_name(command)
     request = packaging.LaunchRequest(
@@ -183,7 +183,7 @@ def _is_nowhere(note: Note) -> bool:
         return False
 
 
-def _tried(
+def _try_here(
     job: LaunchOptions,
     gang: GangOptions,
     processes: int,

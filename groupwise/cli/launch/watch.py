@@ -102,19 +102,19 @@ def watch(
     folder, log = folder_of(note, to), LogWriter(err=as_json)
     watching = Watch(folder, log.write, say)
     try:
-        document = asyncio.run(_watched(watching, note, folder))
+        document = asyncio.run(_watch_to_end(watching, note, folder))
         if again is not None and document["failure"] == FailureClass.PREEMPTION:
             say(f"{note.name}: {document['reason']}; it goes on elsewhere, this once by itself")
             with while_placing(note):
                 attempt = ask(note.place, again).attempt
             say(f"{note.name} goes on: attempt {attempt}")
             watching = Watch(folder, log.write, say)
-            document = asyncio.run(_watched(watching, note, folder))
+            document = asyncio.run(_watch_to_end(watching, note, folder))
     except KeyboardInterrupt:
         if not stop:
             say(f"{note.name} goes on without being watched")
             raise
-        document = _stopped(watching, note, folder)
+        document = _stop_and_fetch(watching, note, folder)
     finally:
         log.end()
     if as_json:
@@ -139,7 +139,7 @@ def _say_result(note: Note, folder: Path, document: Mapping[str, Any]) -> None:
         say(f"  {one_line(path)} did not: {why}")
 
 
-def _stopped(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
+def _stop_and_fetch(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
     """Stop the job, however long its place does not answer, and fetch its results. Another Ctrl-C leaves without waiting."""
     from groupwise.jobs.launch.watching import patiently
 
@@ -148,7 +148,7 @@ def _stopped(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
     try:
         ask(note.place, lambda backend: patiently(lambda: stop_job(backend, note.name), say))
         is_stopping = True
-        return asyncio.run(_watched(watching, note, folder))
+        return asyncio.run(_watch_to_end(watching, note, folder))
     except KeyboardInterrupt:
         state = "was asked to end" if is_stopping else "STILL RUNS"
         say(f"{note.name} {state}; `groupwise launch stop {note.name}` ends it")
@@ -164,7 +164,7 @@ async def stop_job(backend: Backend, name: str) -> bool:
     return ended
 
 
-async def _watched(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
+async def _watch_to_end(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
     """Watch a job to its end; returns its result, which is written beside the fetched files."""
     from groupwise.jobs.launch import results
     from groupwise.jobs.launch.places import reach

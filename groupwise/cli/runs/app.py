@@ -135,11 +135,11 @@ def rollouts(
         raise UsageError("--step and --all contradict each other: choose one.")
     path = resolve(run, dir).path
     order: Order = "best" if best else "worst" if worst else "draw"
-    named = (part, task, text) != (None, None, None)
-    searching = all_steps or failed or best or worst or named
+    has_filter = (part, task, text) != (None, None, None)
+    searching = all_steps or failed or best or worst or has_filter
     with Store.open(path / RECORD, readonly=True) as store:
         _expect_present(store, part, task, step)
-        wanted = RolloutFilter(
+        rollout_filter = RolloutFilter(
             step=step if step is not None or searching else store.last_step(),
             outcome=("failed", "timed_out") if failed else None,
             part=part,
@@ -148,7 +148,7 @@ def rollouts(
             order=order,
             limit=limit,
         )
-        found = store.rollouts(wanted)
+        found = store.rollouts(rollout_filter)
     if as_json:
         write_json([asdict(view) for view in found])
     elif not found:

@@ -74,7 +74,7 @@ def print_comparison(comparison: Comparison, rows: int = 0) -> None:
         table: list[tuple[str, ...]] = [head]
         for each in comparison.metrics:
             counts = ["" if n is None else str(n) for n in (each.better, each.worse, each.equal)]
-            moved = f"{each.b - each.a:+.3f}" if each.change is None else _signed(each.change)
+            moved = f"{each.b - each.a:+.3f}" if each.change is None else _with_sign(each.change)
             table.append((each.name, rounded(each.a), rounded(each.b), moved, *counts))
         print_table(table)
     if comparison.curve:
@@ -90,13 +90,13 @@ def print_comparison(comparison: Comparison, rows: int = 0) -> None:
             print_text(indented(completion, "     "))
 
 
-def _signed(interval: Interval) -> str:
+def _with_sign(interval: Interval) -> str:
     return f"{interval.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
 
 
 def _print_curve(curve: CurveChange) -> None:
     print_text(f"\n{curve.metric} in training, {curve.steps} steps that both have")
     head = ("", "first steps", "last steps", "B − A, last steps [95 %]")
-    change = _signed(curve.change) if curve.change else "no draws with the same prompt"
+    change = _with_sign(curve.change) if curve.change else "no draws with the same prompt"
     rows = [head, ("A", *map(rounded, curve.a), ""), ("B", *map(rounded, curve.b), change)]
     print_table(rows if curve.metric == "reward" else [row[:3] for row in rows])

@@ -91,7 +91,7 @@ def rescore(
         if farthest:
             print_text(f"\nmoved farthest in their group, of {found.overall.moved}")
             head = ("step", "draw", "member", "place", "reward", "completion")
-            print_table([head, *(_moved(row) for row in farthest)])
+            print_table([head, *(_moved_row(row) for row in farthest)])
         print_text("")
         print_pairs([("results", found.path), ("rollouts", found.rows_path)])
     raise typer.Exit(found.exit_code)
@@ -99,11 +99,11 @@ def rescore(
 
 def _row(name: str, each: Agreement) -> tuple[str, ...]:
     values = (each.old, each.new, each.correlation, each.agreement)
-    shown = ["–" if value is None else f"{value:.3f}" for value in values]
-    return (name, str(each.rollouts), *shown, str(each.moved), str(each.failed or ""))
+    texts = ["–" if value is None else f"{value:.3f}" for value in values]
+    return (name, str(each.rollouts), *texts, str(each.moved), str(each.failed or ""))
 
 
-def _moved(row: Rescored) -> tuple[str, ...]:
+def _moved_row(row: Rescored) -> tuple[str, ...]:
     return (
         str(row.step),
         str(row.draw),

@@ -215,8 +215,8 @@ def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> 
     if tokenizer.decode([*opening, *rest]) != tokenizer.decode(list(ids)):
         raise TaskError(
             f"the text {_short_repr(whole[len(before) :])} cannot be tokenised apart from what stands before it, "
-            f"{_short_repr(before[-MAX_CHARACTERS_IN_MESSAGE:])}: the parts make another text. Let the completion begin with a space or a line "
-            "break."
+            f"{_short_repr(before[-MAX_CHARACTERS_IN_MESSAGE:])}: the parts make another text. Let the completion begin with a "
+            "space or a line break."
         )
     return rest
 

@@ -125,7 +125,7 @@ class AwsBackend:
         """See `Backend.submit`."""
         order.check()
         before = len(await self._machines.every(order.name))
-        machine, record = await self._known(order.name)
+        machine, record = await self._machine_and_record(order.name)
         if machine is None and record is None:
             return await self._on_new_machine(order, store, 1, None, before)
         self._machines.expect_same(order, machine, record)
@@ -136,7 +136,7 @@ class AwsBackend:
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
         """See `Backend.resume`. It continues on its machine if that still exists, else on a new one."""
         before = len(await self._machines.every(name))
-        machine, record = await self._known(name)
+        machine, record = await self._machine_and_record(name)
         if machine is not None and machine.lives:
             going_on = await self._resumed_there(machine, name, secrets, store)
             if going_on is not None:
@@ -286,7 +286,7 @@ class AwsBackend:
 
     # --- finding --------------------------------------------------------------------------------
 
-    async def _known(self, name: str) -> tuple[Machine | None, Record | None]:
+    async def _machine_and_record(self, name: str) -> tuple[Machine | None, Record | None]:
         """The job's newest machine, and the record that is kept here. A machine that is gone before the job began on it does not count: the
         process that started it died, and nothing of the job was ever there."""
         machine, record = await self._machines.newest(name), self._records.find(name)
@@ -297,7 +297,7 @@ class AwsBackend:
 
     async def find(self, name: str) -> Handle | None:
         """See `Backend.find`."""
-        machine, record = await self._known(name)
+        machine, record = await self._machine_and_record(name)
         if machine is None:
             return None if record is None else self._handle(name, record.attempt)
         if machine.lives:
@@ -375,7 +375,7 @@ class AwsBackend:
             if "begun" in machine.tags:
                 raise NotHere(f"{machine.id} knows nothing of {handle.name}.")
             return Status(Phase.WAITING, waits_for=SET_UP)
-        return Status(Phase.ENDED, log_size, ending=ending or _lost(machine))
+        return Status(Phase.ENDED, log_size, ending=ending or _lost_ending(machine))
 
     async def wait(self, handle: Handle, seen: Status, seconds: float) -> Status:
         """See `Backend.wait`."""
@@ -492,8 +492,8 @@ class AwsBackend:
         its = [each for each in machines if each.tags.get(VOID) != REMOVED]
         now = time.time()
         seen = usage_of(its, now)
-        kept = await asyncio.to_thread(self._records.note_usage, handle.name, seen)
-        return cost_of(with_forgotten(kept, seen.keys(), now))
+        usage = await asyncio.to_thread(self._records.note_usage, handle.name, seen)
+        return cost_of(with_forgotten(usage, seen.keys(), now))
 
     async def give_back(self, rented: Rented) -> None:
         """See `Renting.give_back`."""
@@ -501,7 +501,7 @@ class AwsBackend:
         await self._machines.forget(rented.job)
 
 
-def _lost(machine: Machine | None) -> Ending:
+def _lost_ending(machine: Machine | None) -> Ending:
     """The ending of an attempt whose machine is gone and never said how it ended."""
     if machine is None:
         why = "its machine is gone, and AWS does not remember it"

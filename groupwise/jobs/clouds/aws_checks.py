@@ -51,10 +51,10 @@ class Access:
 
     def group(self, ec2: Ec2) -> Group:
         """The security group. Raises CloudError if it does not exist."""
-        wanted = self.required("security_group")
-        found = ec2.group(wanted, self.subnet)
+        group_name = self.required("security_group")
+        found = ec2.group(group_name, self.subnet)
         if found is None:
-            raise CloudError(f"there is no security group {wanted} in {ec2.region}.")
+            raise CloudError(f"there is no security group {group_name} in {ec2.region}.")
         return found
 
 

@@ -184,12 +184,12 @@ class Ec2:
 
     def machines(self, job: str | None = None) -> list[Machine]:
         """The machines of this job, or all of ours, as long as AWS remembers them: about an hour beyond their end."""
-        wanted = (
+        filters = (
             {"Name": "tag-key", "Values": [JOB]}
             if job is None
             else {"Name": f"tag:{JOB}", "Values": [job]}
         )
-        pages = self._pages("describe_instances", Filters=[wanted])
+        pages = self._pages("describe_instances", Filters=[filters])
         return [
             _machine(each)
             for page in pages
@@ -222,9 +222,9 @@ class Ec2:
             return False
         return True
 
-    def image(self, wanted: str | None) -> tuple[str, str]:
+    def image(self, requested: str | None) -> tuple[str, str]:
         """The id and root device of this image, or of the newest one for deep learning."""
-        found = wanted
+        found = requested
         if found is None:
             try:
                 answer = self._ask("ssm", "get_parameter", Name=IMAGE_PARAMETER)
@@ -241,15 +241,15 @@ class Ec2:
 
     def public_key(self, name: str) -> str | None:
         """The public key of the key pair of this name, as `type base64`. None: there is none."""
-        wanted = [{"Name": "key-name", "Values": [name]}]
-        found = self._ask("ec2", "describe_key_pairs", Filters=wanted, IncludePublicKey=True)
+        filters = [{"Name": "key-name", "Values": [name]}]
+        found = self._ask("ec2", "describe_key_pairs", Filters=filters, IncludePublicKey=True)
         keys = found["KeyPairs"]
         return " ".join(keys[0].get("PublicKey", "").split()[:2]) if keys else None
 
-    def group(self, wanted: str, subnet: str | None) -> Group | None:
+    def group(self, requested: str, subnet: str | None) -> Group | None:
         """The security group of this id or name. Of several with one name, the one in the subnet's network is meant."""
-        by = "group-id" if wanted.startswith("sg-") else "group-name"
-        filters = [{"Name": by, "Values": [wanted]}]
+        by = "group-id" if requested.startswith("sg-") else "group-name"
+        filters = [{"Name": by, "Values": [requested]}]
         if by == "group-name" and subnet:
             found = self._ask("ec2", "describe_subnets", SubnetIds=[subnet])["Subnets"]
             filters.append({"Name": "vpc-id", "Values": [found[0]["VpcId"]]})

@@ -116,14 +116,14 @@ def _slurm(way: Way) -> Door:
     return Door(runner, runner.jobs, runner.try_options)
 
 
-def _sbatch_options(wanted: EngineRequest) -> tuple[str, ...]:
+def _sbatch_options(request: EngineRequest) -> tuple[str, ...]:
     asks = {
-        "cpus": wanted.cpus,
-        "memory": None if wanted.ram_mb is None else f"{wanted.ram_mb}M",
-        "gpu": wanted.gpu_model,
-        "options": wanted.options,
+        "cpus": request.cpus,
+        "memory": None if request.ram_mb is None else f"{request.ram_mb}M",
+        "gpu": request.gpu_model,
+        "options": request.options,
     }
-    return slurm.sbatch_options(asks, wanted.gpus, wanted.limits)
+    return slurm.sbatch_options(asks, request.gpus, request.limits)
 
 
 def _no_address(word: str) -> None:
@@ -137,13 +137,13 @@ def _ray(way: Way) -> Door:
     return Door(runner, runner.free, runner.try_options)
 
 
-def _ray_options(wanted: EngineRequest) -> tuple[str, ...]:
-    resources = ray.resources_of(wanted.options)
-    if wanted.gpus and wanted.gpu_model:
-        resources.setdefault(f"accelerator_type:{wanted.gpu_model}", LITTLE)
-    memory = None if wanted.ram_mb is None else wanted.ram_mb * 10**6
-    asks = {"cpus": wanted.cpus, "memory": memory, "resources": resources}
-    return ray.ray_options(asks, wanted.gpus, wanted.limits)
+def _ray_options(request: EngineRequest) -> tuple[str, ...]:
+    resources = ray.resources_of(request.options)
+    if request.gpus and request.gpu_model:
+        resources.setdefault(f"accelerator_type:{request.gpu_model}", LITTLE)
+    memory = None if request.ram_mb is None else request.ram_mb * 10**6
+    asks = {"cpus": request.cpus, "memory": memory, "resources": resources}
+    return ray.ray_options(asks, request.gpus, request.limits)
 
 
 ENGINES: Mapping[str, EngineKind] = {

@@ -66,10 +66,10 @@ class ResultsFolder:
                 found[path] = entry
         return found
 
-    def check_room(self, wanted: Manifest) -> None:
+    def check_room(self, manifest: Manifest) -> None:
         """Raises CloudError if the files do not fit: a machine that lies, or has made too much, must not fill the disk."""
         left = 0
-        for path, entry in wanted.items():
+        for path, entry in manifest.items():
             partial = self.incoming / path
             here = partial.stat().st_size if partial.is_file() else 0
             left += max(0, entry.size - here)

@@ -110,8 +110,8 @@ class _Other(_Machine):
 
         `newest`: the last epoch to end; None: all."""
         for state in await self._attempts(name):
-            wanted = newest is None or state.epoch <= newest
-            if wanted and self._status(state).ending is None:
+            is_newest = newest is None or state.epoch <= newest
+            if is_newest and self._status(state).ending is None:
                 await self._end(self._handle(state))
 
     async def forget(self, name: str) -> None:
@@ -149,7 +149,7 @@ class GangBackend(_Machine):
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
         self._expect_all(order)
-        return await self._completed(order, store, await super().submit(order, store))
+        return await self._begin_on_all(order, store, await super().submit(order, store))
 
     async def _begin(
         self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
@@ -161,7 +161,7 @@ class GangBackend(_Machine):
         )  # no other job has this name there
         known = await _all(each.highest(order.name) for each in self._others)
         if (handle := await self._since(order, epoch)) is not None:
-            return await self._completed(order, store, handle)
+            return await self._begin_on_all(order, store, handle)
         ends = zip(self._others, known, strict=True)
         await _all(each.end(order.name, newest) for each, newest in ends)
         await _all(each._free_gpus(order.gpus) for each in self._others)
@@ -169,7 +169,7 @@ class GangBackend(_Machine):
         for left in reversed(range(TRIES)):
             handle = await super()._begin(order, store, epoch, attempt, resume)
             try:
-                return await self._completed(order, store, handle)
+                return await self._begin_on_all(order, store, handle)
             except _Overtaken as other:
                 if not left:
                     raise
@@ -177,7 +177,7 @@ class GangBackend(_Machine):
                 epoch = max(handle.attempt, other.highest) + 1
         raise AssertionError("the last try returns or raises")
 
-    async def _completed(self, order: Order, store: BlobStore, handle: Handle) -> Handle:
+    async def _begin_on_all(self, order: Order, store: BlobStore, handle: Handle) -> Handle:
         """Begin on all machines what has begun on the first. An attempt that another process has begun is not completed once it has ended,
         and is not ended if another machine refuses."""
         ended = (await self.status(handle)).ending is not None
@@ -227,9 +227,11 @@ class GangBackend(_Machine):
 
         await _all((super().cancel(handle, grace), *map(cancelled, self._others)))
 
-    async def _fetched(self, handle: Handle, results: ResultsFolder, *, ended: bool) -> Fetched:
+    async def _fetch_results(
+        self, handle: Handle, results: ResultsFolder, *, ended: bool
+    ) -> Fetched:
         """Fetch the results and, at the end, the logs of the other machines."""
-        fetched = await super()._fetched(handle, results, ended=ended)
+        fetched = await super()._fetch_results(handle, results, ended=ended)
         if not ended:
             return fetched
         logs: dict[str, bytes] = {}

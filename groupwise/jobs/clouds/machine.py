@@ -105,8 +105,8 @@ class MachineBackend:
             hello = await self._runner.hello()
             lacking = await self._runner.missing(sizes)
             begins = await self._begin_steps(order, engine, hello.root)
-        sent = sum(sizes[each] for each in lacking)
-        files = f"{len(lacking)} of {len(sizes)} files ({sent} bytes)"
+        bytes_to_send = sum(sizes[each] for each in lacking)
+        files = f"{len(lacking)} of {len(sizes)} files ({bytes_to_send} bytes)"
         steps = (f"send {files}; the others are there", *begins)
         return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
 
@@ -277,8 +277,8 @@ class MachineBackend:
             return []
         with self._cloud_errors():
             seen = await self._runner.observe()
-        held = {uuid for each in seen.attempts if each.lives for uuid in each.gpus}
-        busy = held | {each.uuid for each in seen.apps}
+        in_use = {uuid for each in seen.attempts if each.lives for uuid in each.gpus}
+        busy = in_use | {each.uuid for each in seen.apps}
         free = [each.uuid for each in seen.gpus if each.uuid not in busy and not each.problems]
         if len(free) < count:
             why = f" nvidia-smi: {seen.probe.status}." if not seen.gpus else ""
@@ -423,9 +423,11 @@ class MachineBackend:
             results_folder(folder, f"{handle.name} on {self._where}") as results,
             self._cloud_errors(),
         ):
-            return await self._fetched(handle, results, ended=ended)
+            return await self._fetch_results(handle, results, ended=ended)
 
-    async def _fetched(self, handle: Handle, results: ResultsFolder, *, ended: bool) -> Fetched:
+    async def _fetch_results(
+        self, handle: Handle, results: ResultsFolder, *, ended: bool
+    ) -> Fetched:
         name, attempt = handle.name, handle.attempt
         fetching = Fetching(self._runner, name, attempt, results.incoming)
         what, changed = "artefacts" if ended else "checkpoints", ""
@@ -499,8 +501,8 @@ class MachineBackend:
 
 def _newest_of(attempts: Sequence[MemberState]) -> MemberState:
     """The newest of attempts, given oldest first. Refused ones count only if there are no others: they made nothing."""
-    begun = [each for each in attempts if each.state is not RunnerState.REFUSED]
-    return (begun or attempts)[-1]
+    started = [each for each in attempts if each.state is not RunnerState.REFUSED]
+    return (started or attempts)[-1]
 
 
 def _words(refused: Refusal) -> str:

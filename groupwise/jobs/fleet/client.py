@@ -158,7 +158,7 @@ class FleetClient:
         document = dict(request)
         if files:
             document["files"] = {**document.get("files", {}), **self.upload(files)}
-        return self._accepted("/jobs", document, project, idempotency_key)
+        return self._post_once("/jobs", document, project, idempotency_key)
 
     def submit_all(
         self,
@@ -170,11 +170,11 @@ class FleetClient:
         """Submit several jobs, all of them or none. Submitted again with the same key they are the same jobs."""
         expect_few(len(requests))
         if len(requests) == 1:
-            return [self._accepted("/jobs", requests[0], project, idempotency_key)]
+            return [self._post_once("/jobs", requests[0], project, idempotency_key)]
         body = {"jobs": [dict(request) for request in requests]}
-        return self._accepted("/jobs/array", body, project, idempotency_key)
+        return self._post_once("/jobs/array", body, project, idempotency_key)
 
-    def _accepted(
+    def _post_once(
         self, path: str, body: Mapping[str, Any], project: str | None, named: str | None
     ) -> Any:
         key = new_idempotency_key() if named is None else named
@@ -185,11 +185,11 @@ class FleetClient:
         """Describe the job and where it could run now, without submitting it."""
         return self._json("POST", "/jobs/plan", body=request, query={"project": project})
 
-    def jobs(self, **wanted: Any) -> list[Document]:
+    def jobs(self, **filters: Any) -> list[Document]:
         """Jobs, the newest first. `wanted`: ids, status, project, name, kind, vm, label, older_than, limit, as GET /jobs takes them."""
-        if wanted.get("ids") == []:
+        if filters.get("ids") == []:
             return []  # in an address, none of them is none that is asked for
-        return self._json("GET", "/jobs", query=wanted)
+        return self._json("GET", "/jobs", query=filters)
 
     def show(self, job_id: str) -> Document:
         """All about one job."""
@@ -319,19 +319,19 @@ class FleetClient:
         entries = _entries(found, tell)
         names = {entry.sha256: name for name, entry in entries.items()}
         every = sorted(names)
-        wanted: list[str] = []
+        missing: list[str] = []
         for start in range(0, len(every), MOST_HASHES):
             some = {"sha256": every[start : start + MOST_HASHES]}
-            wanted += self._patiently("POST", "/blobs/missing", body=some)["missing"]
-        total = Sum(tell, sum(entries[names[sha256]].size for sha256 in wanted))
-        for name in (names[sha256] for sha256 in wanted):
+            missing += self._patiently("POST", "/blobs/missing", body=some)["missing"]
+        total = Sum(tell, sum(entries[names[sha256]].size for sha256 in missing))
+        for name in (names[sha256] for sha256 in missing):
             self._send(entries[name], found[name], partial(total.more, f"sending {name}"))
         return {name: [each.sha256, each.mode, each.size] for name, each in entries.items()}
 
     def _send(self, entry: FileEntry, path: Path, more: Callable[[int], None]) -> None:
         """Send one file. If other clients send the same file, wait for as long as more of it arrives."""
         sha256, size = entry.sha256, entry.size
-        here, since = self._received(sha256, size), self._clock()
+        here, since = self._bytes_received(sha256, size), self._clock()
         more(here)
         with path.open("rb") as file:
             while True:
@@ -354,7 +354,7 @@ class FleetClient:
                         "come; nor can it be sent from here meanwhile. What is there is kept: try again later.",
                     )
 
-    def _received(self, sha256: str, size: int) -> int:
+    def _bytes_received(self, sha256: str, size: int) -> int:
         return self._patiently("GET", f"/blobs/{sha256}", query={"size": size})["received"]
 
     def _piece(self, sha256: str, size: int, offset: int, data: bytes) -> tuple[int, bool]:
@@ -375,7 +375,7 @@ class FleetClient:
         since = self._clock()
         while True:
             self._sleep(OTHERS_PAUSE * random.uniform(0.5, 1))
-            now = self._received(sha256, size)
+            now = self._bytes_received(sha256, size)
             more(now - here)
             if now != here:
                 here, since = now, self._clock()
@@ -404,8 +404,8 @@ class FleetClient:
         tell: Tell = tell_nobody,
     ) -> Document:
         """Bring what it left into a folder here; each file appears whole, after its hash was found right. See `download.fetch`."""
-        wanted = DownloadRequest(paths, checkpoints, epoch, rank)
-        return fetch(self, job_id, Path(folder), wanted, force=force, tell=tell)
+        request = DownloadRequest(paths, checkpoints, epoch, rank)
+        return fetch(self, job_id, Path(folder), request, force=force, tell=tell)
 
     def artefact_pieces(
         self, job_id: str, path: str, *, epoch: int, rank: int = 0, offset: int = 0
@@ -470,10 +470,10 @@ class FleetClient:
         """Take one in: a `groupwise.api.schemas.fleet.MachineBody` as JSON."""
         return self._json("POST", "/vms", body=machine)
 
-    def change_machine(self, vm_id: str, **wanted: Any) -> Document:
+    def change_machine(self, vm_id: str, **changes: Any) -> Document:
         """Change ip_address, port, user, ssh_key_path, jump ({}: none), workdir, python, cpu_slots, projects ([]: any), labels (None takes
         one away), deadman (0: never), probe, idle_memory_mb, engine (of what stands behind it, these); None: as it was."""
-        return self._json("PUT", f"/vms/{_part(vm_id)}", body=wanted)
+        return self._json("PUT", f"/vms/{_part(vm_id)}", body=changes)
 
     def drain(self, vm_id: str) -> Document:
         """Place nothing new there; what runs goes on."""
@@ -511,9 +511,9 @@ class FleetClient:
         """Those that the key may see."""
         return self._json("GET", "/projects")
 
-    def change_project(self, name: str, **wanted: float | None) -> Document:
+    def change_project(self, name: str, **changes: float | None) -> Document:
         """Set weight, max_gpus, max_waiting; None takes a quota away."""
-        return self._json("PUT", f"/projects/{_part(name)}", body=wanted)
+        return self._json("PUT", f"/projects/{_part(name)}", body=changes)
 
     def keys(self) -> list[Document]:
         """List all keys, without their secret texts."""
@@ -689,11 +689,11 @@ def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[
         below = files_below(path) if path.is_dir() else {"": path}
         top = "" if name == "." and path.is_dir() else name
         for inner, each in below.items():
-            taken = "/".join(filter(None, (top, inner)))
-            there = found.setdefault(taken, each)
+            target = "/".join(filter(None, (top, inner)))
+            there = found.setdefault(target, each)
             if there is not each and there.resolve() != each.resolve():
                 raise UsageError(
-                    f"{each} and {there} would both be {taken} in the job's working folder: give them as a mapping of "
+                    f"{each} and {there} would both be {target} in the job's working folder: give them as a mapping of "
                     "the names there, files={'OTHER': …}."
                 )
     return found

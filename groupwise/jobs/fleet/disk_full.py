@@ -73,12 +73,12 @@ def no_room(folder: Path, size: int) -> str | None:
 def words(folder: Path) -> str:
     """The end of a message: which disk is full, and what to do."""
     return (
-        f"the disk of {folder} is full{_left(folder)}. Make room there; nothing that was acknowledged is lost. "
+        f"the disk of {folder} is full{_space_left(folder)}. Make room there; nothing that was acknowledged is lost. "
         "`df -h` and `df -i` say what is left."
     )
 
 
-def _left(folder: Path) -> str:
+def _space_left(folder: Path) -> str:
     try:
         disk = os.statvfs(_there(folder))
     except OSError:

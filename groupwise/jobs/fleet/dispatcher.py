@@ -241,11 +241,11 @@ class GlobalJobDispatcher:
     async def renew(self) -> None:
         """Renew all leases, and drive every attempt that it owns."""
         rhythm = self._tuning.rhythm
-        asked = time.monotonic()
+        asked_at = time.monotonic()
         owned = await self._gateway.commit(
             "lease.renew", lambda s: records.renew(s, self.owner, rhythm.lease)
         )
-        self._mine_until = asked + rhythm.lease
+        self._mine_until = asked_at + rhythm.lease
         for epoch in owned:
             self.drive(epoch)
 
@@ -259,14 +259,14 @@ class GlobalJobDispatcher:
 
     async def adopt(self) -> Sequence[int]:
         """Take over attempts whose leases were not renewed."""
-        asked = time.monotonic()
+        asked_at = time.monotonic()
         lease = self._tuning.rhythm.lease
         adopted = await self._gateway.commit(
             "lease.adopt", lambda s: records.adopt(s, self.owner, lease)
         )
         if adopted:
             log.info("adopted %s", adopted)
-        self._own(adopted, asked + lease)
+        self._own(adopted, asked_at + lease)
         return adopted
 
     async def _claim_when_rung(self) -> None:
@@ -294,14 +294,14 @@ class GlobalJobDispatcher:
         await self._admit()
         total, lease = 0, self._tuning.rhythm.lease
         while True:
-            asked = time.monotonic()
+            asked_at = time.monotonic()
             found = await self._gateway.commit(
                 "job.claim",
                 lambda s: claim.claim(
                     s, owner=self.owner, lease_seconds=lease, limit=CLAIMED_AT_ONCE
                 ),
             )
-            self._own([each.epoch for each in found.made], asked + lease)
+            self._own([each.epoch for each in found.made], asked_at + lease)
             total += len(found.made)
             woken = False
             if (

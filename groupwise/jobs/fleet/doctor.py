@@ -209,18 +209,18 @@ def _nats(place: FleetPlace, database: Database, add: OnFinding) -> None:
     addresses = _nats_in_use(place, database)
     if not addresses:
         add(Finding("NATS", "ok", "none is used; dispatchers look into the database by themselves"))
-    for shown, url in addresses.items():
+    for visible_url, url in addresses.items():
         add(
             (
                 Finding(
                     "NATS",
                     "skipped",
-                    f"{shown} is used, by an address that was given with a user or token in it, which is written down nowhere",
+                    f"{visible_url} is used, by an address that was given with a user or token in it, which is written down nowhere",
                     remedy="name that address to this command alone: GROUPWISE_FLEET_NATS_URL=nats://…",
                 )
             )
             if url is None
-            else _nats_at(shown, url)
+            else _nats_at(visible_url, url)
         )
 
 
@@ -230,21 +230,21 @@ def _nats_in_use(place: FleetPlace, database: Database) -> dict[str, str | None]
     own = place.nats_url
     whole = {} if own is None else {access_from(own, os.environ).shown: own}
     facts = [each["facts"] for each in database.read(status.processes) if each["alive"]]
-    told = [each[NATS] for each in facts if NATS in each]
-    if not told:
+    reported = [each[NATS] for each in facts if NATS in each]
+    if not reported:
         return dict(whole)
-    used = {each["url"]: each["url"] if each["whole"] else None for each in told if each}
-    return {shown: whole.get(shown, url) for shown, url in used.items()}
+    used = {each["url"]: each["url"] if each["whole"] else None for each in reported if each}
+    return {visible_url: whole.get(visible_url, url) for visible_url, url in used.items()}
 
 
-def _nats_at(shown: str, url: str) -> Finding:
+def _nats_at(visible_url: str, url: str) -> Finding:
     try:
         version = asyncio.run(_nats_version(url))
     except Exception as error:  # noqa: BLE001 — whatever its library raises, it is not reachable
         return Finding(
             "NATS",
             "warning",
-            f"{shown} does not answer: {error or type(error).__name__}",
+            f"{visible_url} does not answer: {error or type(error).__name__}",
             "no job is lost by it: dispatchers look into the database every few seconds. There is no news of finished jobs there",
             "start it, or set nats_url to another address, or to off",
         )
@@ -253,7 +253,7 @@ def _nats_at(shown: str, url: str) -> Finding:
     return Finding(
         "NATS",
         "warning" if old else "ok",
-        f"{shown}, version {version}",
+        f"{visible_url}, version {version}",
         "this release has known holes" if old else "",
         f"use {'.'.join(map(str, LEAST_NATS))} or newer",
         {"version": version},
@@ -337,10 +337,10 @@ def _roles(database: Database, add: OnFinding) -> None:
 
 
 def _alarms(place: FleetPlace, database: Database, add: OnFinding) -> None:
-    told = {"role_missing", "untrusted", "unreachable", "degraded"}
+    covered = {"role_missing", "untrusted", "unreachable", "degraded"}
     asks = Actor("doctor")
     for alarm in database.read(lambda s: list(status.alarms(s, asks, place.growing))):
-        if alarm["kind"] not in told:
+        if alarm["kind"] not in covered:
             add(Finding(alarm["kind"], "warning", alarm["message"], remedy=alarm["remedy"]))
 
 
@@ -368,8 +368,8 @@ def _machines(database: Database, only: Sequence[str] | None, add: OnFinding) ->
             return await _look_at(machine, gpus[machine.vm_id])
 
     async def examine_all() -> None:
-        wanted = [each for each in machines if only is None or each.vm_id in only]
-        for task in [asyncio.create_task(examine_one(machine)) for machine in wanted]:
+        chosen = [each for each in machines if only is None or each.vm_id in only]
+        for task in [asyncio.create_task(examine_one(machine)) for machine in chosen]:
             for finding in await task:
                 add(finding)
 
@@ -430,9 +430,9 @@ async def _of_elastic(
     if door is None or engine.problem is not None:
         remedy = f"`groupwise fleet vm set {name}`, or `vm remove` and `vm add`"
         return [*found, Finding(about, "problem", str(engine.problem), remedy=remedy)]
-    asked = engine.engine(Resources(gpus=min(1, engine.said.gpus)), Limits())
+    request = engine.engine(Resources(gpus=min(1, engine.said.gpus)), Limits())
     try:
-        says = await door.try_options(asked.options)
+        says = await door.try_options(request.options)
     except HostError as error:
         remedy = f"see that it runs, and that `vm show {name}` has the right options"
         return [*found, Finding(about, "problem", str(error), "no job begins there", remedy)]
@@ -545,7 +545,7 @@ async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Finding]:
         text = (await runner.log(job, 1, 0)).data.decode("utf-8", "replace").strip()
     finally:
         await _forget(runner, job)
-    return _judged(name, runner.python, state, text, time.monotonic() - began, gpus)
+    return _findings_of_machine(name, runner.python, state, text, time.monotonic() - began, gpus)
 
 
 async def _forget(runner: Runner, job: str) -> None:
@@ -556,7 +556,7 @@ async def _forget(runner: Runner, job: str) -> None:
         pass  # the finding tells that the machine does not answer; a folder of some kilobytes is left there
 
 
-def _judged(
+def _findings_of_machine(
     name: str, python: str, state: MemberState, text: str, took: float, gpus: int
 ) -> list[Finding]:
     """Findings from its end and its last line."""
@@ -605,15 +605,15 @@ def _last_line(text: str) -> dict[str, Any]:
         return {}
 
 
-def _environment(name: str, python: str, said: Mapping[str, Any]) -> Finding:
+def _environment(name: str, python: str, report: Mapping[str, Any]) -> Finding:
     """Check that its groupwise is the one installed here."""
-    about, there, here = f"{name} environment", said.get("groupwise"), packing.version()
+    about, there, here = f"{name} environment", report.get("groupwise"), packing.version()
     remedy = f"`groupwise fleet vm prepare {name}`"
-    if "why" in said:
+    if "why" in report:
         return Finding(
             about,
             "problem",
-            f"{python} has groupwise, and it cannot be imported: {said['why']}",
+            f"{python} has groupwise, and it cannot be imported: {report['why']}",
             "jobs of the training kinds (GRPO, SFT, EVAL) fail there",
             f"{remedy} makes an environment in which it can",
         )
@@ -633,7 +633,7 @@ def _environment(name: str, python: str, said: Mapping[str, Any]) -> Finding:
             "jobs there do what that release does",
             f"{remedy} gives it this one",
         )
-    if said.get("wheel") not in (None, _packed_here()):
+    if report.get("wheel") not in (None, _packed_here()):
         return Finding(
             about,
             "warning",
@@ -653,9 +653,9 @@ def _packed_here() -> str | None:
         return None
 
 
-def _torch(name: str, said: Mapping[str, Any], gpus: int) -> Finding:
+def _torch(name: str, report: Mapping[str, Any], gpus: int) -> Finding:
     """Check that torch is there, and sees the GPUs."""
-    about, torch = f"{name} torch", said.get("torch")
+    about, torch = f"{name} torch", report.get("torch")
     prepare = f"`groupwise fleet vm prepare {name}`"
     if torch is None:
         return Finding(
@@ -667,7 +667,7 @@ def _torch(name: str, said: Mapping[str, Any], gpus: int) -> Finding:
         )
     if not gpus:
         return Finding(about, "ok", f"torch {torch}")
-    sees, build, why = said.get("gpus"), said.get("build"), said.get("torch_why")
+    sees, build, why = report.get("gpus"), report.get("build"), report.get("torch_why")
     if sees is None:
         return Finding(
             about,

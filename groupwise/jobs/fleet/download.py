@@ -111,7 +111,7 @@ def fetch(
     source: Source,
     job_id: str,
     folder: Path,
-    wanted: DownloadRequest,
+    request: DownloadRequest,
     *,
     force: bool = False,
     tell: Tell = tell_nobody,
@@ -120,12 +120,12 @@ def fetch(
 
     Raises UsageError where a path is none of the job's, or other files are in the way; DownloadError, or what the source raises.
     """
-    if wanted.checkpoints:
+    if request.checkpoints:
         of_it = [
-            each for each in source.checkpoints(job_id) if wanted.epoch in (None, each["epoch"])
+            each for each in source.checkpoints(job_id) if request.epoch in (None, each["epoch"])
         ]
         if not of_it:
-            which = "" if wanted.epoch is None else f" of the attempt {wanted.epoch}"
+            which = "" if request.epoch is None else f" of the attempt {request.epoch}"
             raise UsageError(
                 f"{job_id} has no mirrored checkpoint{which}: none was written whole, or it is its artefacts that have them."
             )
@@ -137,25 +137,25 @@ def fetch(
         there = {path: entry for each in reversed(files) for path, entry in each.items()}
         left_out = []
     else:
-        found = source.artefacts(job_id, epoch=wanted.epoch, rank=wanted.rank)
+        found = source.artefacts(job_id, epoch=request.epoch, rank=request.rank)
         there, left_out = _entries(found["files"]), found["left_out"]
-        wanted = DownloadRequest(wanted.paths, False, found["epoch"], wanted.rank)
-    files = chosen(there, wanted.paths, job_id)
+        request = DownloadRequest(request.paths, False, found["epoch"], request.rank)
+    files = chosen(there, request.paths, job_id)
 
     def pieces(path: str, offset: int) -> Iterator[bytes]:
-        if wanted.checkpoints:
+        if request.checkpoints:
             return source.checkpoint_pieces(job_id, files[path].sha256, offset=offset)
-        assert wanted.epoch is not None, "the list says of which attempt it is"
+        assert request.epoch is not None, "the list says of which attempt it is"
         return source.artefact_pieces(
-            job_id, path, epoch=wanted.epoch, rank=wanted.rank, offset=offset
+            job_id, path, epoch=request.epoch, rank=request.rank, offset=offset
         )
 
-    kept = bring(files, pieces, folder, force=force, tell=tell)
+    files_kept = bring(files, pieces, folder, force=force, tell=tell)
     return {
         "job_id": job_id,
         "folder": str(folder.absolute()),
         "files": [
-            {"path": path, "sha256": entry.sha256, "bytes": entry.size, "kept": path in kept}
+            {"path": path, "sha256": entry.sha256, "bytes": entry.size, "kept": path in files_kept}
             for path, entry in sorted(files.items())
         ],
         "left_out": left_out,
@@ -220,9 +220,9 @@ def bring(
     """
     lacking: dict[str, str] = {}
     try:
-        kept = _looked_at(files, folder, force)
-        here, of = sum(files[path].size for path in kept), sum(e.size for e in files.values())
-        for path in sorted(files.keys() - kept):
+        files_kept = _looked_at(files, folder, force)
+        here, of = sum(files[path].size for path in files_kept), sum(e.size for e in files.values())
+        for path in sorted(files.keys() - files_kept):
             try:
                 _one(
                     folder / path,
@@ -241,8 +241,8 @@ def bring(
             f"{error.filename or folder}: {error.strerror or error}. What has come is kept; the same command goes on with it."
         ) from error
     if lacking:
-        raise DownloadError(_told(lacking, len(files), folder))
-    return frozenset(kept)
+        raise DownloadError(_describe_missing(lacking, len(files), folder))
+    return frozenset(files_kept)
 
 
 def _why_it_alone(error: _NotAsSaid | Refusal | OSError) -> str:
@@ -257,7 +257,7 @@ def _why_it_alone(error: _NotAsSaid | Refusal | OSError) -> str:
     raise error
 
 
-def _told(lacking: Mapping[str, str], of: int, folder: Path) -> str:
+def _describe_missing(lacking: Mapping[str, str], of: int, folder: Path) -> str:
     names = sorted(lacking)
     shown = "; ".join(
         f"{one_line(name)}: {lacking[name].rstrip('.')}" for name in names[:MAX_PATHS_LISTED]
@@ -269,8 +269,8 @@ def _told(lacking: Mapping[str, str], of: int, folder: Path) -> str:
 
 def _looked_at(files: Mapping[str, FileEntry], folder: Path, force: bool) -> set[str]:
     """The paths of files that are right already. Raises UsageError where others are in the way."""
-    kept = {path for path, entry in files.items() if _is_right(folder / path, entry)}
-    here = sorted(path for path in files.keys() - kept if os.path.lexists(folder / path))
+    unchanged = {path for path, entry in files.items() if _is_right(folder / path, entry)}
+    here = sorted(path for path in files.keys() - unchanged if os.path.lexists(folder / path))
     others = [path for path in here if not force or (folder / path).is_dir()]
     if others:
         them = "is another file" if len(others) == 1 else "are other files"
@@ -279,7 +279,7 @@ def _looked_at(files: Mapping[str, FileEntry], folder: Path, force: bool) -> set
             if not force
             else f"{_some(others)} in {folder}: a folder is where a file should be; remove it, or name another folder with --to."
         )
-    return kept
+    return unchanged
 
 
 def _is_right(place: Path, entry: FileEntry) -> bool:
@@ -307,7 +307,7 @@ def _one(
         raise _NotAsSaid("files that are not whole yet have such names here")
     place.parent.mkdir(parents=True, exist_ok=True)
     part = place.with_name(f".{entry.sha256}.part")
-    with _taken(part) as file:
+    with _open_locked(part) as file:
         before = os.fstat(file.fileno()).st_size
         if before > entry.size:
             file.truncate(0)
@@ -332,7 +332,7 @@ def _one(
         part.replace(place)
 
 
-def _taken(part: Path) -> BinaryIO:
+def _open_locked(part: Path) -> BinaryIO:
     """Open and lock the file, so that no other process writes it. Raises DownloadError."""
     file = part.open("a+b")
     try:

@@ -166,7 +166,7 @@ def _text(session: Session, event: Event) -> str | None:
     return None if writer is None else writer(session, event)
 
 
-def _submitted(session: Session, event: Event) -> str:
+def _submitted_line(session: Session, event: Event) -> str:
     job = session.get(Job, event.job_id)
     name = "" if job is None or job.name is None else f" ({job.name})"
     return f"{event.job_id}{name} submitted by {event.actor.removeprefix('user:')}"
@@ -185,7 +185,7 @@ def _running(session: Session, event: Event) -> str:
     return f"{event.job_id} runs{where}{gpu}"
 
 
-def _ended(session: Session, event: Event) -> str:
+def _ended_line(session: Session, event: Event) -> str:
     what = event.kind.removeprefix("job.")
     reason = (event.detail or {}).get("reason")
     return f"{event.job_id} {what}" + (f": {reason}" if reason and what != "completed" else "")
@@ -225,11 +225,11 @@ def _of_gpu(session: Session, event: Event) -> str:
 
 
 _WRITERS: Mapping[str, Callable[[Session, Event], str | None]] = {
-    events.JOB_SUBMITTED: _submitted,
+    events.JOB_SUBMITTED: _submitted_line,
     events.JOB_PENDING: _pending,
-    events.JOB_COMPLETED: _ended,
-    events.JOB_FAILED: _ended,
-    events.JOB_CANCELLED: _ended,
+    events.JOB_COMPLETED: _ended_line,
+    events.JOB_FAILED: _ended_line,
+    events.JOB_CANCELLED: _ended_line,
     events.JOB_QUEUED: _again,
     events.JOB_RETRIED: _plain,
     events.JOB_HELD: _plain,

@@ -312,7 +312,7 @@ class Poller:
             elif watched.machine.jump:
                 await self._ask_for_key(watched)
             else:
-                await self._shown(watched, parse(error.seen))
+                await self._record_shown_key(watched, parse(error.seen))
         else:
             await self._database.in_thread(
                 lambda s: observation.apply(
@@ -323,13 +323,13 @@ class Poller:
     async def _ask_for_key(self, watched: _Watched) -> None:
         """Read the host key, and nothing else."""
         try:
-            shown = await self._read_key(watched.machine)
+            host_key = await self._read_key(watched.machine)
         except HostKeyError as error:
             await self._way_not_trusted(watched, error)
         else:
-            await self._shown(watched, shown)
+            await self._record_shown_key(watched, host_key)
 
-    async def _shown(self, watched: _Watched, key: HostKey) -> None:
+    async def _record_shown_key(self, watched: _Watched, key: HostKey) -> None:
         vm_id = watched.machine.vm_id
         await self._database.in_thread(
             lambda s: observation.record_shown_key(s, vm_id, key, pin=self._trust)

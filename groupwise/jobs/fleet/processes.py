@@ -50,7 +50,7 @@ def alone(folder: Path, role: str) -> Generator[None, None, None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(_taken(folder, role, _holder(file))) from None
+            raise UsageError(_taken_message(folder, role, _holder(file))) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -68,7 +68,7 @@ def _holder(file: IO[str]) -> str | None:
     return pid if pid.isdecimal() else None
 
 
-def _taken(folder: Path, role: str, pid: str | None) -> str:
+def _taken_message(folder: Path, role: str, pid: str | None) -> str:
     who = f"process {pid}" if pid else "another process"
     return (
         f"the fleet in {folder} has its {role} already: {who}. An embedded fleet has one of each. `groupwise fleet status` looks at it, "
@@ -93,7 +93,7 @@ def who_plays(folder: Path, but: Collection[str] = ()) -> str | None:
 
 def identity(pid: int) -> dict[str, Any] | None:
     """Identifies a process seen from here: boot id, pid namespace, start time. None: there is none, or this is not Linux."""
-    about = _seen(pid)
+    about = _process_state(pid)
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         among = os.readlink("/proc/self/ns/pid")
@@ -102,7 +102,7 @@ def identity(pid: int) -> dict[str, Any] | None:
     return None if about is None else {"boot_id": boot, "pids": among, "ticks": about[1]}
 
 
-def _seen(pid: int) -> tuple[str, int] | None:
+def _process_state(pid: int) -> tuple[str, int] | None:
     """Its state, and the clock ticks from the start of the system to its own."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -126,12 +126,12 @@ def is_gone(pid: int, facts: Mapping[str, Any]) -> bool:
         return True
     except OSError:  # another user's, and alive
         pass
-    now = _seen(pid)
+    now = _process_state(pid)
     return now is not None and (now[0] in OVER or now[1] != then.get("ticks"))
 
 
 def forget_gone(session: Session, role: str, *, alone: bool) -> None:
     """Delete the rows of processes that played the role and are gone. `alone`: only the caller can be playing it."""
     rows = session.scalars(select(ControlProcess).where(ControlProcess.role == role))
-    gone = [row.owner for row in rows if alone or is_gone(row.pid, row.facts)]
-    session.execute(delete(ControlProcess).where(ControlProcess.owner.in_(gone)))
+    ended = [row.owner for row in rows if alone or is_gone(row.pid, row.facts)]
+    session.execute(delete(ControlProcess).where(ControlProcess.owner.in_(ended)))

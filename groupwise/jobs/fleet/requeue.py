@@ -118,11 +118,11 @@ def move_strays(session: Session, chance: random.Random) -> int:
         .with_for_update(skip_locked=True, key_share=True)
     ).all()
     # Between query and lock a dispatcher may have claimed one; a second query, under the lock, sees that.
-    held = [job.job_id for job in found]
+    job_ids = [job.job_id for job in found]
     busy = set(
         session.scalars(
             select(Attempt.job_id).where(
-                Attempt.job_id.in_(held), Attempt.state != AttemptState.ENDED
+                Attempt.job_id.in_(job_ids), Attempt.state != AttemptState.ENDED
             )
         )
     )
@@ -257,7 +257,7 @@ def shorten_pauses(session: Session) -> int:
 def tell_overdue(session: Session) -> int:
     """Attempts whose deadman has ended them for certain, and that are live all the same: once each."""
     # Events are found by their job, since they are many and no index has their epochs.
-    told = exists().where(
+    reported = exists().where(
         Event.job_id == Attempt.job_id,
         Event.epoch == Attempt.epoch,
         Event.kind == events.ATTEMPT_OVERDUE,
@@ -265,7 +265,9 @@ def tell_overdue(session: Session) -> int:
     rows = session.execute(
         select(Attempt.job_id, Attempt.epoch, Member.vm_id, Member.handle)
         .join(Member, Member.epoch == Attempt.epoch)
-        .where(Attempt.state != AttemptState.ENDED, Attempt.contact == Contact.UNREACHABLE, ~told)
+        .where(
+            Attempt.state != AttemptState.ENDED, Attempt.contact == Contact.UNREACHABLE, ~reported
+        )
         .order_by(Attempt.epoch, Member.rank)
     ).all()
     now = seconds(session)
@@ -273,7 +275,7 @@ def tell_overdue(session: Session) -> int:
         row.epoch: row
         for row in reversed(rows)
         if _overdue(row.handle, now)
-        and now - _adopted(session, row.job_id, row.epoch) > _patience(row.handle)
+        and now - _adopted_at(session, row.job_id, row.epoch) > _patience(row.handle)
     }
     for row in found.values():
         logger.error(
@@ -303,7 +305,7 @@ def _patience(handle: dict[str, Any]) -> float:
     return (handle.get("deadman") or math.inf) + DEADMAN_MARGIN + DRIVEN_LATE
 
 
-def _adopted(session: Session, job_id: str, epoch: int) -> float:
+def _adopted_at(session: Session, job_id: str, epoch: int) -> float:
     """Time when the attempt was last adopted, since its new owner counts from there; 0.0: never."""
     taken = select(func.max(Event.at)).where(
         Event.job_id == job_id, Event.epoch == epoch, Event.kind == events.ATTEMPT_ADOPTED

@@ -76,7 +76,12 @@ class AllowedSecrets:
         kind, _, what = reference.partition(":")
         if kind == "env" and any(fnmatchcase(what, each) for each in self._of_kind("env")):
             return None
-        if kind == "file" and what.startswith("/") and _is_plain(what[1:]) and self._named(what):
+        if (
+            kind == "file"
+            and what.startswith("/")
+            and _is_plain(what[1:])
+            and self._matching_patterns(what)
+        ):
             return None
         there = ", ".join(self.patterns) or "nothing"
         where = "" if self.folder is None else f" in {self.folder}/fleet.yaml"
@@ -98,7 +103,7 @@ class AllowedSecrets:
             elif self.folder is not None:
                 yield f"{self.folder}/{each}"
 
-    def _named(self, path: str) -> list[str]:
+    def _matching_patterns(self, path: str) -> list[str]:
         """The patterns that a path is meant by."""
         return [each for each in self._files() if _matches(path, each)]
 
@@ -117,7 +122,7 @@ class AllowedSecrets:
         """Content of a file that lies where its name says: links are followed only within the folder that a pattern names."""
         try:
             real = os.path.realpath(path, strict=True)
-            if not any(_is_below(real, _root(each)) for each in self._named(path)):
+            if not any(_is_below(real, _root(each)) for each in self._matching_patterns(path)):
                 raise SecretMissing(
                     f"secret {name}: {path} is a link that leads out of the folder that {SETTING} names; put the file itself there"
                 )

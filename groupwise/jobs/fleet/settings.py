@@ -43,7 +43,7 @@ DATABASE_FILE = "fleet.db"
 _ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 
 
-def _checked(patterns: tuple[str, ...]) -> tuple[str, ...]:
+def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
     problems = [problem for each in patterns for problem in secrets.pattern_problems(each)]
     if problems:
         raise ValueError("; ".join(problems))
@@ -55,9 +55,9 @@ def _checked_nats(url: str | None) -> str | None:
     secret."""
     for one in () if url is None or url == OFF else url.split(","):
         if not _is_nats(one.strip()):
-            shown = "one with a user or a token in it" if "@" in one else repr(one.strip())
+            visible_url = "one with a user or a token in it" if "@" in one else repr(one.strip())
             raise ValueError(
-                f"{shown} is no URL of NATS; it is nats://host:4222 or tls://host:4222, several with a comma between, or `{OFF}`"
+                f"{visible_url} is no URL of NATS; it is nats://host:4222 or tls://host:4222, several with a comma between, or `{OFF}`"
             )
     return url
 
@@ -115,7 +115,7 @@ class FleetSettings(Strict):
         False,
         "Whether webhooks may reach addresses that are not of the public internet: any submitter could then knock at what stands there.",
     )
-    allowed_secrets: Annotated[tuple[str, ...], AfterValidator(_checked)] = setting(
+    allowed_secrets: Annotated[tuple[str, ...], AfterValidator(_check_patterns)] = setting(
         secrets.BY_DEFAULT,
         "Which variables and files of the control machine jobs may name as secrets: env:NAME and file:PATH, `*` for any name; files "
         "from the fleet's folder on, unless absolute. No link is followed out of the folder that is named.",
@@ -165,10 +165,10 @@ class FleetPlace:
     @property
     def nats_url(self) -> str | None:
         """The address of NATS; None: without."""
-        told = self.settings.nats_url
-        if told is None and not self.is_embedded:
+        url = self.settings.nats_url
+        if url is None and not self.is_embedded:
             return DEFAULT_NATS
-        return None if told == OFF else told
+        return None if url == OFF else url
 
     @property
     def secrets(self) -> AllowedSecrets:
@@ -212,7 +212,7 @@ class FleetAddress:
 
 
 def find(
-    told: str | None,
+    option: str | None,
     environment: Mapping[str, str],
     options: Mapping[str, Any] | None = None,
 ) -> FleetPlace | FleetAddress:
@@ -220,7 +220,7 @@ def find(
 
     `options` are those of the command line that were given, by their key. Raises ConfigError with everything that is wrong.
     """
-    name = told or environment.get(VARIABLE) or DEFAULT_FOLDER
+    name = option or environment.get(VARIABLE) or DEFAULT_FOLDER
     if _ADDRESS.match(name):
         return FleetAddress(name.rstrip("/"))
     folder = Path(name).expanduser().absolute()

@@ -38,8 +38,8 @@ def text_problems(value: Any, place: str) -> Iterator[str]:
 
 def require_passable(*names: str, **given: Any) -> None:
     """Raise `invalid_request` unless all of it can be passed on. `names`: the names as the user typed them."""
-    told = [*((ascii(name)[:80], name) for name in names), *given.items()]
-    wrong = [problem for place, value in told for problem in text_problems(value, place)]
+    texts = [*((ascii(name)[:80], name) for name in names), *given.items()]
+    wrong = [problem for place, value in texts for problem in text_problems(value, place)]
     if wrong:
         raise Refusal("invalid_request", "; ".join(wrong[:MOST_PROBLEMS]) + ".")
 

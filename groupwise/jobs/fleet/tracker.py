@@ -125,9 +125,9 @@ def _cut(document: dict[str, Any]) -> bool:
         return True
     texts = {key: text for key, text in document.items() if isinstance(text, str)}
     longest = max(texts, key=lambda key: len(texts[key]))
-    wanted = longest if len(texts[longest]) > UNCUT else "failure_reason"
-    if text := texts.get(wanted):
-        document[wanted] = text[: len(text) // 2]
+    field = longest if len(texts[longest]) > UNCUT else "failure_reason"
+    if text := texts.get(field):
+        document[field] = text[: len(text) // 2]
     return bool(text)
 
 
@@ -164,15 +164,15 @@ class NatsOutlet:
 
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
         """See `Outlet`."""
-        told: set[int] = set()
+        delivered: set[int] = set()
         for subject in (COMPLETED, ERRORED):  # one may be forbidden to us
             if self._clock() >= self._not_before.get(subject, 0.0):
-                told |= await self._tell([each for each in ended if each.subject == subject])
-        return frozenset(told)
+                delivered |= await self._tell([each for each in ended if each.subject == subject])
+        return frozenset(delivered)
 
     async def _tell(self, ended: Sequence[Ended]) -> set[int]:
         """Publish events of one subject, and return those that were accepted."""
-        told: set[int] = set()
+        delivered: set[int] = set()
         for begin in range(0, len(ended), TOLD_AT_ONCE):
             some = ended[begin : begin + TOLD_AT_ONCE]
             largest = min(self._link.largest, LARGEST)
@@ -187,8 +187,8 @@ class NatsOutlet:
                 logger.debug("%s", error)  # the link says once that it has gone, or does not let us
                 break
             self._warn_of([e for e, text in messages if len(text) > largest], largest)
-            told.update(e.event_id for e in some)
-        return told
+            delivered.update(e.event_id for e in some)
+        return delivered
 
     def _warn_of(self, left_out: Sequence[Ended], largest: int) -> None:
         """They are left out: they would never fit, and all that ended after them would wait."""
@@ -305,25 +305,25 @@ class Tracker:
 
     async def _read_again(self) -> None:
         """Load announcements for destinations at which few wait now."""
-        wanted: list[int] = []
+        ids: list[int] = []
         for place, numbers in list(self._later.items()):
             room = MOST_TO_ONE - self._to_one[place]
-            if room >= MOST_TO_ONE // 2 and len(wanted) < READ:
-                wanted += list(islice(numbers, room))
-        if not wanted:
+            if room >= MOST_TO_ONE // 2 and len(ids) < READ:
+                ids += list(islice(numbers, room))
+        if not ids:
             return
         newest = self._newest
 
         def read_ends(session: Session) -> tuple[list[Ended], list[str]]:
             _check(session, newest)
-            query = select(Event).where(Event.event_id.in_(wanted)).order_by(Event.event_id)
+            query = select(Event).where(Event.event_id.in_(ids)).order_by(Event.event_id)
             return _told_of(session, list(session.scalars(query)))
 
         ends, pruned = await self._database.read_in_thread(read_ends)
         self._warn_of(pruned)
         for each in ends:
             self._keep(each)
-        read = frozenset(wanted)
+        read = frozenset(ids)
         left = {
             place: deque(n for n in numbers if n not in read)
             for place, numbers in self._later.items()
@@ -406,12 +406,12 @@ def _newest(session: Session, position: int) -> Known | None:
 
 def _told_of(session: Session, ends: Sequence[Event]) -> tuple[list[Ended], list[str]]:
     """The ends of jobs, and the ids of jobs that have been pruned meanwhile."""
-    told = [(event, _ended(session, event)) for event in ends]
-    pruned = [str(event.job_id) for event, ended in told if ended is None]
-    return [ended for _, ended in told if ended is not None], pruned
+    events_with_jobs = [(event, _ended_job(session, event)) for event in ends]
+    pruned = [str(event.job_id) for event, ended in events_with_jobs if ended is None]
+    return [ended for _, ended in events_with_jobs if ended is not None], pruned
 
 
-def _ended(session: Session, event: Event) -> Ended | None:
+def _ended_job(session: Session, event: Event) -> Ended | None:
     """None: the job has been pruned meanwhile, while its events stay."""
     job = session.get(Job, event.job_id)
     if job is None:

@@ -116,9 +116,9 @@ def run(
                 _take(locks, database, place.folder, roles)
             else:
                 check_schema(database)
-            told = database.run(_at_home(place, roles))
-            if told is not None:
-                say(told)
+            result = database.run(_at_home(place, roles))
+            if result is not None:
+                say(result)
             keep_what_is_there()
             return asyncio.run(_ControlPlane(place, database, roles, say).run(address))
 
@@ -169,12 +169,12 @@ def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str
         vm = session.get(VM, LOCAL_MACHINE)
         if vm is None or vm.transport != LOCAL or not vm.active:
             return None
-        return _followed(session, vm, place.folder)
+        return _move_work_folder(session, vm, place.folder)
 
     return look
 
 
-def _followed(session: Session, vm: VM, folder: Path) -> str | None:
+def _move_work_folder(session: Session, vm: VM, folder: Path) -> str | None:
     """Move this machine's working folder if the fleet was moved. Raises UsageError if two fleets would share it."""
     old, new = Path(vm.workdir), folder / "work"
     if old == new or not _is_by_up(session):
@@ -207,12 +207,12 @@ def _is_by_up(session: Session) -> bool:
         .where(Event.vm_id == LOCAL_MACHINE, Event.kind.in_((events.VM_ADDED, events.VM_CHANGED)))
         .order_by(Event.event_id.desc())
     )
-    said = (
+    question = (
         event.actor == UP.name
         for event in session.scalars(query)
         if event.kind == events.VM_ADDED or "workdir" in (event.after or {})
     )
-    return next(said, False)
+    return next(question, False)
 
 
 # --- the process ----------------------------------------------------------------------------------
@@ -243,8 +243,8 @@ class Hosts:
 
     async def keep_only(self, vm_ids: Collection[str]) -> None:
         """Close connections to other machines than these, and those that were replaced."""
-        gone = [self._kept.pop(vm_id)[1] for vm_id in self._kept.keys() - set(vm_ids)]
-        closing, self._replaced = [*self._replaced, *gone], []
+        removed = [self._kept.pop(vm_id)[1] for vm_id in self._kept.keys() - set(vm_ids)]
+        closing, self._replaced = [*self._replaced, *removed], []
         await asyncio.gather(*(host.close() for host in closing), return_exceptions=True)
 
     async def close(self) -> None:
@@ -368,16 +368,16 @@ class _ControlPlane:
             try:
                 await self._players[role.name](role)
             except RunError as error:
-                self._crashed(role, str(error))
+                self._note_crash(role, str(error))
             except Exception as error:  # one role's mistake must not end the others
                 log.exception("the %s crashed", role.name)
-                self._crashed(role, f"{type(error).__name__}: {error}")
+                self._note_crash(role, f"{type(error).__name__}: {error}")
             if loop.time() - began > 2 * LONGEST_PAUSE:
                 backoff.reset()
             if not self._stopping.is_set():
                 await wait_at_most(backoff.next(), self._stopping)
 
-    def _crashed(self, role: _Role, reason: str) -> None:
+    def _note_crash(self, role: _Role, reason: str) -> None:
         role.crashes += 1
         role.last_error = reason
         log.error("the %s ended: %s; it is restarted", role.name, reason)

@@ -134,11 +134,11 @@ class WebhookOutlet:
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
         """See `Outlet`. What is under way when this returns goes on."""
         silent = {e.event_id for e in ended if e.webhook is None}
-        wanted = [e for e in ended if e.webhook is not None]
-        new = [e for e in wanted if e.event_id not in self._trials]
-        known = await self._known(new) if new else frozenset[int]()
+        with_webhook = [e for e in ended if e.webhook is not None]
+        new = [e for e in with_webhook if e.event_id not in self._trials]
+        known = await self._settled_deliveries(new) if new else frozenset[int]()
         now = self._clock()
-        for each in wanted:
+        for each in with_webhook:
             if each.event_id in known | self._settled:
                 continue
             trial = self._trials.setdefault(each.event_id, _Trial())
@@ -200,7 +200,7 @@ class WebhookOutlet:
                 finally:
                     trial.is_queued = False
 
-    async def _known(self, ended: Sequence[Ended]) -> frozenset[int]:
+    async def _settled_deliveries(self, ended: Sequence[Ended]) -> frozenset[int]:
         """Those that were settled before this process began, or by another tracker."""
         jobs = sorted({e.job_id for e in ended})
         query = select(Event.detail).where(
@@ -226,12 +226,12 @@ class WebhookOutlet:
             problem = f"no answer within {ANSWERED:g} seconds"
             self._is_mute(place)
         except (OSError, httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            problem = _said(error)
+            problem = _describe(error)
             self._is_mute(place)
             self._is_away(place, problem)
         except Exception as error:  # noqa: BLE001 - submitters choose the addresses, and one must not end the delivery to others
-            problem = _said(error)
-        self._failed(trial, problem)
+            problem = _describe(error)
+        self._note_failure(trial, problem)
 
     def _is_mute(self, place: _Destination) -> None:
         place.has_answered, place.mute_until = False, self._clock() + MUTE
@@ -245,12 +245,12 @@ class WebhookOutlet:
             trial = self._trials[event_id]
             if trial.end is None:
                 trial.attempts += 1
-                self._failed(trial, problem)
+                self._note_failure(trial, problem)
             if trial.end is None:
                 del place.queue[event_id]
                 trial.is_queued = False
 
-    def _failed(self, trial: _Trial, problem: str) -> None:
+    def _note_failure(self, trial: _Trial, problem: str) -> None:
         if trial.attempts > len(PAUSES):
             trial.end = GIVEN_UP, problem
         else:
@@ -258,7 +258,7 @@ class WebhookOutlet:
 
     async def _post(self, url: str, ended: Ended) -> int:
         host, port, scheme = _parts(url)
-        address = _checked(await self._resolve(host, port), host, self._allow_private)
+        address = _allowed_address(await self._resolve(host, port), host, self._allow_private)
         parts = urlsplit(url)
         shown = f"[{address}]" if ":" in address else address
         request = self._http.build_request(
@@ -297,7 +297,7 @@ def _pause(number: int) -> float:
     return PAUSES[number - 1] * random.uniform(0.5, 1.0)
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -325,7 +325,7 @@ def _parts(url: str) -> tuple[str, int, str]:
     return host, port or (443 if parts.scheme == "https" else 80), parts.scheme
 
 
-def _checked(addresses: list[str], host: str, allow_private: bool) -> str:
+def _allowed_address(addresses: list[str], host: str, allow_private: bool) -> str:
     """The address to connect to; Forbidden unless all are allowed, for a name with a public and a private one is no accident."""
     if not addresses:
         raise OSError(f"{host} has no address")

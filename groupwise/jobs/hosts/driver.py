@@ -149,12 +149,12 @@ class Runner:
 
     async def missing(self, hashes: Iterable[str]) -> list[str]:
         """The blobs that the machine does not have."""
-        wanted = list(dict.fromkeys(hashes))
-        if not wanted:
+        unique = list(dict.fromkeys(hashes))
+        if not unique:
             return []
-        answer = await self._ask("missing", {"sha256": wanted}, timeout=SLOW)
-        lacking = set(_listed(answer, "missing"))
-        return [sha256 for sha256 in wanted if sha256 in lacking]
+        answer = await self._ask("missing", {"sha256": unique}, timeout=SLOW)
+        lacking = set(_list_of(answer, "missing"))
+        return [sha256 for sha256 in unique if sha256 in lacking]
 
     async def provide(self, store: BlobStore, manifest: Manifest) -> int:
         """Send the machine every blob of a manifest that it lacks; returns the number of bytes sent."""
@@ -263,7 +263,7 @@ class Runner:
             "timeout": seconds,
         }
         answer = await self._ask("wait", body, timeout=seconds + margin)
-        return tuple(answers.member_state(entry) for entry in _listed(answer, "attempts"))
+        return tuple(answers.member_state(entry) for entry in _list_of(answer, "attempts"))
 
     async def kill(
         self, job: str, epoch: int, *, grace: float, timeout: float = USUAL
@@ -319,7 +319,7 @@ class Runner:
         body = {**_key(job, epoch), "files": listed}
         most = sum(entry.size for entry in files.values())
         answer = await self._ask("gather", body, timeout=timeout, most_payload=most)
-        whole = _listed(answer, "whole")
+        whole = _list_of(answer, "whole")
         came = [
             each for each, is_whole in zip(files.items(), whole, strict=False) if is_whole is True
         ]
@@ -377,9 +377,9 @@ class Runner:
         self, clocks: Mapping[tuple[str, int], float | None], *, timeout: float = USUAL
     ) -> None:
         """Tell the deadmen of these attempts (job, epoch) that the control plane lives, each with the last clock that came back."""
-        named = {f"{job}.{epoch}": clock for (job, epoch), clock in clocks.items()}
-        if named:
-            await self._ask("touch", {"attempts": named}, timeout=timeout)
+        clocks_by_name = {f"{job}.{epoch}": clock for (job, epoch), clock in clocks.items()}
+        if clocks_by_name:
+            await self._ask("touch", {"attempts": clocks_by_name}, timeout=timeout)
 
     async def _ask(
         self,
@@ -413,7 +413,7 @@ def _state(answer: RunnerResponse) -> MemberState:
     return answers.member_state(answer.body)
 
 
-def _listed(answer: RunnerResponse, name: str) -> list[Any]:
+def _list_of(answer: RunnerResponse, name: str) -> list[Any]:
     found = answer.body.get(name)
     if not isinstance(found, list):
         raise BadAnswer(f"the answer has {name} = {found!r}; a list is expected")

@@ -139,7 +139,7 @@ def _by_log(record: ExitRecord) -> Diagnosis | None:
         if match := pattern.search(text):
             begin = text.rfind("\n", 0, match.start()) + 1
             line = text[begin:].partition("\n")[0]
-            return Diagnosis(failure, _shown(line))
+            return Diagnosis(failure, _shortened_line(line))
     return None
 
 
@@ -156,8 +156,8 @@ def _by_signal(record: ExitRecord) -> Diagnosis | None:
 def _with_last_line(summary: str, record: ExitRecord) -> str:
     """Add the log's last line to an exit code, which alone says little: programs that give up end with their reason, tracebacks too."""
     last = next((line for line in reversed(record.tail.splitlines()) if line.strip()), None)
-    return summary if last is None else f"{summary}: {_shown(last)}"
+    return summary if last is None else f"{summary}: {_shortened_line(last)}"
 
 
-def _shown(line: str) -> str:
+def _shortened_line(line: str) -> str:
     return shorten(one_line(line.strip()), LONGEST_LINE)

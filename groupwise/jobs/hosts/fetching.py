@@ -84,7 +84,7 @@ class Fetching:
 
     async def _gather(self, parcel: Manifest) -> Manifest:
         """Fetch with one call; returns the files that have not come."""
-        lacking = await self._write("parcel", partial(_absent, self._folder, parcel))
+        lacking = await self._write("parcel", partial(_missing_files, self._folder, parcel))
         if not lacking:
             return lacking
         came = await self._runner.gather(self._job, self._epoch, lacking)
@@ -128,7 +128,7 @@ def _begin(place: Path, entry: FileEntry) -> int:
     return size
 
 
-def _absent(folder: Path, parcel: Manifest) -> Manifest:
+def _missing_files(folder: Path, parcel: Manifest) -> Manifest:
     """The files that an earlier try has not left whole and right."""
 
     def is_here(path: str, entry: FileEntry) -> bool:
@@ -142,8 +142,8 @@ def _keep(folder: Path, lacking: Manifest, came: Mapping[str, bytes]) -> Manifes
     """Write what came; returns the files that are still missing."""
     for path, data in came.items():
         _append(folder / path, 0, data)
-    kept = {path for path in came if _finish(folder / path, lacking[path])}
-    return {path: entry for path, entry in lacking.items() if path not in kept}
+    whole = {path for path in came if _finish(folder / path, lacking[path])}
+    return {path: entry for path, entry in lacking.items() if path not in whole}
 
 
 def _append(place: Path, offset: int, data: bytes) -> int:

@@ -76,8 +76,8 @@ def files_below(root: Path, paths: Iterable[str] = (".",)) -> dict[str, Path]:
         if not path_problems("file", path):
             _take(root, root / path, found, refused)
     if refused:
-        shown = "".join(f"\n  {why}" for why in refused[:20])
-        raise UsageError(f"only regular files can be sent to a machine:{shown}")
+        listed = "".join(f"\n  {why}" for why in refused[:20])
+        raise UsageError(f"only regular files can be sent to a machine:{listed}")
     if len(found) > MOST_FILES:
         raise UsageError(
             f"{len(found)} files in {root}; at most {MOST_FILES} are sent: pack them into one"
@@ -143,7 +143,7 @@ class BlobStore:
         """The blobs that are not here. The others are kept for another day, named or not.
 
         `marked`: the caller is about to fetch the missing ones by itself; blobs that are marked stay so."""
-        with self._shared():
+        with self._shared_lock():
             return [each for each in dict.fromkeys(hashes) if not self._spare(each, marked)]
 
     @contextlib.contextmanager
@@ -177,9 +177,9 @@ class BlobStore:
         """Store these bytes; returns their sha256."""
         sha256 = hashlib.sha256(data).hexdigest()
         self._check_size(len(data), sha256)
-        with self._shared():
+        with self._shared_lock():
             if not self._spare(sha256):
-                self._publish(self._written((data,)), sha256)
+                self._publish(self._write_temporary((data,)), sha256)
         return sha256
 
     def put_file(self, source: Path, more: Callable[[int], None] | None = None) -> FileEntry:
@@ -199,9 +199,9 @@ class BlobStore:
                     more(len(piece))
                 yield piece
 
-        with source.open("rb") as file, self._shared():
+        with source.open("rb") as file, self._shared_lock():
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o777
-            temporary = self._written(pieces(file))
+            temporary = self._write_temporary(pieces(file))
             sha256 = digest.hexdigest()
             if self._spare(sha256):
                 temporary.unlink()
@@ -226,7 +226,7 @@ class BlobStore:
     def pieces(self, sha256: str, *, piece: int = PIECE) -> Iterator[bytes]:
         """Yield the bytes of a blob in pieces. Errors as in `read`; a wrong hash shows after the last piece."""
         digest = hashlib.sha256()
-        with self._opened(sha256) as file:
+        with self._open_blob(sha256) as file:
             while data := file.read(piece):
                 digest.update(data)
                 yield data
@@ -239,13 +239,13 @@ class BlobStore:
 
     def part(self, sha256: str, offset: int, length: int) -> bytes:
         """Some bytes of a blob, not verified: the caller verifies them once it has all."""
-        with self._opened(sha256) as file:
+        with self._open_blob(sha256) as file:
             file.seek(offset)
             return file.read(length)
 
     def size(self, sha256: str) -> int:
         """Size of a blob in bytes."""
-        with self._opened(sha256) as file:
+        with self._open_blob(sha256) as file:
             return os.fstat(file.fileno()).st_size
 
     def copy(self, entry: FileEntry, target: Path) -> None:
@@ -290,7 +290,7 @@ class BlobStore:
 
     def adopt(self, temporary: Path, sha256: str, *, marked: bool = False) -> None:
         """Turn a verified, durable file on the store's own disk into a blob."""
-        with self._shared():
+        with self._shared_lock():
             self._publish(temporary, sha256, marked)
 
     def now(self) -> float:
@@ -314,7 +314,7 @@ class BlobStore:
         """Collect in one folder, of blobs or of partial ones. The lock is held only for that long, so other processes do not wait
         longer."""
         freed = 0
-        with self._locked(fcntl.LOCK_EX):
+        with self._lock(fcntl.LOCK_EX):
             for path in folder.iterdir():
                 if path.name in keep and folder.name != INCOMING:
                     continue
@@ -325,16 +325,16 @@ class BlobStore:
                     freed += status.st_size
         return freed
 
-    def _shared(self) -> contextlib.AbstractContextManager[None]:
+    def _shared_lock(self) -> contextlib.AbstractContextManager[None]:
         """Lock against collection while something is put."""
-        return self._locked(fcntl.LOCK_SH)
+        return self._lock(fcntl.LOCK_SH)
 
     def _marking(self) -> contextlib.AbstractContextManager[None]:
         """Lock for deciding whether a blob is marked, one process at a time."""
-        return self._locked(fcntl.LOCK_EX, ".marking")
+        return self._lock(fcntl.LOCK_EX, ".marking")
 
     @contextlib.contextmanager
-    def _locked(self, how: int, name: str = ".lock") -> Generator[None]:
+    def _lock(self, how: int, name: str = ".lock") -> Generator[None]:
         # Opened to read and to write: NFS gives a shared lock only to a reader, and an exclusive one only to a writer.
         with (self.root / name).open("a+b") as lock:
             fcntl.flock(lock, how)
@@ -353,7 +353,7 @@ class BlobStore:
         return True
 
     @contextlib.contextmanager
-    def _opened(self, sha256: str) -> Generator[io.BufferedReader]:
+    def _open_blob(self, sha256: str) -> Generator[io.BufferedReader]:
         try:
             file = self.path(sha256).open("rb")
         except FileNotFoundError:
@@ -361,7 +361,7 @@ class BlobStore:
         with file:
             yield file
 
-    def _written(self, pieces: Iterable[bytes]) -> Path:
+    def _write_temporary(self, pieces: Iterable[bytes]) -> Path:
         temporary = self._incoming_folder() / f"{os.getpid()}-{time.monotonic_ns()}"
         try:
             _write_durably(temporary, pieces, 0o444)

@@ -68,14 +68,14 @@ def parse(line: str) -> HostKey:
     words = line.split()
     if len(words) > 2 and words[0] not in ALGORITHMS and words[1] in ALGORITHMS:
         words = words[1:]  # ssh-keyscan and known_hosts begin with the name of the host
-    wanted = f"a host key is a type ({', '.join(ALGORITHMS)}), a blank and base64, as in the .pub file of the machine"
+    expected = f"a host key is a type ({', '.join(ALGORITHMS)}), a blank and base64, as in the .pub file of the machine"
     if len(words) < 2 or words[0] not in ALGORITHMS:
-        raise UsageError(f"{line.strip()[:80]!r} is no host key: {wanted}")
+        raise UsageError(f"{line.strip()[:80]!r} is no host key: {expected}")
     try:
         data = base64.b64decode(words[1], validate=True)
     except binascii.Error:
         raise UsageError(
-            f"the base64 of the host key {words[1][:40]!r} is broken: {wanted}"
+            f"the base64 of the host key {words[1][:40]!r} is broken: {expected}"
         ) from None
     key = HostKey(words[0], data)
     key.public()

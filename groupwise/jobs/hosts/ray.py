@@ -142,7 +142,9 @@ class RayRunner(EngineRunner[RayJob]):
         """See `EngineRunner._waits_for`. Lists wanted and free resources, because Ray does not say what a job lacks."""
         wanted = _job_options(state.engine_options)
         gang: dict[str, Any] | None = wanted.get(GANG)
-        wants: Mapping[str, float] = gang["bundle"] if gang is not None else _wanted(wanted)
+        wants: Mapping[str, float] = (
+            gang["bundle"] if gang is not None else _requested_resources(wanted)
+        )
         words = ", ".join(f"{_number(amount)} {word}" for word, amount in wants.items())
         on = "" if gang is None else f" on each of {gang['nodes']} nodes at once"
         free = _free(job.has, wants)
@@ -237,7 +239,7 @@ def _job_options(options: Sequence[str]) -> dict[str, Any]:
     return json.loads(options[0]) if options else {}
 
 
-def _wanted(wanted: Mapping[str, Any]) -> dict[str, float]:
+def _requested_resources(wanted: Mapping[str, Any]) -> dict[str, float]:
     """The resources that a job on one machine asks for, by Ray's names."""
     wants: dict[str, float] = {
         word: wanted[name] for name, word in WANTED.items() if name in wanted

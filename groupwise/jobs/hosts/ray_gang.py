@@ -188,12 +188,12 @@ class Gang:
 
     def run(self) -> int:
         """Run the job to its end; returns the exit code."""
-        if not (host := self._retried(self._first.host)):
+        if not (host := self._call_until_answer(self._first.host)):
             return LOST
         variables = {NODES: str(len(self._others) + 1), HOST: host, ORDER: self._order}
         if ADDRESS in os.environ:
             variables[ADDRESS] = os.environ[ADDRESS]
-        if not self._retried(self._first.lead, self._folder, variables):
+        if not self._call_until_answer(self._first.lead, self._folder, variables):
             return LOST
         try:
             code = self._until_first_ends()
@@ -248,20 +248,20 @@ class Gang:
         if len(self._followed) == len(self._others):
             remove(self._order)
 
-    def _retried(self, method: Any, *arguments: Any) -> Any:
+    def _call_until_answer(self, method: Any, *arguments: Any) -> Any:
         """Call until the machine answers; None: it is gone."""
         while (answer := self._result(method.remote(*arguments), False)) is None:
             time.sleep(TICK)
         return answer or None
 
-    def _result(self, answer: Any, gone: Any = None) -> Any:
+    def _result(self, answer: Any, if_gone: Any = None) -> Any:
         """A machine's answer; None if it does not answer at the moment, `gone` if the machine is gone, perhaps with its node."""
         try:
             return self._ray.get(answer)
         except self._ray.exceptions.ActorUnavailableError:
             return None
         except self._ray.exceptions.RayError:
-            return gone
+            return if_gone
 
 
 def main() -> int:

@@ -46,10 +46,10 @@ def seal(folder: str | Path, step: int) -> Path:
         raise ValueError(
             f"{top} holds no file: what is to be sealed is the folder of one checkpoint."
         )
-    with open(new, "w", encoding="utf-8") as written:
-        json.dump({"step": step, "files": files}, written)
-        written.flush()
-        os.fsync(written.fileno())
+    with open(new, "w", encoding="utf-8") as file:
+        json.dump({"step": step, "files": files}, file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(new, manifest)
     return manifest
 

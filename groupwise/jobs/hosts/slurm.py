@@ -65,8 +65,8 @@ class SlurmRunner(EngineRunner[SlurmJob]):
 
     async def jobs(self) -> list[SlurmJob]:
         """Slurm's jobs of this user, by number; ended ones stay listed for some minutes (MinJobAge). Raises HostUnreachable."""
-        wanted = ("--noheader", "--me", "--states=all", "--format=%i|%T|%j|%r")
-        ran = await self._run_slurm("squeue", *wanted)
+        options = ("--noheader", "--me", "--states=all", "--format=%i|%T|%j|%r")
+        ran = await self._run_slurm("squeue", *options)
         if ran.code != 0:
             raise HostUnreachable(f"Slurm does not answer there: {_message(ran)}")
         lines = (line.split("|", 3) for line in ran.out.splitlines())
@@ -89,9 +89,11 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         self, state: MemberState, options: Sequence[str], secrets: Mapping[str, str]
     ) -> None:
         """See `EngineRunner._submit`."""
-        named = (f"--job-name={name_of(state)}", f"--chdir={state.folder}", "--no-requeue")
+        options_named = (f"--job-name={name_of(state)}", f"--chdir={state.folder}", "--no-requeue")
         says = (f"--output={state.folder}/engine.log", "--open-mode=append")
-        ran = await self._run_slurm("sbatch", *options, *named, *says, f"{state.folder}/begin.sh")
+        ran = await self._run_slurm(
+            "sbatch", *options, *options_named, *says, f"{state.folder}/begin.sh"
+        )
         _expect_taken(ran)
         # All but one are cancelled if several callers submitted it at once. If more of them began, only one would find the token.
         living = [each for each in await self.find_jobs([state]) if each.lives]

@@ -151,9 +151,9 @@ def path_problems(what: str, path: str) -> list[str]:
     return []
 
 
-def file_entry(written: object) -> FileEntry | None:
+def file_entry(document: object) -> FileEntry | None:
     """The entry that is written as [sha256, mode, size]; None if it is not one."""
-    match written:
+    match document:
         case [str(sha256), int(mode), int(size)] if (
             SHA256.fullmatch(sha256) and 0 <= size < 1 << 63
         ):

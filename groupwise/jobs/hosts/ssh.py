@@ -283,7 +283,7 @@ class SshHost:
                 # All callers that want a connection now wait for the same one; a failure reaches them all.
                 if self._opening is None or self._opening.done():
                     self._opening = asyncio.create_task(self._connect())
-                    self._opening.add_done_callback(_noticed)
+                    self._opening.add_done_callback(_mark_as_seen)
                 opening = self._opening
                 await asyncio.wait({opening})  # a caller that gives up does not end it for the rest
                 if opening.cancelled():
@@ -332,7 +332,7 @@ class SshHost:
         self._links = [link for link in self._links if link.usable or link.waiting]
 
 
-def _noticed(opening: asyncio.Task[_Link]) -> None:
+def _mark_as_seen(opening: asyncio.Task[_Link]) -> None:
     """Mark the result as seen: the callers may all have gone before it failed."""
     if not opening.cancelled():
         opening.exception()
@@ -353,7 +353,7 @@ async def connect(
     """Connect to a machine that shows its pinned key; returns the connection and the event of its loss. Raises HostUnreachable or
     HostKeyError."""
     patience = patience or Patience()
-    pinned = _pinned(address)
+    pinned = _pinned_key(address)
     witness = KeyWitness()
     try:
         async with _client_keys(address, agent_path) as client_keys:
@@ -386,7 +386,7 @@ async def connect(
     return connection, witness.lost
 
 
-def _pinned(address: Address) -> HostKey:
+def _pinned_key(address: Address) -> HostKey:
     if not address.host_key:
         raise HostKeyError(
             f"no host key is pinned for {address.host} port {address.port}: nothing is sent to a machine that anybody could be."

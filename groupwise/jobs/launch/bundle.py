@@ -122,10 +122,10 @@ def bundle(
     total = sum(sizes.values())
     if total > LARGEST:
         largest = sorted(sizes, key=lambda path: -sizes[path])[:MAX_FILES_LISTED]
-        shown = _listed((path, f"{sizes[path] / 1e6:.0f} MB") for path in largest)
+        listed = _file_lines((path, f"{sizes[path] / 1e6:.0f} MB") for path in largest)
         raise UsageError(
             f"{root} holds {total / 1e9:.1f} GB in {len(sizes)} files, and at most {LARGEST / 1e9:.1f} GB travel. Name what is not "
-            f"needed in .gitignore, and let the task fetch its data where it runs. The largest:{shown}"
+            f"needed in .gitignore, and let the task fetch its data where it runs. The largest:{listed}"
         )
     if len(sizes) > MOST_FILES:
         raise UsageError(
@@ -280,7 +280,7 @@ def _refuse_secrets(files: Mapping[str, Path], secrets: Mapping[str, str]) -> No
     if found:
         raise UsageError(
             "files of the project hold the values of secrets, and would take them to a place where others may read them. Take them out, or "
-            f"name the files in .gitignore:{_listed(found[:MAX_FILES_LISTED])}"
+            f"name the files in .gitignore:{_file_lines(found[:MAX_FILES_LISTED])}"
         )
 
 
@@ -288,12 +288,12 @@ def _refuse_what_looks_secret(files: Mapping[str, Path]) -> None:
     found = [path for path, file in files.items() if _looks_secret(file)]
     if not found:
         return
-    shown = found[:MAX_FILES_LISTED]
-    if len(found) > len(shown):
-        shown.append(f"and {len(found) - len(shown)} more")
+    listed = found[:MAX_FILES_LISTED]
+    if len(found) > len(listed):
+        listed.append(f"and {len(found) - len(listed)} more")
     raise UsageError(
         "files of the project have lines that look like credentials, and would take them to a place where others may read them:"
-        + "".join(f"\n  {each}" for each in shown)
+        + "".join(f"\n  {each}" for each in listed)
         + f"\nTake the credentials out, name the files in .gitignore, write `{ALLOWLISTED}` into lines that hold none, or let the "
         "files travel as they are: --file PATH."
     )
@@ -331,5 +331,5 @@ def _rules() -> tuple[re.Pattern[str], ...]:
     return tuple(rules)
 
 
-def _listed(lines: Iterable[Sequence[str]]) -> str:
+def _file_lines(lines: Iterable[Sequence[str]]) -> str:
     return "".join(f"\n  {path}: {what}" for path, what in lines)

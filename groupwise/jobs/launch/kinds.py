@@ -105,7 +105,7 @@ def _grpo(row: Row) -> JobSpec:
     flags = Flags(
         **lengths,
         model=row.get("model") or "",
-        dataset=_dataset(row),
+        dataset=_dataset_word(row),
         reward_function=_rewards(row),
         preprocessing_pipeline=row["preprocessing_pipeline"],
         max_steps=row["max_steps"],
@@ -135,7 +135,7 @@ def _sft(row: Row) -> JobSpec:
         )
     given = {
         KEYS["model"]: row.get("model"),
-        KEYS["dataset"]: _dataset(row),
+        KEYS["dataset"]: _dataset_word(row),
         KEYS["preprocessing_pipeline"]: row["preprocessing_pipeline"],
         KEYS["max_steps"]: row["max_steps"],
         KEYS["learning_rate"]: float(row["learning_rate"]),
@@ -160,7 +160,7 @@ def _eval(row: Row) -> JobSpec:
     ]
     given: dict[str, Any] = {
         KEYS["model"]: row.get("model"),
-        KEYS["dataset"]: _dataset(row),
+        KEYS["dataset"]: _dataset_word(row),
         KEYS["reward_function"]: list(_rewards(row)),
         KEYS["preprocessing_pipeline"]: row["preprocessing_pipeline"],
         **_backend(row),
@@ -239,7 +239,7 @@ def _is_of_hub(dataset: str | None) -> bool:
     return bool(_HUB_ID.fullmatch(dataset or ""))
 
 
-def _dataset(row: Row) -> str:
+def _dataset_word(row: Row) -> str:
     """The dataset as the command takes it: `./` marks a path in the working folder."""
     dataset: str = row.get("dataset") or ""
     return f"./{dataset.removeprefix(SENT)}" if dataset.startswith(SENT) else dataset

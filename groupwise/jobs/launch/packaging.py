@@ -93,64 +93,64 @@ class PackedJob:
     """The part of the project that travels."""
 
 
-def pack(wanted: LaunchRequest, store: BlobStore) -> PackedJob:
+def pack(request: LaunchRequest, store: BlobStore) -> PackedJob:
     """Turn a request into an order, with its files in `store`. Raises UsageError for a project that cannot travel, and for results that
     cannot be fetched."""
-    project = bundle(wanted.project, wanted.secrets, wanted.take)
+    project = bundle(request.project, request.secrets, request.take)
     if any(PurePosixPath(path).parts[0] == OWN for path in project.files):
         raise UsageError(
             f"{project.root / OWN} travels with the project, and the job needs a folder of this name for itself: give yours another name, "
             "or name it in .gitignore."
         )
-    _refuse_lacking(project, wanted.needs, elsewhere=wanted.elsewhere)
-    refuse_shown_secrets(wanted.command, wanted.secrets)
-    results = tuple(dict.fromkeys((*RESULTS, *map(_inside, wanted.results))))
+    _refuse_lacking(project, request.needs, elsewhere=request.elsewhere)
+    refuse_shown_secrets(request.command, request.secrets)
+    results = tuple(dict.fromkeys((*RESULTS, *map(_inside, request.results))))
     files = dict(store.put_files(project.files))
-    if wanted.environment is not None:
+    if request.environment is not None:
         begin = Path(__file__).with_name("bootstrap.py")
-        sent = sent_files(wanted.environment, f"{wanted.root}/environments", store)
-        found = {"bootstrap.py": store.put_file(begin), **sent}
+        environment_files = sent_files(request.environment, f"{request.root}/environments", store)
+        found = {"bootstrap.py": store.put_file(begin), **environment_files}
         files |= {f"{OWN}/{name}": entry for name, entry in found.items()}
-    command = wanted.command
-    if wanted.nodes > 1:
-        command = (*NODE, "--processes", str(wanted.processes), "--", *command)
+    command = request.command
+    if request.nodes > 1:
+        command = (*NODE, "--processes", str(request.processes), "--", *command)
     spec = JobSpec(
-        arguments=command if wanted.environment is None else (*BEGIN, *command),
+        arguments=command if request.environment is None else (*BEGIN, *command),
         files=files,
-        secrets=tuple(sorted(wanted.secrets)),
+        secrets=tuple(sorted(request.secrets)),
         artefacts=results,
         checkpoints=results,
         limits=Limits(
-            time_seconds=wanted.hours * 3600,
+            time_seconds=request.hours * 3600,
             grace_seconds=GRACE_SECONDS,
             artefact_mb=MOST_RESULTS_MB,
             artefact_files=MOST_ARTEFACTS,
         ),
     )
     order = Order(
-        wanted.name,
+        request.name,
         spec,
-        wanted.gpus,
-        wanted.nodes,
-        secrets=wanted.secrets,
-        asks=wanted.asks,
-        python=wanted.python,
-        meets_at=wanted.meets_at,
+        request.gpus,
+        request.nodes,
+        secrets=request.secrets,
+        asks=request.asks,
+        python=request.python,
+        meets_at=request.meets_at,
     )
     return PackedJob(order, project)
 
 
 def refuse_shown_secrets(command: Sequence[str], secrets: Mapping[str, str]) -> None:
     """Raises UsageError if the command holds the value of a secret, which travels apart: every user there may read the command."""
-    shown = [
+    secrets_shown = [
         name
         for name, value in secrets.items()
         if len(value) >= SHORTEST_SECRET and any(value in word for word in command)
     ]
-    if shown:
+    if secrets_shown:
         raise UsageError(
-            f"the value of {', '.join(shown)} stands in the command, and would be seen by every user of the machine and kept in its files. "
-            "Let the program read the variable."
+            f"the value of {', '.join(secrets_shown)} stands in the command, and would be seen by every user of the "
+            "machine and kept in its files. Let the program read the variable."
         )
 
 

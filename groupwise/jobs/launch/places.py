@@ -146,9 +146,9 @@ def _aws(place: JobBackend) -> Backend:
 
     detail = {name: value for name, value in place.detail.items() if value is not None}
     region, profile = detail.pop("region"), detail.pop("profile", None)
-    kept = JobRecords(state_folder("aws") / f"{region}-{profile or 'default'}")
+    records = JobRecords(state_folder("aws") / f"{region}-{profile or 'default'}")
     owner = f"{getpass.getuser()}@{socket.gethostname()}"
-    return AwsBackend(place.kind, _ec2(region, profile), Access(**detail), kept, owner=owner)
+    return AwsBackend(place.kind, _ec2(region, profile), Access(**detail), records, owner=owner)
 
 
 @cache

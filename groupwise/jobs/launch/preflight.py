@@ -90,7 +90,7 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
             "none that are only set here. --no-preflight launches it untried, for data or packages that only the machine has. It said:"
             f"\n{message}"
         )
-    return _described(verb, rest, done.stdout, project)
+    return _read_description(verb, rest, done.stdout, project)
 
 
 def first_of(machines: int, processes: int) -> dict[str, str]:
@@ -112,7 +112,7 @@ def results_of(words: Sequence[str]) -> tuple[str, ...]:
     return (*folders, *_output_of(words))
 
 
-def _described(verb: str, rest: Sequence[str], output: bytes, project: Path) -> DryRunReport:
+def _read_description(verb: str, rest: Sequence[str], output: bytes, project: Path) -> DryRunReport:
     """Read the description that the command printed as JSON; a task may have printed something before it."""
     text = output.decode(errors="replace")
     document: dict[str, Any] | None = None
@@ -147,8 +147,8 @@ def _described(verb: str, rest: Sequence[str], output: bytes, project: Path) -> 
 def _needs(project: Path, words: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:
     """Paths among the words, and the model and its adapter if they are folders here."""
     model = config["model"]
-    named = (model["name"], model["adapter"], *_values(words))
-    return tuple(each for each in named if each and (project / each).exists())
+    names = (model["name"], model["adapter"], *_values(words))
+    return tuple(each for each in names if each and (project / each).exists())
 
 
 def _values(words: Sequence[str]) -> Iterator[str]:

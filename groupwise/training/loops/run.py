@@ -150,7 +150,7 @@ class Run(Learning):
     async def settle(self) -> None:
         """Return when no completion is on its way, so that the sampler can be given other weights."""
 
-    def committed(self, drawn: StepBatch) -> None:
+    def committed(self, batch: StepBatch) -> None:
         """The step that is due was committed, with these groups."""
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -234,10 +234,10 @@ class TaskRun(Run):
         if self.schedule is not None:
             await self.schedule.settle()
 
-    def committed(self, drawn: StepBatch) -> None:
+    def committed(self, batch: StepBatch) -> None:
         """See `Run.committed`."""
         if self.schedule is not None:
-            self.schedule.committed(drawn)
+            self.schedule.committed(batch)
 
     def observe(self, groups: Sequence[Group]) -> None:
         """See `Run.observe`."""

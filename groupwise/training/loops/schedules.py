@@ -214,9 +214,9 @@ class Free:
     async def settle(self) -> None:
         await _settle(self, self._run, [each.sampled for each in self._under_way.values()])
 
-    def committed(self, drawn: StepBatch) -> None:
+    def committed(self, batch: StepBatch) -> None:
         """Blocks of draws are over when none of them is under way any more, or still to be asked for."""
-        draws = {group.draw for group in drawn.all}
+        draws = {group.draw for group in batch.all}
         first = min([d for d in self.outstanding if d not in draws], default=self._next)
         for block in [b for b in self._planned if b < first // self._size]:
             self._planned.remove(block)

@@ -93,14 +93,14 @@ def named_secrets(
 def called(call: Call, secrets: Mapping[str, str], client: modal.Client | None = None) -> Any:
     """The work, with the GPU, time limit and secrets of this call. The secrets it carries have no name, and are gone with it."""
     carried = [modal.Secret.from_dict({SECRETS: json.dumps(dict(secrets))})] if secrets else []
-    named = named_secrets(call.named, client)
+    secrets_named = named_secrets(call.named, client)
     found = function(call.app or app_of(PLAIN), "work", client)
     return found.with_options(
         gpu=call.gpu,
         cpu=WORK_CORES,
         memory=WORK_MB,
         timeout=call.timeout,
-        secrets=[*carried, *named],
+        secrets=[*carried, *secrets_named],
         retries=0,
     )
 

@@ -74,7 +74,7 @@ class ModalBackend(MachineBackend):
         secrets = " and ".join(
             f"{', '.join(words)} of {name}" for name, words in call.named.items()
         )
-        named = f", with {secrets} of its workspace" if secrets else ""
+        secrets_text = f", with {secrets} of its workspace" if secrets else ""
         calls = math.ceil(call.limit / (call.timeout - call.spare)) if call.limit else 1
         more = (
             f", and gone on with by up to {calls - 1} more, from its checkpoints"
@@ -85,7 +85,7 @@ class ModalBackend(MachineBackend):
             token,
             made,
             f"send what it lacks of {len(files)} files ({sum(files.values())} bytes) to its volume",
-            f"spawn a call with {call.gpu or 'no GPU'}{named}, ended by Modal after {call.timeout / 3600:.3g} h{more}",
+            f"spawn a call with {call.gpu or 'no GPU'}{secrets_text}, ended by Modal after {call.timeout / 3600:.3g} h{more}",
             f"prices as of {PRICED_AT}, of GPUs alone",
         )
         price = per_hour(order.asks.get("gpu"), order.gpus)

@@ -47,12 +47,12 @@ class LiveModal:
         """See `ModalPort.workspace`."""
         if find_spec("modal") is None or self._token is None:
             return None
-        client = await self._connected()
+        client = await self._connect()
         with _host_errors("modal"):
             await client.hello.aio()  # pyright: ignore[reportUnknownMemberType]
         return f"profile {self._profile}" if self._profile else "the token of this machine"
 
-    async def _connected(self) -> Client:
+    async def _connect(self) -> Client:
         if self._client is None:
             if self._token is None:
                 raise RunnerRefused("modal", NO_TOKEN)
@@ -71,7 +71,7 @@ class LiveModal:
 
         from groupwise.jobs.clouds.modal import app as deployed
 
-        client = await self._connected()
+        client = await self._connect()
         with _host_errors("app"):
             try:
                 await deployed.function(app, function, client).hydrate.aio()
@@ -83,14 +83,14 @@ class LiveModal:
         """See `ModalPort.deploy`."""
         from groupwise.jobs.clouds.modal import app
 
-        await self._deployed(lambda client: app.deploy(image, client))
+        await self._deploy(lambda client: app.deploy(image, client))
 
-    async def _deployed(self, deploy: Callable[[Client], None]) -> None:
+    async def _deploy(self, deploy: Callable[[Client], None]) -> None:
         """Deploy in a thread: an image takes minutes to make. Modal's output goes to standard error, since results may go to standard
         output."""
         import modal
 
-        client = await self._connected()
+        client = await self._connect()
 
         def deploy_quietly() -> None:
             with redirect_stdout(sys.stderr), modal.enable_output():
@@ -104,9 +104,9 @@ class LiveModal:
         from groupwise.jobs.clouds.modal import app
 
         if not self._has_desk and not await self._has(app.DESK_APP, "desk"):
-            await self._deployed(app.deploy_desk)
+            await self._deploy(app.deploy_desk)
         self._has_desk = True
-        desk = app.function(app.DESK_APP, "desk", await self._connected())
+        desk = app.function(app.DESK_APP, "desk", await self._connect())
         with _host_errors("desk"):
             return await desk.remote.aio(what, *arguments)
 
@@ -114,7 +114,7 @@ class LiveModal:
         """See `ModalPort.spawn`."""
         from groupwise.jobs.clouds.modal import app
 
-        client = await self._connected()
+        client = await self._connect()
         if not call.app and not await self.has_app(app_of(app.PLAIN)):
             await self.deploy(Image(app.PLAIN, app.DESK_PYTHON))
         with _host_errors("spawn"):
@@ -125,7 +125,7 @@ class LiveModal:
         """See `ModalPort.expect_secrets`."""
         from groupwise.jobs.clouds.modal import app
 
-        client = await self._connected()
+        client = await self._connect()
         with _host_errors("secret"):
             for each in app.named_secrets(named, client):
                 await each.hydrate.aio()  # pyright: ignore[reportUnknownMemberType]
@@ -135,7 +135,7 @@ class LiveModal:
         import modal
         from modal import exception
 
-        found = modal.FunctionCall.from_id(call, client=await self._connected())
+        found = modal.FunctionCall.from_id(call, client=await self._connect())
         ended = (
             exception.OutputExpiredError,
             exception.FunctionTimeoutError,
@@ -163,7 +163,7 @@ class LiveModal:
         """See `ModalPort.cancel`."""
         import modal
 
-        found = modal.FunctionCall.from_id(call, client=await self._connected())
+        found = modal.FunctionCall.from_id(call, client=await self._connect())
         with _host_errors("cancel"), suppress(modal.exception.NotFoundError):
             await found.cancel.aio()  # pyright: ignore[reportUnknownMemberType]
 

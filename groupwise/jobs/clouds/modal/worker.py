@@ -87,8 +87,8 @@ def work(call: Call, me: str, secrets: Mapping[str, str], around: Surroundings) 
         return follow(call, around)
     around.volume.reload()
     there = around.environment
-    named = {name: there[name] for name in call.variables if name in there}
-    return Stint(call, me, around, turn["spent"]).run({**named, **secrets})
+    variables = {name: there[name] for name in call.variables if name in there}
+    return Stint(call, me, around, turn["spent"]).run({**variables, **secrets})
 
 
 def follow(call: Call, around: Surroundings) -> str:
@@ -157,8 +157,8 @@ class Stint:
         )
         write_file(self.here.at("log"), b"")
         state = read_json(self.there.at("state.json")) or {}
-        gone = ("pid", "start_ticks", "started_at", "supervisor", "cgroup")
-        queued = {name: value for name, value in state.items() if name not in gone}
+        fields_dropped = ("pid", "start_ticks", "started_at", "supervisor", "cgroup")
+        queued = {name: value for name, value in state.items() if name not in fields_dropped}
         write_json(self.here.at("state.json"), {**queued, "phase": "queued"})
         write_file(self.here.at(TOKEN), as_bytes(self.token(secrets)))
 
@@ -227,10 +227,10 @@ class Stint:
     def share_state(self) -> None:
         """Copy the state with a boot id of this stint: pids of this container mean nothing at the desk."""
         state = read_json(self.here.at("state.json")) or {}
-        told = {**state, "boot_id": f"{self.me} {self.call.number}"}
-        if state.get("phase") != "queued" and told != self.state:
-            self.state = told
-            write_json(self.there.at("state.json"), told)
+        shared = {**state, "boot_id": f"{self.me} {self.call.number}"}
+        if state.get("phase") != "queued" and shared != self.state:
+            self.state = shared
+            write_json(self.there.at("state.json"), shared)
 
     def share_checkpoints(self) -> None:
         """Copy new checkpoints whole; remove those that the command has removed once there is a later one."""

@@ -95,7 +95,7 @@ def caller_of(session: Session, headers: Mapping[str, str], plain: str | None) -
     presented = presented_key(headers)
     if presented is None:
         raise Refusal("unauthorised")
-    caller = Keyring(_stored(session, presented), plain).caller(presented)
+    caller = Keyring(_stored_keys(session, presented), plain).caller(presented)
     if caller is None:
         raise Refusal(
             "unauthorised",
@@ -105,7 +105,7 @@ def caller_of(session: Session, headers: Mapping[str, str], plain: str | None) -
     return caller
 
 
-def _stored(session: Session, presented: str) -> tuple[StoredKey, ...]:
+def _stored_keys(session: Session, presented: str) -> tuple[StoredKey, ...]:
     """The row of the presented key, if it may still be used."""
     key = session.get(ApiKey, id_in(presented) or "")
     if key is None or key.revoked_at is not None:

@@ -498,7 +498,9 @@ class Drive:
             await self._move(row, effects[0])
             return True
         owner, epoch = self._deps.owner, self.epoch
-        if seen := self._unwritten(row):  # what machines say that the database does not know yet
+        if seen := self._unwritten_states(
+            row
+        ):  # what machines say that the database does not know yet
 
             def write(session: Any) -> None:
                 for rank, state in seen:
@@ -540,7 +542,7 @@ class Drive:
     async def _move(self, row: Snapshot, move: Move) -> None:
         """Write the next state, in one transaction with the readings that led there."""
         owner, epoch, chance = self._deps.owner, self.epoch, self._deps.chance
-        seen, ends = self._unwritten(row), move.to is AttemptState.ENDED
+        seen, ends = self._unwritten_states(row), move.to is AttemptState.ENDED
 
         def write(session: Any) -> None:
             if move.to is AttemptState.LAUNCHING:
@@ -559,7 +561,7 @@ class Drive:
             await self._last_of_what_it_left(row)
         await self._deps.gateway.commit_of(epoch, f"attempt.{move.to}", write, ends=ends)
 
-    def _unwritten(self, row: Snapshot) -> list[tuple[int, MemberState]]:
+    def _unwritten_states(self, row: Snapshot) -> list[tuple[int, MemberState]]:
         """Readings that the database does not know yet, by rank. An absent folder proves nothing, so that is never recorded."""
         return [
             (m.rank, monitor.last)
@@ -605,9 +607,9 @@ class Drive:
 
     def _provide_no_others(self, effects: Sequence[Effect]) -> None:
         """Stop providing files to machines that no longer need them; parts that have arrived stay there."""
-        wanted = {effect.rank for effect in effects if isinstance(effect, Provide)}
+        ranks = {effect.rank for effect in effects if isinstance(effect, Provide)}
         for rank, monitor in self._monitors.items():
-            if monitor.providing is not None and rank not in wanted:
+            if monitor.providing is not None and rank not in ranks:
                 monitor.providing.cancel()
 
     async def _bring_files(self, row: Snapshot, member: MemberRow, monitor: _MemberMonitor) -> None:

@@ -196,7 +196,7 @@ def decide(view: View) -> tuple[Effect, ...]:
     )
     match view.state:
         case AttemptState.RESERVED:
-            return _reserved(view)
+            return _decide_reserved(view)
         case AttemptState.LAUNCHING:
             return _launching(view)
         case AttemptState.RUNNING:
@@ -204,7 +204,7 @@ def decide(view: View) -> tuple[Effect, ...]:
         case AttemptState.COLLECTING:
             return _collecting(view)
         case AttemptState.ENDED:
-            return _ended(view)
+            return _decide_ended(view)
 
 
 def over(view: View) -> bool:
@@ -217,7 +217,7 @@ def over(view: View) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _reserved(view: View) -> tuple[Effect, ...]:
+def _decide_reserved(view: View) -> tuple[Effect, ...]:
     if view.cancel_requested:
         return (_end(view, Outcome.VOID, because="cancelled before anything was sent"),)
     if unfit := [m.vm_id for m in view.members if m.lost or m.drained]:
@@ -237,8 +237,8 @@ def _launching(view: View) -> tuple[Effect, ...]:
 def _launch_given_up(view: View) -> Move | None:
     """How the attempt ends if its launch is not to go on; None: it goes on."""
     ran = any(m.reading in BEGUN for m in view.members)
-    if gone := [m for m in view.members if m.gone]:
-        return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_because(gone[0]))
+    if gone_members := [m for m in view.members if m.gone]:
+        return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_because(gone_members[0]))
     if view.cancel_requested:
         outcome = Outcome.CANCELLED if ran else Outcome.VOID
         return _end(view, outcome, because="cancelled while it was being launched")
@@ -250,8 +250,10 @@ def _launch_given_up(view: View) -> Move | None:
         outcome = Outcome.FAILED if ran else Outcome.VOID
         return _end(view, outcome, *_refused_because(refused[0]), culprit=refused[0])
     if voided := [m for m in view.members if m.reading is Reading.VOIDED]:
-        if said := refusals.of_engine(voided[0].refusal):
-            return _end(view, Outcome.VOID, FailureClass.PREEMPTION, said, culprit=voided[0])
+        if engine_reason := refusals.of_engine(voided[0].refusal):
+            return _end(
+                view, Outcome.VOID, FailureClass.PREEMPTION, engine_reason, culprit=voided[0]
+            )
         outcome = Outcome.FAILED if ran else Outcome.VOID
         failure = FailureClass.LAUNCH_FAILURE if ran else None
         return _end(view, outcome, failure, f"it had been made void on {voided[0].vm_id}")
@@ -296,10 +298,10 @@ def _has_failed(member: MemberView) -> bool:
 def _lost_while_running(view: View) -> Move:
     """The end of an attempt that ran and of which not all members have left an exit record."""
     missing = [m for m in view.members if m.reading is not Reading.EXITED]
-    gone = [m for m in missing if m.gone]
+    gone_members = [m for m in missing if m.gone]
     rebooted = [m for m in missing if m.reading is Reading.REBOOTED]
-    if gone:
-        failure, member = FailureClass.HOST_LOST, gone[0]
+    if gone_members:
+        failure, member = FailureClass.HOST_LOST, gone_members[0]
     elif rebooted:
         failure, member = FailureClass.REBOOT, rebooted[0]
     else:
@@ -316,7 +318,7 @@ def _collecting(view: View) -> tuple[Effect, ...]:
     return (end,)
 
 
-def _ended(view: View) -> tuple[Effect, ...]:
+def _decide_ended(view: View) -> tuple[Effect, ...]:
     effects: list[Effect] = []
     for member in view.members:
         if not member.released:

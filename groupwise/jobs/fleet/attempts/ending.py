@@ -93,7 +93,7 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
         for member in members_of(session, epoch):
             member.released = True
             freed.append(member.vm_id)
-            yield _closed(session, epoch, member.rank)
+            yield _close_reservations(session, epoch, member.rank)
         _perhaps_clean(session, attempt, owner)
     requeue_pending.wake(session, vm_ids=freed, actor=_actor(owner))
 
@@ -269,8 +269,8 @@ def _is_hopeless(session: Session, job: Job, move: Move) -> bool:
     word = refusals.code_of(_member_at_fault(move).get("refusal"))
     if word != "unknown_program":
         return word in refusals.FOR_GOOD
-    wanted = Resources.model_validate(job.resources or {})
-    if wanted.vm is not None or wanted.named:
+    resources = Resources.model_validate(job.resources or {})
+    if resources.vm is not None or resources.named:
         return True
     tried = (
         select(Member.vm_id)
@@ -344,7 +344,7 @@ def release(session: Session, epoch: int, owner: str, rank: int) -> Steps:
     assert attempt.state == AttemptState.ENDED, "nothing of a live attempt is given back"
     member = session.get_one(Member, (epoch, rank))
     member.released = True
-    yield _closed(session, epoch, rank)
+    yield _close_reservations(session, epoch, rank)
     _perhaps_clean(session, attempt, owner)
     requeue_pending.wake(session, vm_ids=[member.vm_id], actor=_actor(owner))
 
@@ -356,12 +356,12 @@ def abandon(session: Session, epoch: int, owner: str, rank: int) -> Steps:
     assert attempt.state == AttemptState.ENDED, "nothing of a live attempt is given back"
     member = session.get_one(Member, (epoch, rank), populate_existing=True)
     member.handle = {**member.handle, "abandoned": True}
-    yield _closed(session, epoch, rank)
+    yield _close_reservations(session, epoch, rank)
     _perhaps_clean(session, attempt, owner)
     requeue_pending.wake(session, vm_ids=[member.vm_id], actor=_actor(owner))
 
 
-def _closed(session: Session, epoch: int, rank: int) -> Step:
+def _close_reservations(session: Session, epoch: int, rank: int) -> Step:
     """The statement that closes the member's reservations."""
     return _CLOSED, {"of_epoch": epoch, "of_rank": rank, "now": seconds(session)}
 

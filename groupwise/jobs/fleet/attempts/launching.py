@@ -45,8 +45,8 @@ def _engine_of(row: Snapshot, member: MemberRow) -> Engine | None:
     """The engine that is to start it and what is requested from that, if the machine has one."""
     if member.machine.engine is None:
         return None
-    wanted = Resources.model_validate(row.resources)
-    return member.machine.engine.engine(wanted, from_json(row.spec).limits)
+    resources = Resources.model_validate(row.resources)
+    return member.machine.engine.engine(resources, from_json(row.spec).limits)
 
 
 async def timed(launch: Launch, runner: Runner) -> Launch:

@@ -167,10 +167,10 @@ def snapshots(session: Session, epochs: Sequence[int], owner: str) -> dict[int, 
     """The attempts among these that this owner still has, all read at one moment."""
     rows = session.execute(_ATTEMPTS, {"epochs": epochs, "owner": owner}).all()
     epochs = [row.epoch for row in rows]
-    held = _held(session, epochs)
+    reservations = _reservations_held(session, epochs)
     members: dict[int, list[MemberRow]] = {}
     for row in session.execute(_MEMBERS, {"epochs": epochs}):
-        own = held.get((row.epoch, row.rank), ())
+        own = reservations.get((row.epoch, row.rank), ())
         members.setdefault(row.epoch, []).append(_member(row, own))
     now = seconds(session)
     return {
@@ -245,7 +245,7 @@ _HELD = (
 """Columns by name, and made once: every driven attempt is read so again and again."""
 
 
-def _held(session: Session, epochs: Sequence[int]) -> dict[tuple[int, int], list[Any]]:
+def _reservations_held(session: Session, epochs: Sequence[int]) -> dict[tuple[int, int], list[Any]]:
     """Reservations by epoch and rank, released ones too, since a repeated launch must be the same launch."""
     held: dict[tuple[int, int], list[Any]] = {}
     for row in session.execute(_HELD, {"epochs": epochs}):
@@ -253,9 +253,9 @@ def _held(session: Session, epochs: Sequence[int]) -> dict[tuple[int, int], list
     return held
 
 
-def _member(row: Any, held: Sequence[Any]) -> MemberRow:
-    gpus = [each for each in held if each.uuid is not None]
-    first = held[0] if held else None
+def _member(row: Any, reservations: Sequence[Any]) -> MemberRow:
+    gpus = [each for each in reservations if each.uuid is not None]
+    first = reservations[0] if reservations else None
     return MemberRow(
         rank=row.rank,
         machine=machine(row.VM),
@@ -627,10 +627,10 @@ def leaking(
 def quarantine(session: Session, owner: str, vm_id: str, job_id: str, epoch: int) -> bool:
     """Write down, once, that a machine runs something that the database does not know. True where that is news."""
     kind = events.ATTEMPT_QUARANTINED
-    told = select(Event.event_id).where(
+    reported = select(Event.event_id).where(
         Event.job_id == job_id, Event.kind == kind, Event.vm_id == vm_id, Event.epoch == epoch
     )
-    if session.scalar(told.limit(1)) is not None:
+    if session.scalar(reported.limit(1)) is not None:
         return False
     events.append(
         session, actor=f"dispatcher:{owner}", kind=kind, job_id=job_id, epoch=epoch, vm_id=vm_id,
@@ -697,9 +697,13 @@ def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:
     )
     found: list[LeftBehind] = []
     for job_id, epoch, rank in rows:
-        held = _held(session, [epoch]).get((epoch, rank), [])
-        gpus = tuple(each.uuid for each in held if each.uuid is not None)
-        found.append(LeftBehind(job_id, epoch, rank, gpus, held[0].share_mb if held else None))
+        reservations = _reservations_held(session, [epoch]).get((epoch, rank), [])
+        gpus = tuple(each.uuid for each in reservations if each.uuid is not None)
+        found.append(
+            LeftBehind(
+                job_id, epoch, rank, gpus, reservations[0].share_mb if reservations else None
+            )
+        )
     return found
 
 

@@ -143,7 +143,7 @@ class Watch:
         if not known:
             await self.changed.wait()
             return
-        asked, news = time.monotonic(), False
+        asked_at, news = time.monotonic(), False
         states: tuple[MemberState, ...] | None = None
         waiting = asyncio.ensure_future(self.runner.wait(known, seconds=self.pauses.poll))
         changed = asyncio.ensure_future(self.changed.wait())
@@ -163,7 +163,7 @@ class Watch:
         if states is not None:
             # a machine that answers at once, whatever is asked, is not asked at once again
             pause = self.pauses.first / (10 if news else 1)
-            await self._rest(max(0.0, asked + pause - time.monotonic()))
+            await self._rest(max(0.0, asked_at + pause - time.monotonic()))
 
 
 def _differs(state: MemberState, known: Known) -> bool:

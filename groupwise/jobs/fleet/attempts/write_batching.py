@@ -74,7 +74,7 @@ class Gathered(Generic[One, Result]):
             if entry in self._waiting:
                 self._waiting.remove(entry)
                 entry[1].cancel()
-            await _settled(entry[1])
+            await _wait_until_done(entry[1])
             raise
 
     async def _deal_with_all(self) -> None:
@@ -105,7 +105,7 @@ class Gathered(Generic[One, Result]):
             answer.set_result(task.result())
 
 
-async def _settled(answer: asyncio.Future[Any]) -> None:
+async def _wait_until_done(answer: asyncio.Future[Any]) -> None:
     while not answer.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait({answer})

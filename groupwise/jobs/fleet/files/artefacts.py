@@ -166,8 +166,8 @@ def _beyond(files: Manifest, limits: Limits) -> str | None:
     size = sum(entry.size for entry in files.values())
     if size > limits.artefact_mb << 20:
         largest = sorted(files, key=lambda path: -files[path].size)[:MAX_PATHS_LISTED]
-        shown = ", ".join(f"{path} ({files[path].size} bytes)" for path in largest)
-        return f"the artefacts are {size} bytes; the job's limit is {limits.artefact_mb} MiB. The largest: {shown}"
+        listed = ", ".join(f"{path} ({files[path].size} bytes)" for path in largest)
+        return f"the artefacts are {size} bytes; the job's limit is {limits.artefact_mb} MiB. The largest: {listed}"
     if len(files) > limits.artefact_files:
         return f"the artefacts are {len(files)} files; the job's limit is {limits.artefact_files}"
     return None
@@ -233,8 +233,8 @@ def _outcome(target: Path, artefacts: Collection[str]) -> Collected:
     others = len(left_out) - len(lacking) + sum(more.values()) - unnamed
     if not lacking and not unnamed:
         return Collected(left_out=others)
-    shown = "; ".join(lacking[:MAX_PATHS_LISTED])
-    problem = f"{len(lacking) + unnamed} of the artefacts did not come: {shown}"
+    listed = "; ".join(lacking[:MAX_PATHS_LISTED])
+    problem = f"{len(lacking) + unnamed} of the artefacts did not come: {listed}"
     return Collected(problem, others)
 
 

@@ -75,10 +75,10 @@ def clear_away(
         database.run(forget_processes)
         forget_history(database)
         now, needed = store.now(), store.all_needed()
-        named = database.read(named_blobs)
-        if named is None:
+        blobs = database.read(named_blobs)
+        if blobs is None:
             return 0
-        freed = store.collect(named | needed, now=now)
+        freed = store.collect(blobs | needed, now=now)
         forget_rights(database, store)
         return freed
 
@@ -152,9 +152,9 @@ def _hashes_in(session: Session, query: Any) -> Iterator[str]:
 def forget_rights(database: Database, store: BlobStore) -> None:
     """Delete the rights to blobs that are gone. A blob that was sent again meanwhile has a new right, which is too young to go."""
     known = database.read(partial(rights.old, age=SPARED))
-    gone = [sha256 for sha256 in known if sha256 not in store]
-    for start in range(0, len(gone), READ_AT_ONCE):
-        some = gone[start : start + READ_AT_ONCE]
+    missing = [sha256 for sha256 in known if sha256 not in store]
+    for start in range(0, len(missing), READ_AT_ONCE):
+        some = missing[start : start + READ_AT_ONCE]
         database.run(partial(rights.forget, hashes=some, age=SPARED))
 
 

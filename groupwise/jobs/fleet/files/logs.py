@@ -76,15 +76,15 @@ def append(path: Path, offset: int, data: bytes) -> int:
 
     Raises OSError; the file is then as long as before.
     """
-    with _locked(path) as file:
+    with _open_locked(path) as file:
         size = os.fstat(file).st_size
         if size != offset:
             return size
         try:
             rest, at = memoryview(data), offset
             while rest:
-                written = os.pwrite(file, rest, at)
-                rest, at = rest[written:], at + written
+                count = os.pwrite(file, rest, at)
+                rest, at = rest[count:], at + count
             os.fsync(file)
         except OSError:
             os.ftruncate(file, offset)  # a full disk may have taken a part of it
@@ -96,7 +96,7 @@ def cut(path: Path, reported: int) -> int:
     """Remove what may be torn: everything beyond the offset that was reported. Returns the file's size."""
     if not path.exists():
         return 0
-    with _locked(path) as file:
+    with _open_locked(path) as file:
         size = os.fstat(file).st_size
         if size > reported:
             os.ftruncate(file, reported)
@@ -115,7 +115,7 @@ def make(logs: Path, job: str, epoch: int, rank: int = 0) -> Path:
     if rank != 0:
         return path
     link = newest_link(logs, job)
-    with _locked(logs / job, os.O_RDONLY | os.O_DIRECTORY):
+    with _open_locked(logs / job, os.O_RDONLY | os.O_DIRECTORY):
         with contextlib.suppress(OSError):  # there is no link yet
             newest = _NAME.fullmatch(Path(os.readlink(link)).name)
             if newest and int(newest[1]) >= epoch:
@@ -129,7 +129,9 @@ def make(logs: Path, job: str, epoch: int, rank: int = 0) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW) -> Generator[int]:
+def _open_locked(
+    path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+) -> Generator[int]:
     file = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)

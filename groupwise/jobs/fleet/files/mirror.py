@@ -107,16 +107,16 @@ class CheckpointMirror:
     async def _report_missed(self, part: Part, newest: CheckpointTree, torn: _Torn) -> None:
         """Record that it could not be fetched. If it is still there unchanged, it never can be; else the job replaced it too quickly."""
         tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
-        gone = newest not in tree.checkpoints
+        is_gone = newest not in tree.checkpoints
         because = (
-            "it was changed or removed before it had come, as those before it" if gone else torn
+            "it was changed or removed before it had come, as those before it" if is_gone else torn
         )
         why = f"{newest.path} is not mirrored: {because}"
         log.info("%s.%s: %s", part.job_id, part.epoch, why)
         await self._gateway.commit(
             "checkpoint.missed",
             lambda session: not_mirrored(
-                session, part.epoch, part.owner, part.rank, why, gone=gone
+                session, part.epoch, part.owner, part.rank, why, gone=is_gone
             ),
         )
 
@@ -126,11 +126,11 @@ class CheckpointMirror:
         entries = {entry.sha256: (path, entry) for path, entry in largest_first}
         own = select(Job.project).where(Job.job_id == part.job_id)
         project = await self._gateway.look(lambda session: session.scalars(own).one())
-        wanted = await self._wanted(entries, project)
-        size = sum(entries[sha256][1].size for sha256 in wanted)
+        hashes = await self._missing_blobs(entries, project)
+        size = sum(entries[sha256][1].size for sha256 in hashes)
         if (problem := await asyncio.to_thread(no_room, self._store.root, size)) is not None:
             raise _Torn(problem)
-        for sha256 in wanted:
+        for sha256 in hashes:
             path, entry = entries[sha256]
             try:
                 await self._ensure_blob(part, path, entry, project)
@@ -139,7 +139,7 @@ class CheckpointMirror:
             except BlobError as error:
                 raise _Torn(f"{path}: {error}") from error
 
-    async def _wanted(self, hashes: Iterable[str], project: str) -> list[str]:
+    async def _missing_blobs(self, hashes: Iterable[str], project: str) -> list[str]:
         """The blobs to fetch: those that are not in the store, or that the project may not name."""
         every = list(hashes)
         lacking = await self._gateway.look(
@@ -162,7 +162,7 @@ class CheckpointMirror:
                 return
             except BlobBusy:
                 await self._sleep(LOOK_AGAIN)
-            if not await self._wanted([entry.sha256], project):
+            if not await self._missing_blobs([entry.sha256], project):
                 return
             now = self._store.received(entry.sha256, sender)
             if now != here:
@@ -184,8 +184,8 @@ class CheckpointMirror:
                 incoming.restart()  # that file is gone, and the bytes received of it are of no use
                 raise
             await self._gateway.write("checkpoint.blob", incoming.finish)
-        sent = [(entry.sha256, project)]
-        await self._gateway.commit("checkpoint.right", partial(rights.record, rights=sent))
+        rights_given = [(entry.sha256, project)]
+        await self._gateway.commit("checkpoint.right", partial(rights.record, rights=rights_given))
 
 
 def _record(session: Session, part: Part, checkpoint: CheckpointTree, keep: int) -> None:

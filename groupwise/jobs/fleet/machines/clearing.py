@@ -181,14 +181,17 @@ def forgettable(
     due: list[Name] = []
     for place, name in enumerate(free):
         row = known[name]
-        kept = keeping.succeeded if row.outcome in SUCCEEDED else keeping.others
-        if now - row.ended_at >= (LEAST if place >= MOST_FOLDERS else kept):
+        days = keeping.succeeded if row.outcome in SUCCEEDED else keeping.others
+        if now - row.ended_at >= (LEAST if place >= MOST_FOLDERS else days):
             due.append(name)
-    return [*_pruned(session, [n for n in names if n not in known]), *reversed(due)]
+    return [
+        *_attempts_of_pruned_jobs(session, [n for n in names if n not in known]),
+        *reversed(due),
+    ]
 
 
 def _rows(session: Session, vm_id: str, names: Iterable[Name]) -> dict[Name, Any]:
-    wanted = set(names)
+    wanted_names = set(names)
     rows = session.execute(
         select(
             Attempt.job_id,
@@ -200,9 +203,9 @@ def _rows(session: Session, vm_id: str, names: Iterable[Name]) -> dict[Name, Any
             Member.released,
         )
         .join(Member, Member.epoch == Attempt.epoch)
-        .where(Member.vm_id == vm_id, Attempt.epoch.in_({epoch for _, epoch in wanted}))
+        .where(Member.vm_id == vm_id, Attempt.epoch.in_({epoch for _, epoch in wanted_names}))
     )
-    return {name: row for row in rows if (name := (row.job_id, row.epoch)) in wanted}
+    return {name: row for row in rows if (name := (row.job_id, row.epoch)) in wanted_names}
 
 
 def _is_free(row: Any) -> bool:
@@ -211,7 +214,7 @@ def _is_free(row: Any) -> bool:
     return over and row.released and row.ended_at is not None
 
 
-def _pruned(session: Session, names: Sequence[Name]) -> list[Name]:
+def _attempts_of_pruned_jobs(session: Session, names: Sequence[Name]) -> list[Name]:
     """Attempts without a row because their jobs were pruned, not because the database was restored from a backup."""
     was_clean = (
         select(Event.job_id, Event.epoch)

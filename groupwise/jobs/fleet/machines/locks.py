@@ -193,13 +193,13 @@ def parse_lock(text: str, source: str, without: Collection[str] = ()) -> Lock:
     hashed: list[bool] = []
     for number, line in _logical_lines(text):
         where = f"{source}:{number}"
-        kept = _check_line(line, where, {NAME, *without})
-        if kept is not None:
-            lines.append(kept)
-            hashed.append("--hash=" in kept)
+        line_kept = _check_line(line, where, {NAME, *without})
+        if line_kept is not None:
+            lines.append(line_kept)
+            hashed.append("--hash=" in line_kept)
             if hashed[0] != hashed[-1]:
                 raise UsageError(
-                    f"{where}: some lines have hashes and others have none; with hashes pip wants them for all: {kept.split()[0]}"
+                    f"{where}: some lines have hashes and others have none; with hashes pip wants them for all: {line_kept.split()[0]}"
                 )
     return Lock(tuple(lines), hashed=bool(hashed) and hashed[0])
 

@@ -77,17 +77,17 @@ def apply(
     """
     strays = _strays(session, vm_id, seen)
     jobs = untracked_processes.lock(session, {each.job for each in strays})
-    vm = _locked(session, vm_id)
+    vm = _locked_machine(session, vm_id)
     now = seconds(session)
     if vm is None or not _is_newer(asked_at, vm.observed_round, now) or _is_barred(vm):
         return False
     was_fresh = asked_at - vm.observed_round <= capacity.stale_after(vm.facts)
     was_usable = _usable(vm) and was_fresh
-    _answered(session, vm, seen)
+    _record_answer(session, vm, seen)
     trouble = None if vm.engine else _trouble_of_probe(session, vm, seen)
     vm.degraded, vm.problem = trouble is not None, trouble
     vm.observed_round = asked_at
-    held, ran = untracked_processes.holding(vm.facts), _unknown_jobs(vm)
+    holding, ran = untracked_processes.holding(vm.facts), _unknown_jobs(vm)
     facts = _facts(vm, seen, strays, now)
     vm.facts = {**vm.facts, **facts, capacity.LOOK_SECONDS: look_seconds}
     _hold_back(session, vm, jobs, ran)
@@ -96,7 +96,7 @@ def apply(
     has_gpus = vm.engine is None and seen.probe.status is ProbeStatus.OK
     more = has_gpus and _write_gpus(session, vm, asked_at, now, seen)
     session.flush()
-    more |= held != untracked_processes.holding(vm.facts)
+    more |= holding != untracked_processes.holding(vm.facts)
     if more or (_usable(vm) and not was_usable):
         requeue_pending.wake(session, vm_ids=[vm_id], actor=ACTOR)
     return True
@@ -104,7 +104,7 @@ def apply(
 
 def record_miss(session: Session, vm_id: str, asked_at: float, problem: str) -> int:
     """Record that a machine gave no answer when asked at `asked_at`. Returns the number of misses in a row."""
-    vm = _locked(session, vm_id)
+    vm = _locked_machine(session, vm_id)
     now = seconds(session)
     if vm is None or not _is_newer(asked_at, vm.observed_round, now):
         return 0
@@ -131,30 +131,30 @@ def _is_newer(asked_at: float, known: float, now: float) -> bool:
 
 
 def record_shown_key(
-    session: Session, vm_id: str, shown: keys.HostKey, *, pin: bool = False
+    session: Session, vm_id: str, host_key: keys.HostKey, *, pin: bool = False
 ) -> None:
     """Record the key shown by an untrusted machine, or shown by a trusted one instead of the pinned key.
 
     `pin`: trust the first key of a machine. A changed key is never trusted; the machine is left alone until an operator has looked.
     """
-    vm = _locked(session, vm_id)
+    vm = _locked_machine(session, vm_id)
     if vm is None:
         return
-    if vm.host_key == str(shown):
+    if vm.host_key == str(host_key):
         if vm.contact == Contact.UNTRUSTED:
-            _believe(session, vm, shown, "it shows the pinned key")
+            _believe(session, vm, host_key, "it shows the pinned key")
         return
     if vm.host_key is None and pin:
-        vm.host_key = str(shown)
-        _believe(session, vm, shown, "trust_on_first_use: the first key was not compared")
+        vm.host_key = str(host_key)
+        _believe(session, vm, host_key, "trust_on_first_use: the first key was not compared")
         return
-    if vm.contact == Contact.UNTRUSTED and vm.seen_host_key == str(shown):
+    if vm.contact == Contact.UNTRUSTED and vm.seen_host_key == str(host_key):
         return
-    before, vm.contact, vm.seen_host_key = vm.contact, Contact.UNTRUSTED, str(shown)
+    before, vm.contact, vm.seen_host_key = vm.contact, Contact.UNTRUSTED, str(host_key)
     vm.misses, vm.unreachable_since = 0, None
-    vm.problem, changed = _about_key(vm, shown), vm.host_key is not None
+    vm.problem, changed = _about_key(vm, host_key), vm.host_key is not None
     detail = {
-        "fingerprint": shown.fingerprint,
+        "fingerprint": host_key.fingerprint,
         "changed": changed,
         "pinned": _fingerprint(vm.host_key),
     }
@@ -164,7 +164,7 @@ def record_shown_key(
 
 def record_untrusted(session: Session, vm_id: str, problem: str) -> None:
     """Record that a key on the way to a machine is not trusted or cannot be read: its jump host's, or the one in its row."""
-    vm = _locked(session, vm_id)
+    vm = _locked_machine(session, vm_id)
     if vm is None or (vm.contact == Contact.UNTRUSTED and vm.problem == problem[:LONGEST_PROBLEM]):
         return
     before, vm.contact, vm.problem = vm.contact, Contact.UNTRUSTED, problem[:LONGEST_PROBLEM]
@@ -181,7 +181,7 @@ def barred_machines(session: Session) -> frozenset[str]:
 # --- the machine ----------------------------------------------------------------------------------
 
 
-def _locked(session: Session, vm_id: str) -> VM | None:
+def _locked_machine(session: Session, vm_id: str) -> VM | None:
     """The machine's row, locked so that two pollers write one after the other. None: it has left the fleet."""
     vm = session.get(VM, vm_id, with_for_update={"key_share": True}, populate_existing=True)
     return vm if vm is not None and vm.active else None
@@ -192,9 +192,9 @@ def _is_barred(vm: VM) -> bool:
     return vm.contact == Contact.UNTRUSTED and vm.seen_host_key not in (None, vm.host_key)
 
 
-def _believe(session: Session, vm: VM, shown: keys.HostKey, why: str) -> None:
+def _believe(session: Session, vm: VM, host_key: keys.HostKey, why: str) -> None:
     before, vm.contact, vm.problem, vm.seen_host_key = vm.contact, Contact.NEW, None, None
-    detail = {"fingerprint": shown.fingerprint, "why": why}
+    detail = {"fingerprint": host_key.fingerprint, "why": why}
     _tell(session, vm, events.VM_TRUSTED, before, detail=detail)
 
 
@@ -202,7 +202,7 @@ def _usable(vm: VM) -> bool:
     return vm.contact == Contact.OK and not vm.degraded
 
 
-def _answered(session: Session, vm: VM, seen: Observation) -> None:
+def _record_answer(session: Session, vm: VM, seen: Observation) -> None:
     if vm.boot_id is not None and vm.boot_id != seen.boot_id:
         events.append(
             session,
@@ -292,8 +292,8 @@ def _trouble_of_probe(session: Session, vm: VM, seen: Observation) -> str | None
     if words is None:
         return None
     code = f" (exit {probe.exit})" if probe.exit else ""
-    said = "; ".join(probe.lines_not_read[:3]) or probe.said.strip()
-    return (words + code + (f": {said}" if said else ""))[:LONGEST_PROBLEM]
+    output = "; ".join(probe.lines_not_read[:3]) or probe.said.strip()
+    return (words + code + (f": {output}" if output else ""))[:LONGEST_PROBLEM]
 
 
 _PROBE_TROUBLE = {
@@ -304,16 +304,16 @@ _PROBE_TROUBLE = {
 }
 
 
-def _about_key(vm: VM, shown: keys.HostKey) -> str:
-    command = f"groupwise fleet vm trust {vm.vm_id} {shown.fingerprint}"
+def _about_key(vm: VM, host_key: keys.HostKey) -> str:
+    command = f"groupwise fleet vm trust {vm.vm_id} {host_key.fingerprint}"
     if vm.host_key is None:
-        kind = shown.type.removeprefix("ssh-").partition("-")[0]
+        kind = host_key.type.removeprefix("ssh-").partition("-")[0]
         return (
-            f"it shows the host key {shown.fingerprint}, which is not trusted yet. Compare it with the machine's own "
+            f"it shows the host key {host_key.fingerprint}, which is not trusted yet. Compare it with the machine's own "
             f"(ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub there), then `{command}`"
         )
     return (
-        f"its host key has CHANGED: it shows {shown.fingerprint}, pinned is {_fingerprint(vm.host_key)}. Somebody may stand between, or "
+        f"its host key has CHANGED: it shows {host_key.fingerprint}, pinned is {_fingerprint(vm.host_key)}. Somebody may stand between, or "
         f"it was set up again; nothing is sent there. If the new one is right: `{command}`"
     )
 
@@ -356,22 +356,22 @@ def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Obs
     uuids = [gpu.uuid for gpu in seen.gpus]
     apps_known = seen.probe.apps is ProbeStatus.OK
     more, new = False, set[str]()
-    for shown in {gpu.uuid: gpu for gpu in seen.gpus}.values():
-        if shown.uuid not in rows:
-            new.add(shown.uuid)
-            rows[shown.uuid] = GPU(
-                vm_id=vm.vm_id, uuid=shown.uuid, index=shown.index, observed=Observed.OK
+    for seen_gpu in {gpu.uuid: gpu for gpu in seen.gpus}.values():
+        if seen_gpu.uuid not in rows:
+            new.add(seen_gpu.uuid)
+            rows[seen_gpu.uuid] = GPU(
+                vm_id=vm.vm_id, uuid=seen_gpu.uuid, index=seen_gpu.index, observed=Observed.OK
             )
-            session.add(rows[shown.uuid])
+            session.add(rows[seen_gpu.uuid])
     session.flush()
     holders = _holders(session, vm.vm_id, asked_at)
     twins = _twins(session, vm, uuids)
-    for shown in {gpu.uuid: gpu for gpu in seen.gpus}.values():
-        gpu = rows[shown.uuid]
-        _copy(gpu, shown, now)
-        apps = [app for app in seen.apps if app.uuid == shown.uuid]
-        judged = _judge(shown, apps, holders.get(gpu.gpu_id, set()), vm.idle_memory_mb)
-        if uuids.count(shown.uuid) > 1:
+    for seen_gpu in {gpu.uuid: gpu for gpu in seen.gpus}.values():
+        gpu = rows[seen_gpu.uuid]
+        _copy(gpu, seen_gpu, now)
+        apps = [app for app in seen.apps if app.uuid == seen_gpu.uuid]
+        judged = _judge(seen_gpu, apps, holders.get(gpu.gpu_id, set()), vm.idle_memory_mb)
+        if uuids.count(seen_gpu.uuid) > 1:
             judged = Observed.DEGRADED, "its UUID was shown twice"
         if twin := twins.get(gpu.gpu_id):
             judged = (
@@ -381,7 +381,7 @@ def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Obs
         if judged[0] is Observed.OK and gpu.observed == Observed.FOREIGN_BUSY and not apps_known:
             judged = Observed.FOREIGN_BUSY, gpu.detail
         more |= note_observed(session, gpu, *judged, actor=ACTOR) and judged[0] is Observed.OK
-        more |= shown.uuid in new and judged[0] is Observed.OK
+        more |= seen_gpu.uuid in new and judged[0] is Observed.OK
     if seen.probe.status is ProbeStatus.OK and not seen.probe.lines_not_read:
         for uuid in rows.keys() - set(uuids):
             why = "the machine shows it no more"
@@ -405,32 +405,32 @@ def _twins(session: Session, vm: VM, uuids: Sequence[str]) -> dict[int, str]:
     return dict(rows.all())
 
 
-def _copy(gpu: GPU, shown: SeenGPU, now: float) -> None:
+def _copy(gpu: GPU, seen_gpu: SeenGPU, now: float) -> None:
     """Keep constant properties that a probe leaves out; reset changing ones, which are then unknown."""
-    gpu.index = shown.index
-    gpu.model = shown.model or gpu.model
-    gpu.memory_mb = shown.memory_mb if shown.memory_mb is not None else gpu.memory_mb
-    gpu.memory_used_mb = shown.memory_used_mb
-    gpu.utilisation = shown.utilisation
-    gpu.temperature = shown.temperature
+    gpu.index = seen_gpu.index
+    gpu.model = seen_gpu.model or gpu.model
+    gpu.memory_mb = seen_gpu.memory_mb if seen_gpu.memory_mb is not None else gpu.memory_mb
+    gpu.memory_used_mb = seen_gpu.memory_used_mb
+    gpu.utilisation = seen_gpu.utilisation
+    gpu.temperature = seen_gpu.temperature
     gpu.observed_at = now
 
 
 def _judge(
-    shown: SeenGPU, apps: list[SeenApp], own: Collection[str], idle_memory_mb: int
+    seen_gpu: SeenGPU, apps: list[SeenApp], own: Collection[str], idle_memory_mb: int
 ) -> tuple[Observed, str | None]:
     """Judge from what was seen whether a GPU may be given away. `own`: names of our attempts that may be at work on it."""
-    if shown.mig:
-        return Observed.MIG, f"{len(shown.mig_devices)} MIG devices"
-    if shown.problems:
-        return Observed.DEGRADED, "; ".join(shown.problems)[:LONGEST_PROBLEM]
+    if seen_gpu.mig:
+        return Observed.MIG, f"{len(seen_gpu.mig_devices)} MIG devices"
+    if seen_gpu.problems:
+        return Observed.DEGRADED, "; ".join(seen_gpu.problems)[:LONGEST_PROBLEM]
     foreign = [app for app in apps if app.attempt not in own]
     if foreign:
         # Without amounts of memory, which change at every look.
         users = sorted({a.attempt or (f"pid {a.pid}" if a.pid else "somebody") for a in foreign})
         more = " and others" if len(users) > 5 else ""
         return Observed.FOREIGN_BUSY, f"in use by {', '.join(users[:5])}{more}"
-    used = shown.memory_used_mb
+    used = seen_gpu.memory_used_mb
     if not apps and not own and used is not None and used > idle_memory_mb:
         return Observed.FOREIGN_BUSY, "memory is in use by no process that can be seen"
     return Observed.OK, None

@@ -43,8 +43,8 @@ def door_of(machine: Machine, host: Host) -> Door | None:
     kind = _kind(machine)
     if kind is None or machine.engine is None:
         return None
-    said = machine.engine.said
-    return kind.door(WayToEngine(host, machine.workdir, machine.python, said.address))
+    settings = machine.engine.said
+    return kind.door(WayToEngine(host, machine.workdir, machine.python, settings.address))
 
 
 def _kind(machine: Machine) -> EngineKind | None:

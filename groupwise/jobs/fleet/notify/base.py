@@ -77,9 +77,9 @@ def _names(document: Any, depth: int) -> Iterator[str]:
     if isinstance(document, str):
         yield document
     elif isinstance(document, dict) and depth:
-        named = cast("dict[str, Any]", document)
+        fields = cast("dict[str, Any]", document)
         for key in ("job_id", "job_ids"):
-            yield from _names(named.get(key), depth - 1)
+            yield from _names(fields.get(key), depth - 1)
     elif isinstance(document, list) and depth:
         for entry in cast("list[Any]", document):
             yield from _names(entry, depth - 1)
@@ -89,16 +89,16 @@ def messages(job_ids: Iterable[str], largest: int) -> Iterator[bytes]:
     """The ids as messages of at most `largest` bytes, as `ids_in` reads them; anything that is no id is left out, because no listener
     would accept it.
     """
-    held: list[str] = []
+    waiting: list[str] = []
     size = 2
     for name in filter(JOB_ID.fullmatch, job_ids):  # so that each letter is one byte
-        if held and size + len(name) + 3 > largest:
-            yield _message(held)
-            held, size = [], 2
-        held.append(name)
+        if waiting and size + len(name) + 3 > largest:
+            yield _message(waiting)
+            waiting, size = [], 2
+        waiting.append(name)
         size += len(name) + 3
-    if held:
-        yield _message(held)
+    if waiting:
+        yield _message(waiting)
 
 
 def _message(job_ids: Sequence[str]) -> bytes:

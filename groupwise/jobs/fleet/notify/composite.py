@@ -61,15 +61,15 @@ class SeveralDoorbells:
         await asyncio.gather(*(d.close() for d in self.doorbells), return_exceptions=True)
 
     async def _listen(self, doorbell: Doorbell) -> None:
-        said = False
+        reported = False
         while True:
             try:
                 self._heard.put(await doorbell.wait(LISTENING))
-                said = False
+                reported = False
             except Exception as error:  # noqa: BLE001 — the others ring on, and the sweep finds what this one would have told
-                if not said:
+                if not reported:
                     logger.warning("%s cannot be heard: %s", type(doorbell).__name__, error)
-                said = True
+                reported = True
                 await asyncio.sleep(self._after_an_error)
 
 

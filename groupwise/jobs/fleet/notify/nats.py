@@ -193,7 +193,7 @@ class NatsLink:
                 await client.rtt()
                 await client.rtt()
         except Exception as error:
-            raise NatsAway(f"NATS at {self._access.shown}: {_said(error)}") from error
+            raise NatsAway(f"NATS at {self._access.shown}: {_describe(error)}") from error
         for subject, _ in texts:
             self._refused.pop(subject, None)
         if self._refusals:
@@ -222,7 +222,7 @@ class NatsLink:
                 self._was_there = True
                 await self._stay(client)
             except Exception as error:  # noqa: BLE001 — whatever a foreign server and its library raise: the fleet goes on without them
-                reason = _said(self._last_error or error)
+                reason = _describe(self._last_error or error)
             finally:
                 self._client = None
                 self._there.clear()
@@ -252,7 +252,7 @@ class NatsLink:
                 reconnect_time_wait=0,
                 connect_timeout=CONNECTING,
                 closed_cb=self._closed,
-                error_cb=self._failed,
+                error_cb=self._on_error,
                 **credentials(self._access),
             )
             await client.rtt()
@@ -280,10 +280,10 @@ class NatsLink:
     async def _closed(self) -> None:
         self._stirred.set()
 
-    async def _failed(self, error: Exception) -> None:
+    async def _on_error(self, error: Exception) -> None:
         """Receives errors outside our calls: while connecting, the reason of the failure; later, missing permissions."""
         self._last_error = error
-        said = _said(error)
+        said = _describe(error)
         if not self.is_there or "permissions" not in said.lower():
             return
         if "publish" in said.lower():  # and not a subscription
@@ -352,7 +352,7 @@ class NatsDoorbell:
         await self._link.publish(texts, SENDING)
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 

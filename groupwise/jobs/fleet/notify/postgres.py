@@ -56,7 +56,7 @@ class PostgresDoorbell:
     def open(self) -> None:
         """See `Doorbell`."""
         if self._sender is None:
-            self._sender = asyncio.create_task(self._kept(self._send))
+            self._sender = asyncio.create_task(self._keep_connected(self._send))
 
     def ring(self, job_ids: Iterable[str]) -> None:
         """See `Doorbell`."""
@@ -68,7 +68,7 @@ class PostgresDoorbell:
         """See `Doorbell`."""
         self.open()
         if self._listener is None:
-            self._listener = asyncio.create_task(self._kept(self._listen))
+            self._listener = asyncio.create_task(self._keep_connected(self._listen))
         return await self._heard.wait(timeout)
 
     async def close(self) -> None:
@@ -76,16 +76,16 @@ class PostgresDoorbell:
         await cancel_and_wait(self._sender, self._listener)
         if rung := self._unsent.take():
             with suppress(psycopg.Error, OSError, TimeoutError):
-                async with asyncio.timeout(SENDING), await self._connected() as connection:
+                async with asyncio.timeout(SENDING), await self._connect() as connection:
                     await self._notify(connection, rung)
 
-    async def _kept(self, work: Callable[[Connection], Awaitable[None]]) -> None:
+    async def _keep_connected(self, work: Callable[[Connection], Awaitable[None]]) -> None:
         """Do the work on a connection, and on a new one whenever that breaks."""
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             try:
                 async with asyncio.timeout(CHECKED):
-                    connection = await self._connected()
+                    connection = await self._connect()
                 backoff.reset()
                 async with connection:
                     await work(connection)
@@ -99,7 +99,7 @@ class PostgresDoorbell:
                 self._silent = True
             await asyncio.sleep(backoff.next())
 
-    async def _connected(self) -> Connection:
+    async def _connect(self) -> Connection:
         return await psycopg.AsyncConnection.connect(autocommit=True, **self._arguments)
 
     async def _listen(self, connection: Connection) -> None:
@@ -127,7 +127,7 @@ class PostgresDoorbell:
                 if connection.closed:
                     self._unsent.put(rung)
                     raise
-                self._refused(error)
+                self._on_refusal(error)
             except BaseException:  # cancelled, too: nothing that was rung is dropped on the way
                 self._unsent.put(rung)
                 raise
@@ -137,7 +137,7 @@ class PostgresDoorbell:
         for text in islice(messages(sorted(rung), SENT), 1):
             await connection.execute("SELECT pg_notify(%s, %s)", (self._channel, text.decode()))
 
-    def _refused(self, error: psycopg.Error) -> None:
+    def _on_refusal(self, error: psycopg.Error) -> None:
         """The connection is well, and would refuse the same again; meanwhile no other could be sent."""
         if not self._refusal_is_told:
             logger.warning("PostgreSQL refuses notifications (%s): sweeps find their jobs", error)

@@ -132,7 +132,7 @@ def _submit(
         raise UsageError(_bad_id(job_id))
     if (there := _same(session, project, job_id, idempotency_key, digest)) is not None:
         return there
-    job = Job(**_written(request, digest, actor, project, job_id or _new_id(), idempotency_key))
+    job = Job(**_new_row(request, digest, actor, project, job_id or _new_id(), idempotency_key))
     try:
         with session.begin_nested():
             session.add(job)
@@ -190,13 +190,13 @@ def _submit_portion(
     for request, key in portion:
         try:
             _check(request, project)
-            same = _repeated(None if key is None else there.get(key), None, digest)
+            same = _same_request(None if key is None else there.get(key), None, digest)
         except (UsageError, Refusal) as error:
             refused = error  # an earlier one may be invalid too, and is reported first
             break
         ids.append(_new_id() if same is None else same.job_id)
         if same is None:
-            rows.append(_written(request, digest, actor, project, ids[-1], key))
+            rows.append(_new_row(request, digest, actor, project, ids[-1], key))
     if rows:
         try:
             with session.begin_nested():
@@ -229,7 +229,7 @@ def _digest(project: str, requests: Sequence[JobRequest]) -> str:
     return hashlib.sha256(submitted.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _written(
+def _new_row(
     request: JobRequest, digest: str, actor: str, project: str, job_id: str, key: str | None
 ) -> dict[str, Any]:
     """The row of a job before admission."""
@@ -256,7 +256,7 @@ def _same(
 ) -> Job | None:
     """The existing job of the same request, if any. Raises if the key or id belongs to another request."""
     if key is not None:
-        there = _repeated(_by_key(session, project, [key]).get(key), job_id, digest)
+        there = _same_request(_by_key(session, project, [key]).get(key), job_id, digest)
         if there is not None:
             return there
     there = None if job_id is None else session.get(Job, job_id)
@@ -275,7 +275,7 @@ def _by_key(session: Session, project: str, keys: Sequence[str]) -> dict[str, Jo
     return {job.idempotency_key or "": job for job in session.scalars(query)}
 
 
-def _repeated(there: Job | None, job_id: str | None, digest: str) -> Job | None:
+def _same_request(there: Job | None, job_id: str | None, digest: str) -> Job | None:
     """The job of a key, if this is the same request again. Raises `idempotency_key_reused` otherwise."""
     if there is None:
         return None
@@ -456,8 +456,8 @@ class _Fleet:
         for row in rows:
             words: Any = (row.request or {}).get("after")
             if isinstance(words, list):
-                named = cast("list[Any]", words)
-                after |= {dependency(word)[0] for word in named if isinstance(word, str)}
+                kinds_named = cast("list[Any]", words)
+                after |= {dependency(word)[0] for word in kinds_named if isinstance(word, str)}
         query = select(Job.job_id, Job.project).where(Job.job_id.in_(after))
         self.projects_of_jobs = dict(session.execute(query).all()) if after else {}
 
@@ -529,8 +529,8 @@ def _admitted(row: _Row, spec: JobSpec, beyond: Beyond, fleet: _Fleet) -> _Admit
         resources = resources.model_copy(update={"prepared": True})
     # `hold` holds a job once: a retried one, which was released before, is not held again.
     to_be_held = beyond.hold and row.values["generation"] == 0
-    held = to_be_held or row.values["status"] == JobStatus.HELD
-    return _Admitted(row, spec, resources, held, beyond.after)
+    is_held = to_be_held or row.values["status"] == JobStatus.HELD
+    return _Admitted(row, spec, resources, is_held, beyond.after)
 
 
 def _gpus_by_default(session: Session) -> int | None:
@@ -589,28 +589,28 @@ def _row(raw: Mapping[str, Any], dialect: Dialect) -> _Row:
         try:
             values[name] = _value(column.type, raw[name], dialect)
         except (ValueError, TypeError):
-            wanted = _TYPE_NAMES[_type_of(column.type)]
-            unreadable[name] = f"{str(raw[name])[:60]!r} cannot be read as {wanted}"
+            expected = _TYPE_NAMES[_type_of(column.type)]
+            unreadable[name] = f"{str(raw[name])[:60]!r} cannot be read as {expected}"
             values[name] = None
     return _Row(values, unreadable)
 
 
 def _value(kind: Any, value: Any, dialect: Dialect) -> Any:
     """The value of a column as a mapped row has it; ValueError or TypeError if it has another type."""
-    wanted = _type_of(kind)
-    if wanted is datetime and value is not None and not _TIME.fullmatch(str(value)):
+    expected = _type_of(kind)
+    if expected is datetime and value is not None and not _TIME.fullmatch(str(value)):
         raise ValueError(value)
-    if wanted is bool and value not in (0, 1, None):
+    if expected is bool and value not in (0, 1, None):
         raise TypeError(value)
     if value is None:
         return None
-    if wanted is object:
+    if expected is object:
         return value if isinstance(value, int | float) else strict_json(value)
     read = kind.dialect_impl(dialect).result_processor(dialect, None)
     value = value if read is None else read(value)
-    if wanted is float and type(value) is int:
+    if expected is float and type(value) is int:
         return float(value)
-    if type(value) is not wanted:
+    if type(value) is not expected:
         raise TypeError(value)
     return value
 

@@ -69,8 +69,8 @@ class Quota:
 
     def has_room_for(self, resources: Resources) -> bool:
         """True if the project may have that many GPUs more, none of which it shares already."""
-        wanted = _gpus_of(resources)
-        return not wanted or self.used + wanted <= self.most
+        gpus = _gpus_of(resources)
+        return not gpus or self.used + gpus <= self.most
 
 
 @dataclass(slots=True)
@@ -122,10 +122,10 @@ class View:
         """Book the placement, so that the next job sees what is left."""
         apply(placement, resources, self.machines)
         if quota := self.quotas.get(project):
-            taken = {gpu.gpu_id for seat in placement.seats for gpu in seat.gpus}
-            asked = sum(resources.gpu_count for seat in placement.seats if not seat.gpus)
+            gpu_ids = {gpu.gpu_id for seat in placement.seats for gpu in seat.gpus}
+            unnamed_gpus = sum(resources.gpu_count for seat in placement.seats if not seat.gpus)
             self.quotas[project] = replace(
-                quota, held=quota.held | taken, of_engines=quota.of_engines + asked
+                quota, held=quota.held | gpu_ids, of_engines=quota.of_engines + unnamed_gpus
             )
 
     def is_full(self, after: RankKey | None = None) -> bool:
@@ -140,14 +140,14 @@ class View:
 
     def over_quota(self, resources: Resources, project: str) -> Blocked | None:
         """Why the project's quota forbids the job on any machine, if so; a share may be on a GPU that the project shares already."""
-        quota, wanted = self.quotas.get(project), _gpus_of(resources)
+        quota, gpus = self.quotas.get(project), _gpus_of(resources)
         if quota is None or quota.has_room_for(resources):
             return None
         if resources.share_mb is not None and self._shared_by(project):
             return None
         return Blocked(
-            (f"{self._quota_use(project)}, {wanted} wanted",),
-            never=wanted > quota.most,
+            (f"{self._quota_use(project)}, {gpus} wanted",),
+            never=gpus > quota.most,
         )
 
     def _quota_use(self, project: str) -> str:
@@ -182,8 +182,8 @@ class View:
         if not self._may_take_no_more(resources, project):
             return among
         own = self._shared_by(project)
-        kept = ((each, tuple(g for g in each.gpus if g.gpu_id in own)) for each in among)
-        return [replace(each, gpus=gpus) for each, gpus in kept if gpus]
+        with_own_gpus = ((each, tuple(g for g in each.gpus if g.gpu_id in own)) for each in among)
+        return [replace(each, gpus=gpus) for each, gpus in with_own_gpus if gpus]
 
     def held_before(self, key: RankKey) -> Held:
         """Capacity withheld for jobs before this one in the queue."""
@@ -202,9 +202,9 @@ class View:
         if all(other != key for other, _ in self.held):
             before = self.held_before(key)
             open_to_it = self._open_to(resources, project, self.machines.values())
-            kept = withhold(resources, open_to_it, job_id=key[1], held=before)
-            if kept.gpus or kept.slots:
-                self.held.append((key, kept))
+            withheld = withhold(resources, open_to_it, job_id=key[1], held=before)
+            if withheld.gpus or withheld.slots:
+                self.held.append((key, withheld))
                 self.held.sort(key=lambda entry: entry[0])
 
 
@@ -217,27 +217,29 @@ def view(session: Session, projects: Collection[str]) -> View:
     now = seconds(session)
     patient = _patient(session, now)
     counted = {*projects, *(project for _, _, project in patient)}
-    taken = _taken(session, None)
+    in_use = _sum_reservations(session, None)
     limits = {
-        name: Quota(most, frozenset(taken.of_project.get(name, ())), taken.of_engines.get(name, 0))
+        name: Quota(
+            most, frozenset(in_use.of_project.get(name, ())), in_use.of_engines.get(name, 0)
+        )
         for name, most in _limits(session, counted).items()
     }
-    return View(now, _machines(session, now, None, taken), deque(patient), quotas=limits)
+    return View(now, _machines(session, now, None, in_use), deque(patient), quotas=limits)
 
 
 def machines(
     session: Session, now: float, vm_ids: Collection[str] | None = None
 ) -> dict[str, Machine]:
     """Read the machines of the fleet, or only `vm_ids`, as placement sees them."""
-    return _machines(session, now, vm_ids, _taken(session, vm_ids))
+    return _machines(session, now, vm_ids, _sum_reservations(session, vm_ids))
 
 
 def _machines(
-    session: Session, now: float, vm_ids: Collection[str] | None, taken: _Taken
+    session: Session, now: float, vm_ids: Collection[str] | None, in_use: _Taken
 ) -> dict[str, Machine]:
     of_these = VM.active if vm_ids is None else VM.active & VM.vm_id.in_(vm_ids)
     rows = session.execute(select(*_VM_COLUMNS).where(of_these)).all()
-    gpus = _gpus(session, vm_ids, taken)
+    gpus = _gpus(session, vm_ids, in_use)
     found: dict[str, Machine] = {}
     for row in rows:
         facts: Mapping[str, Any] = row.facts or {}
@@ -257,15 +259,15 @@ def _machines(
             projects=kept_for(row.projects),
             slots=slots,
             taken_slots=strays.slots.intersection(range(slots)).union(
-                taken.slots.get(row.vm_id, ())
+                in_use.slots.get(row.vm_id, ())
             ),
             labels={name: str(value) for name, value in labels.items()},
             prepared=row.python != UNPREPARED,
             cpus=_whole(facts.get("cpus")),
             ram_mb=_whole(facts.get("ram_mb")),
             disk_free_mb=_whole(facts.get("disk_free_mb")),
-            promised_cpus=taken.cpus.get(row.vm_id, 0),
-            promised_ram_mb=taken.ram_mb.get(row.vm_id, 0),
+            promised_cpus=in_use.cpus.get(row.vm_id, 0),
+            promised_ram_mb=in_use.ram_mb.get(row.vm_id, 0),
             engine=engine,
         )
     return found
@@ -302,8 +304,8 @@ def kept_for(column: Any) -> frozenset[str] | None:
     """The only projects whose jobs a machine takes; None: any. People write this column by hand: anything but a list names none."""
     if column is None:
         return None
-    named = cast("list[Any]", column) if isinstance(column, list) else []
-    return frozenset(map(str, named))
+    projects = cast("list[Any]", column) if isinstance(column, list) else []
+    return frozenset(map(str, projects))
 
 
 def _trouble(row: Any, now: float) -> str | None:
@@ -360,7 +362,7 @@ GPUS_OF_ENGINE = case(
 """The GPUs requested from an engine, for the reservation of a slot. A job in a CPU slot of a machine has requested none."""
 
 
-def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
+def _sum_reservations(session: Session, vm_ids: Collection[str] | None) -> _Taken:
     """Sum up the open reservations of the fleet, or of these machines."""
     # Outer joins keep PostgreSQL from starting with the jobs table, which has many more rows than reservations.
     query = (
@@ -404,7 +406,7 @@ def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
 
 
 def _gpus(
-    session: Session, vm_ids: Collection[str] | None, taken: _Taken
+    session: Session, vm_ids: Collection[str] | None, in_use: _Taken
 ) -> dict[str, list[MachineGPU]]:
     """The GPUs of each machine, by index."""
     query = select(
@@ -431,8 +433,8 @@ def _gpus(
                 model,
                 memory_mb,
                 trouble=_gpu_trouble(observed, detail, quarantined),
-                whole=gpu_id in taken.whole,
-                shares_mb=taken.shares.get(gpu_id, 0),
+                whole=gpu_id in in_use.whole,
+                shares_mb=in_use.shares.get(gpu_id, 0),
             )
         )
     return found
@@ -489,10 +491,10 @@ def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
     )
     held: dict[str, set[int]] = {}
     of_engines: dict[str, int] = {}
-    for project, gpu_id, asked in session.execute(used):
+    for project, gpu_id, count in session.execute(used):
         if gpu_id is not None:
             held.setdefault(project, set()).add(gpu_id)
-        of_engines[project] = of_engines.get(project, 0) + asked
+        of_engines[project] = of_engines.get(project, 0) + count
     return {
         name: Quota(most, frozenset(held.get(name, ())), of_engines.get(name, 0))
         for name, most in limits.items()

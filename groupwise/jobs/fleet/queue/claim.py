@@ -348,20 +348,20 @@ def _plan_all(
 
     So jobs at the head of the queue that cannot begin do not hide those behind them.
     """
-    wanted = limit
+    remaining = limit
     for _ in range(MOST_LOOKS):
         plan.before.update(_earlier_attempts(session, jobs))
         unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in jobs})
         plan.dependent.extend(job for job in jobs if job.job_id in unmet)
         may_begin = [job for job in jobs if job.job_id not in unmet]
         _plan(found, plan, [job for job in may_begin if job.project not in plan.busy])
-        if len(jobs) < wanted:
+        if len(jobs) < remaining:
             return True
-        wanted = limit - len(plan.placed)
+        remaining = limit - len(plan.placed)
         plan.full = found.is_full(jobs[-1].key)
-        if not wanted or plan.full:
+        if not remaining or plan.full:
             return False
-        jobs = _candidates(session, found.now, wanted, plan.blocked, jobs[-1].key)
+        jobs = _candidates(session, found.now, remaining, plan.blocked, jobs[-1].key)
         _look_at_quotas(session, found, plan, {job.project for job in jobs})
     return False
 
@@ -434,16 +434,16 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
         if isinstance(placement, Blocked):
             continue  # another dispatcher was quicker; the next round reads the whole fleet again
         assert len(placement.seats) == len(planned.seats)
-        placement = _led(placement, addresses)
+        placement = _choose_leader(placement, addresses)
         fresh.take(placement, job.resources, job.project)
         bookings.append(_Booking(job, placement, earlier, resume.get(job.job_id)))
-    claimed = _made(session, bookings, lease, now)
+    claimed = _make_or_split(session, bookings, lease, now)
     actor = f"dispatcher:{lease.owner}"
     events.append_many(session, [event for each in claimed for event in _events(each, actor)])
     return claimed
 
 
-def _led(placement: Placement, addresses: Mapping[str, str]) -> Placement:
+def _choose_leader(placement: Placement, addresses: Mapping[str, str]) -> Placement:
     """Rank 0 is the meeting point of all others, so a machine with a loopback address comes last."""
     seats = sorted(placement.seats, key=lambda seat: is_loopback(addresses[seat.vm_id]))
     return replace(placement, seats=tuple(seats))
@@ -459,7 +459,7 @@ class _Booking:
     resume: dict[str, Any] | None
 
 
-def _made(
+def _make_or_split(
     session: Session, bookings: Sequence[_Booking], lease: Lease, now: float
 ) -> list[Claimed]:
     """Create all attempts at once; if the database refuses that, one by one, leaving out those that it refuses."""
@@ -472,7 +472,7 @@ def _made(
         # another process, without holding the lock, has reserved a GPU or made an attempt
         if len(bookings) == 1:
             return []
-    return [made for each in bookings for made in _made(session, [each], lease, now)]
+    return [made for each in bookings for made in _make_or_split(session, [each], lease, now)]
 
 
 def _make_attempts(

@@ -42,7 +42,7 @@ class Elastic:
 
     def engine(self, resources: Resources, limits: Limits) -> Engine:
         """The request to the engine for a job. Raises UsageError if its options are invalid."""
-        wanted = EngineRequest(
+        request = EngineRequest(
             resources.gpu_count,
             self.said.gpu_model,
             resources.cpus,
@@ -50,7 +50,7 @@ class Elastic:
             self.said.options,
             limits,
         )
-        return Engine(self.said.name, ENGINES[self.said.name].options(wanted))
+        return Engine(self.said.name, ENGINES[self.said.name].options(request))
 
 
 def elastic_of(document: object) -> Elastic | None:
@@ -58,32 +58,32 @@ def elastic_of(document: object) -> Elastic | None:
     if document is None:
         return None
     try:
-        said = EngineBody.model_validate(document)
+        body = EngineBody.model_validate(document)
     except ValidationError as error:
         wrong = "; ".join(map(str, field_errors(error, EngineBody)))
         return Elastic(EngineBody(name="unreadable"), f"its engine: {wrong}")
-    found = _unusable(said)
-    return Elastic(said, found and f"its engine: {found}")
+    found = _unusable(body)
+    return Elastic(body, found and f"its engine: {found}")
 
 
 def problems(document: Mapping[str, Any]) -> list[str]:
     """Everything that is wrong with a description of an engine."""
     try:
-        said = EngineBody.model_validate(dict(document))
+        body = EngineBody.model_validate(dict(document))
     except ValidationError as error:
         return [f"engine.{each}" for each in field_errors(error, EngineBody)]
-    found = _unusable(said)
+    found = _unusable(body)
     return [] if found is None else [f"engine: {found}"]
 
 
-def _unusable(said: EngineBody) -> str | None:
-    kind = ENGINES.get(said.name)
+def _unusable(body: EngineBody) -> str | None:
+    kind = ENGINES.get(body.name)
     if kind is None:
-        return f"there is none called {said.name!r}: {', '.join(ENGINES)}"
+        return f"there is none called {body.name!r}: {', '.join(ENGINES)}"
     try:
-        kind.options(EngineRequest(options=said.options))
-        if said.address is not None:
-            kind.check_address(said.address)
+        kind.options(EngineRequest(options=body.options))
+        if body.address is not None:
+            kind.check_address(body.address)
     except UsageError as error:
         return str(error)
     return None
@@ -91,20 +91,20 @@ def _unusable(said: EngineBody) -> str | None:
 
 def unfit(resources: Resources, elastic: Elastic) -> str | None:
     """Why the engine cannot run the job, however many places are free, if so."""
-    said, title = elastic.said, elastic.title
+    body, title = elastic.said, elastic.title
     if resources.machines > 1:
         return f"a job on several machines is not given to {title}, which begins each when it likes"
     if resources.named:
         return f"{title} chooses the GPUs there, so that none can be named"
     if resources.share_mb is not None:
         return f"{title} gives whole GPUs there, and no shares"
-    if resources.gpu_count > said.gpus:
-        most = f"at most {said.gpus}" if said.gpus else "none"
+    if resources.gpu_count > body.gpus:
+        most = f"at most {body.gpus}" if body.gpus else "none"
         return f"GPUs that a job may have there: {most}, {resources.gpu_count} wanted"
     model, memory = resources.gpu_model, resources.gpu_memory_mb
-    if model and model.casefold() not in (said.gpu_model or "").casefold():
-        return f"its GPUs are {said.gpu_model or 'of unknown model'}, not {model}"
-    if memory and (said.gpu_memory_mb or 0) < memory:
-        has = f"{said.gpu_memory_mb} MB" if said.gpu_memory_mb else "unknown memory"
+    if model and model.casefold() not in (body.gpu_model or "").casefold():
+        return f"its GPUs are {body.gpu_model or 'of unknown model'}, not {model}"
+    if memory and (body.gpu_memory_mb or 0) < memory:
+        has = f"{body.gpu_memory_mb} MB" if body.gpu_memory_mb else "unknown memory"
         return f"its GPUs have {has}, {memory} MB wanted"
     return None

@@ -61,15 +61,15 @@ class Command:
 
 def known() -> list[str]:
     """The names of all kinds."""
-    return sorted({COMMAND, *_announced()})
+    return sorted({COMMAND, *_entry_points()})
 
 
 def expand(row: Row) -> JobSpec:
     """The whole spec of a job, checked. Raises UsageError with everything that is wrong, a line for each problem."""
     beyond = beyond_from_document(row["request"])
-    made = _made(row)
+    made = _expand_row(row)
     limits, resources = beyond.limits, beyond.resources
-    said = {name: value for name, value in limits.model_dump().items() if value is not None}
+    limits_set = {name: value for name, value in limits.model_dump().items() if value is not None}
     whole = replace(
         made,
         environment={**made.environment, **beyond.environment},
@@ -81,7 +81,7 @@ def expand(row: Row) -> JobSpec:
             made.limits,
             ram_mb=resources.ram_mb or made.limits.ram_mb,
             disk_mb=resources.disk_mb or made.limits.disk_mb,
-            **said,
+            **limits_set,
         ),
     )
     found = [*_clashes(made, beyond), *spec.problems(whole)]
@@ -105,7 +105,7 @@ def smaller(row: Row, times: int) -> JobSpec | None:
     return None if small is row else expand(small)
 
 
-def _made(row: Row) -> JobSpec:
+def _expand_row(row: Row) -> JobSpec:
     name = row["job_type"]
     kind = _kind(name)
     if name != COMMAND and row["request"].get("arguments"):
@@ -123,7 +123,7 @@ def _made(row: Row) -> JobSpec:
 def _kind(name: str) -> Kind:
     if name == COMMAND:
         return Command()
-    place = _announced().get(name)
+    place = _entry_points().get(name)
     if place is None:
         close = plugins.nearest(name, known())
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
@@ -143,7 +143,7 @@ def _load(place: str) -> Kind:
 
 
 @cache
-def _announced() -> dict[str, str]:
+def _entry_points() -> dict[str, str]:
     """Entry points by kind. Cached: scanning all installed packages takes longer than everything else in admitting a job."""
     return {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINTS)}
 

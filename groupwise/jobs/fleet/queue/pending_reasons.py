@@ -40,13 +40,13 @@ def unmet(session: Session, after: Mapping[str, Sequence[str]]) -> dict[str, Unm
     statuses = dict(session.execute(query).all())
     found: dict[str, Unmet] = {}
     for job_id, words in after.items():
-        reasons = [why for word in words if (why := _unmet(word, statuses))]
+        reasons = [why for word in words if (why := _unmet_dependency(word, statuses))]
         if reasons:
             found[job_id] = next((why for why in reasons if why.hopeless), reasons[0])
     return found
 
 
-def _unmet(word: str, statuses: Mapping[str, str]) -> Unmet | None:
+def _unmet_dependency(word: str, statuses: Mapping[str, str]) -> Unmet | None:
     """Say why one dependency is unmet; None if it is met."""
     job_id, must_complete = dependency(word)
     status = statuses.get(job_id)
@@ -84,7 +84,9 @@ def explain(session: Session, job: Job) -> list[str]:
                 words.is_not(None),
             )
         )
-        return [f"it was placed on {job.assigned_vm}: {said}" for said in session.scalars(query)]
+        return [
+            f"it was placed on {job.assigned_vm}: {reason}" for reason in session.scalars(query)
+        ]
     if job.status not in (JobStatus.QUEUED, JobStatus.PENDING):
         return []
     if job.admitted_at is None:

@@ -153,7 +153,7 @@ def place(
         return found
     answers = [(m.vm_id, _seat(resources, m, held_for_others, avoid)) for m in ordered]
     refusals = [(vm_id, answer) for vm_id, answer in answers if isinstance(answer, str)]
-    return _blocked(resources, ordered, len(answers) - len(refusals), refusals)
+    return _blocked_reasons(resources, ordered, len(answers) - len(refusals), refusals)
 
 
 def room(
@@ -221,7 +221,7 @@ def withhold(
 
     Machines are chosen where least is missing. As no job behind it gets what was chosen, the sum of what is missing never rises.
     """
-    wanted: list[tuple[tuple[int, int, str], Seat]] = []
+    candidates: list[tuple[tuple[int, int, str], Seat]] = []
     for machine in machines:
         seat = _nearest(resources, machine, held)
         if seat is not None:
@@ -229,14 +229,14 @@ def withhold(
             missing += seat.slot in machine.taken_slots
             missing += _short(resources, machine) is not None
             shared_mb = sum(gpu.shares_mb for gpu in seat.gpus)
-            wanted.append(((missing, shared_mb, machine.vm_id), seat))
-    if len(wanted) < resources.machines:
+            candidates.append(((missing, shared_mb, machine.vm_id), seat))
+    if len(candidates) < resources.machines:
         return NOTHING_HELD
-    chosen = [seat for _, seat in sorted(wanted, key=lambda rated: rated[0])]
-    kept = chosen[: resources.machines]
+    chosen = [seat for _, seat in sorted(candidates, key=lambda rated: rated[0])]
+    withheld = chosen[: resources.machines]
     return Held(
-        {gpu.gpu_id: job_id for seat in kept for gpu in seat.gpus},
-        {(seat.vm_id, seat.slot): job_id for seat in kept if seat.slot is not None},
+        {gpu.gpu_id: job_id for seat in withheld for gpu in seat.gpus},
+        {(seat.vm_id, seat.slot): job_id for seat in withheld if seat.slot is not None},
     )
 
 
@@ -290,10 +290,10 @@ def _unfit(resources: Resources, machine: Machine) -> str | None:
     )
 
 
-def _less(what: str, wanted: int | None, has: int | None) -> str | None:
-    if wanted is None or (has is not None and has >= wanted):
+def _less(what: str, least: int | None, has: int | None) -> str | None:
+    if least is None or (has is not None and has >= least):
         return None
-    return f"{'unknown' if has is None else has} {what}, {wanted} wanted"
+    return f"{'unknown' if has is None else has} {what}, {least} wanted"
 
 
 def _short(resources: Resources, machine: Machine) -> str | None:
@@ -321,13 +321,13 @@ def _slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
     kind = "CPU slot" if machine.engine is None else f"place for jobs of {machine.engine.title}"
     kinds = "CPU slots" if machine.engine is None else f"places for jobs of {machine.engine.title}"
     free = [n for n in range(machine.slots) if n not in machine.taken_slots]
-    kept = [n for n in free if (machine.vm_id, n) in held.slots]
-    if len(kept) < len(free):
-        open_to_it = [n for n in free if n not in kept]
+    held_slots = [n for n in free if (machine.vm_id, n) in held.slots]
+    if len(held_slots) < len(free):
+        open_to_it = [n for n in free if n not in held_slots]
         best = min(open_to_it, key=lambda n: ((machine.vm_id, n) in avoid.slots, n))
         return Seat(machine.vm_id, slot=best)
-    if kept:
-        waiting = ", ".join(sorted({held.slots[machine.vm_id, n] for n in kept}))
+    if held_slots:
+        waiting = ", ".join(sorted({held.slots[machine.vm_id, n] for n in held_slots}))
         return f"its free {kinds} are kept for {waiting}, waiting for long"
     return (
         f"its {kind} is taken" if machine.slots == 1 else f"all {machine.slots} {kinds} are taken"
@@ -386,11 +386,11 @@ def _too_few(
     resources: Resources, fitting: Sequence[MachineGPU], free: Sequence[MachineGPU], held: Held
 ) -> str:
     """The reason if fewer GPUs are free than wanted."""
-    kept = sorted({held.gpus[g.gpu_id] for g in fitting if g.gpu_id in held.gpus})
-    withheld = f"; GPUs are kept for {', '.join(kept)}, waiting for long" if kept else ""
+    held_by = sorted({held.gpus[g.gpu_id] for g in fitting if g.gpu_id in held.gpus})
+    withheld = f"; GPUs are kept for {', '.join(held_by)}, waiting for long" if held_by else ""
     if resources.named:
-        taken = [str(g.index) for g in fitting if g not in free]
-        return f"GPU {', '.join(taken)} in use{withheld}"
+        in_use = [str(g.index) for g in fitting if g not in free]
+        return f"GPU {', '.join(in_use)} in use{withheld}"
     if resources.share_mb is not None:
         most = max((0 if g.whole else (g.memory_mb or 0) - g.shares_mb for g in fitting), default=0)
         return f"at most {most} MB of a GPU free to share, {resources.share_mb} wanted{withheld}"
@@ -444,7 +444,7 @@ def _nearest(resources: Resources, machine: Machine, held: Held) -> Seat | None:
 # --- words ----------------------------------------------------------------------------------------
 
 
-def _blocked(
+def _blocked_reasons(
     resources: Resources,
     machines: Sequence[Machine],
     willing: int,

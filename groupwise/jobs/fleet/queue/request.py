@@ -173,12 +173,12 @@ class JobRequest(Beyond):
 
     def columns(self) -> dict[str, Any]:
         """The columns that it says something of."""
-        said = self.model_dump(
+        columns_set = self.model_dump(
             mode="json",
             exclude_none=True,
             include=set(JobRequest.model_fields) - set(Beyond.model_fields),
         )
-        return {"job_type": COMMAND if self.arguments else "GRPO", **said}
+        return {"job_type": COMMAND if self.arguments else "GRPO", **columns_set}
 
     def digest(self) -> str:
         """The same for requests that say the same."""
@@ -219,7 +219,7 @@ def _read(model: type[M], document: Mapping[str, Any]) -> M:
 def problems(request: Beyond) -> list[str]:
     """Everything that is wrong although each value has the right type, in words. What the spec checks is left to the spec."""
     retry, most = request.retry, request.limits.artefact_files
-    said = [
+    retry_fields = [
         *(["retry.charged"] if retry.charged else []),
         *(["retry.per_class"] if any(retry.per_class.values()) else []),
         *(["allow_smaller_batch"] if request.allow_smaller_batch else []),
@@ -239,9 +239,9 @@ def problems(request: Beyond) -> list[str]:
         ),
         *_webhook(request.webhook),
     ]
-    if retry.once and said:
+    if retry.once and retry_fields:
         found.append(
-            f"{said[0]} has no effect on a job that is to run once: leave it or retry.once out"
+            f"{retry_fields[0]} has no effect on a job that is to run once: leave it or retry.once out"
         )
     if most is not None and most > MOST_ARTEFACTS:
         found.append(

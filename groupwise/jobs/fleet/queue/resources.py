@@ -139,7 +139,7 @@ def parse(
     `gpus` is a count, `VM:0,1`, `VM:GPU-uuid` or `GPU-uuid,GPU-uuid`; sizes are `40GB`, `512MB` or a plain number of MB.
     """
     found: list[str] = []
-    count, named, place = _gpus(gpus, found)
+    count, indices, place = _gpus(gpus, found)
     if vm is not None and place not in (None, vm):
         found.append(f"--vm says {vm}, --gpus says {place}: name one machine")
     wanted_labels: dict[str, str] = {}
@@ -152,7 +152,7 @@ def parse(
         wanted_labels[name] = value
     document: dict[str, Any] = {
         "gpus": count,
-        "named": named,
+        "named": indices,
         "vm": vm or place,
         "gpu_model": gpu_model,
         "gpu_memory_mb": _size("--gpu-memory", gpu_memory, found),

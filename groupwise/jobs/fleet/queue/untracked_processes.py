@@ -117,8 +117,8 @@ def let_go(session: Session, job_ids: Collection[str], until: object) -> None:
     """
     elsewhere = {each["job_id"] for _, each in on_machines(session)}
     if (free := set(job_ids) - elsewhere) and isinstance(until, float):
-        held = select(Job.job_id).where(Job.job_id.in_(free), Job.not_before == until)
-        ids = session.scalars(held.with_for_update(skip_locked=True, key_share=True)).all()
+        waiting_jobs = select(Job.job_id).where(Job.job_id.in_(free), Job.not_before == until)
+        ids = session.scalars(waiting_jobs.with_for_update(skip_locked=True, key_share=True)).all()
         session.execute(
             update(Job)
             .where(Job.job_id.in_(ids))

@@ -100,18 +100,18 @@ class Database:
         CommitUnknown where the connection was lost during COMMIT, DatabaseFailure where nothing was committed; what `fn` raises,
         and constraints that it violates, come through as they are, after a rollback.
         """
-        result, hooks = self._repeated(lambda: self._once(fn))
+        result, hooks = self._retry(lambda: self._once(fn))
         for hook in hooks:
             _call(hook)
         return result
 
     def read(self, fn: Callable[[Session], T]) -> T:
         """`fn` sees one moment of the database, and can change nothing. Keep it short: old rows are kept for it meanwhile."""
-        return self._repeated(lambda: self._look(fn))
+        return self._retry(lambda: self._look(fn))
 
     def at_rest(self, work: Callable[[Connection], T]) -> T:
         """Work on the schema, which makes its own transactions: while no thread of this process writes, and said in words if it fails."""
-        return self._repeated(lambda: self._alone(work))
+        return self._retry(lambda: self._alone(work))
 
     async def in_thread(self, fn: Callable[[Session], T]) -> T:
         """`run` in a thread. If the caller is cancelled meanwhile, this returns only once the transaction has ended."""
@@ -129,7 +129,7 @@ class Database:
     # --- one transaction --------------------------------------------------------------------------
 
     def _once(self, fn: Callable[[Session], T]) -> tuple[T, list[Callable[[], None]]]:
-        with self._writer, self._connected() as connection, _session(connection) as session:
+        with self._writer, self._connection() as connection, _session(connection) as session:
             result = fn(session)
             session.flush()
             # PostgreSQL answers the COMMIT of a transaction in which a statement failed with a silent ROLLBACK.
@@ -144,19 +144,19 @@ class Database:
             return result, list(session.info.get(_HOOKS, ()))
 
     def _alone(self, work: Callable[[Connection], T]) -> T:
-        with self._writer, self._connected() as connection:
+        with self._writer, self._connection() as connection:
             return work(connection)
 
     def _look(self, fn: Callable[[Session], T]) -> T:
         with (
-            self._connected() as connection,
+            self._connection() as connection,
             _reading(connection, self.dialect) as reader,
             _session(reader) as session,
         ):
             return fn(session)
 
     @contextmanager
-    def _connected(self) -> Generator[Connection, None, None]:
+    def _connection(self) -> Generator[Connection, None, None]:
         try:
             connection = self.engine.connect()
         except sql.DBAPIError as error:
@@ -172,7 +172,7 @@ class Database:
             self._inside.busy = False
             connection.close()
 
-    def _repeated(self, once: Callable[[], T]) -> T:
+    def _retry(self, once: Callable[[], T]) -> T:
         assert not getattr(self._inside, "busy", False), (
             "a transaction was begun within another one of the same thread: pass the session on instead"
         )
@@ -197,26 +197,26 @@ class Database:
         of_database = type(error) in (sql.OperationalError, sql.DatabaseError)
         if not of_database and not _nothing_lost_by_repeating(error):
             raise error
-        said = str(error.orig).strip().partition("\n")[0].rstrip(".")
+        reason = str(error.orig).strip().partition("\n")[0].rstrip(".")
         raise DatabaseFailure(
-            f"{self.name} does not do its work: {said}. {_remedy(error, self._url)}",
+            f"{self.name} does not do its work: {reason}. {_remedy(error, self._url)}",
             passing=passing,
         ) from error
 
     # --- threads ----------------------------------------------------------------------------------
 
     async def _elsewhere(self, work: Callable[[], T]) -> T:
-        begun: Future[T] = self._threads.submit(work)
-        answer = asyncio.wrap_future(begun)
+        future: Future[T] = self._threads.submit(work)
+        answer = asyncio.wrap_future(future)
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
-            if not begun.cancel():
-                await _settled(answer)
+            if not future.cancel():
+                await _wait_until_done(answer)
             raise
 
 
-async def _settled(answer: asyncio.Future[Any]) -> None:
+async def _wait_until_done(answer: asyncio.Future[Any]) -> None:
     """Wait until it is done, however often the caller is cancelled; the database's time limits bound it."""
     while not answer.done():
         with suppress(asyncio.CancelledError):
@@ -283,8 +283,8 @@ def _sqlite_clock(*_: Any, **__: Any) -> str:
 
 def seconds(session: Session) -> float:
     """Seconds since 1970 by the database's clock."""
-    held: float | None = session.info.get(_MOMENT)
-    return session.execute(_NOW).scalar_one() if held is None else held
+    moment: float | None = session.info.get(_MOMENT)
+    return session.execute(_NOW).scalar_one() if moment is None else moment
 
 
 @contextmanager

@@ -23,12 +23,12 @@ _LAST = {
 }
 
 
-def raise_above(session: Session, told: Iterable[int]) -> bool:
+def raise_above(session: Session, epochs: Iterable[int]) -> bool:
     """Raise the sequence above the epochs that a machine knows; returns whether any of them had not been assigned here.
 
     An unbelievable epoch does not hide the others.
     """
-    numbers = [epoch for epoch in told if epoch > 0]
+    numbers = [epoch for epoch in epochs if epoch > 0]
     if not numbers:
         return False
     kind = session.get_bind().dialect.name

@@ -195,7 +195,7 @@ def after(session: Session, position: int, limit: int) -> list[Event]:
     """
     chosen = select(Event).where(Event.event_id > position).order_by(Event.event_id).limit(limit)
     if session.get_bind().dialect.name == "postgresql":
-        chosen = chosen.where(Event.event_id <= _settled(session))
+        chosen = chosen.where(Event.event_id <= _settled_up_to(session))
     return list(session.scalars(chosen))
 
 
@@ -204,7 +204,11 @@ def newest(session: Session, before: float) -> int:
     `after`.
     """
     last = session.scalar(select(func.max(Event.event_id)).where(Event.at < before)) or 0
-    return min(last, _settled(session)) if session.get_bind().dialect.name == "postgresql" else last
+    return (
+        min(last, _settled_up_to(session))
+        if session.get_bind().dialect.name == "postgresql"
+        else last
+    )
 
 
 def first_end_after(session: Session, reader: str) -> float | None:
@@ -234,7 +238,7 @@ def _announce(session: Session) -> None:
     session.info[_ANNOUNCED] = not session.in_nested_transaction()
 
 
-def _settled(session: Session) -> int:
+def _settled_up_to(session: Session) -> int:
     """The number up to which all transactions are over. Order matters: numbers given, then locks, and after that the events."""
     connection = session.connection()
     assert not connection.get_execution_options().get(READS, False), (

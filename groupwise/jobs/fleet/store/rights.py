@@ -28,13 +28,13 @@ def lacking(
     """Those of these blobs that none of the projects may name; `projects` None: all may be named."""
     if projects is None:
         return frozenset()
-    wanted = sorted(set(hashes))
+    sorted_hashes = sorted(set(hashes))
     theirs = select(BlobRight.sha256).where(BlobRight.project.in_(projects))
     found = set[str]()
-    for start in range(0, len(wanted), AT_ONCE):
-        some = BlobRight.sha256.in_(wanted[start : start + AT_ONCE])
+    for start in range(0, len(sorted_hashes), AT_ONCE):
+        some = BlobRight.sha256.in_(sorted_hashes[start : start + AT_ONCE])
         found.update(session.scalars(theirs.where(some)))
-    return frozenset(wanted) - found
+    return frozenset(sorted_hashes) - found
 
 
 def record(session: Session, rights: Iterable[tuple[str, str]]) -> None:
@@ -67,5 +67,5 @@ def old(session: Session, age: float) -> list[str]:
 
 def forget(session: Session, hashes: Collection[str], age: float) -> None:
     """Rights to these blobs, but for those that were recorded since."""
-    gone = BlobRight.sha256.in_(hashes) & (BlobRight.at < clock() - age)
-    session.execute(delete(BlobRight).where(gone).execution_options(synchronize_session=False))
+    outdated = BlobRight.sha256.in_(hashes) & (BlobRight.at < clock() - age)
+    session.execute(delete(BlobRight).where(outdated).execution_options(synchronize_session=False))

@@ -65,10 +65,12 @@ def bring_up_to_date(connection: Connection, used_by: Callable[[], str | None]) 
         if _is_current(connection):
             return
         if _revision(connection) is None:
-            taken = sorted(set(inspect(connection).get_table_names()) & set(Base.metadata.tables))
-            if taken:
+            existing = sorted(
+                set(inspect(connection).get_table_names()) & set(Base.metadata.tables)
+            )
+            if existing:
                 raise UsageError(
-                    f"The database holds tables of something else: {', '.join(taken)}. Give the fleet a database of its own."
+                    f"The database holds tables of something else: {', '.join(existing)}. Give the fleet a database of its own."
                 )
         elif (who := used_by()) is not None:
             raise UsageError(
@@ -78,7 +80,7 @@ def bring_up_to_date(connection: Connection, used_by: Callable[[], str | None]) 
         _drop_derived(connection)
         command.upgrade(_config(connection), "head")
         dialect = connection.dialect.name
-        for statement in _derived(dialect):
+        for statement in _derived_statements(dialect):
             connection.exec_driver_sql(statement)
         connection.exec_driver_sql(
             f"CREATE VIEW {FINGERPRINT} AS SELECT '{_fingerprint(dialect)}' AS fingerprint"
@@ -172,13 +174,13 @@ def _scripts() -> ScriptDirectory:
 # --- triggers and views ---------------------------------------------------------------------------
 
 
-def _derived(dialect: str) -> Iterator[str]:
+def _derived_statements(dialect: str) -> Iterator[str]:
     yield from triggers.statements(dialect)
     yield from views.statements()
 
 
 def _fingerprint(dialect: str) -> str:
-    made = hashlib.sha256("\n".join(_derived(dialect)).encode()).hexdigest()
+    made = hashlib.sha256("\n".join(_derived_statements(dialect)).encode()).hexdigest()
     return f"{RULES}:{made}"
 
 

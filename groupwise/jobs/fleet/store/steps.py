@@ -32,8 +32,8 @@ def in_steps(
     @wraps(write)
     def whole(session: Session, *args: P.args, **kwargs: P.kwargs) -> None:
         steps = write(session, *args, **kwargs)
-        if (begun := session.info.get(_BEGUN)) is not None:
-            begun.append(steps)
+        if (started := session.info.get(_BEGUN)) is not None:
+            started.append(steps)
         else:
             _drive(session, [steps])
 
@@ -43,20 +43,20 @@ def in_steps(
 @contextmanager
 def side_by_side(session: Session) -> Generator[None]:
     """Writes in steps that are called within it begin at its end, and go on together."""
-    begun: list[Steps] = []
-    session.info[_BEGUN] = begun
+    started: list[Steps] = []
+    session.info[_BEGUN] = started
     try:
         yield
     finally:
         del session.info[_BEGUN]
-    _drive(session, begun)
+    _drive(session, started)
 
 
 def _drive(session: Session, writes: Iterable[Steps]) -> None:
-    for taken in zip_longest(*writes):
+    for steps in zip_longest(*writes):
         session.flush()
         of: dict[Update, list[Mapping[str, Any]]] = {}
-        for statement, values in filter(None, taken):
+        for statement, values in filter(None, steps):
             of.setdefault(statement, []).append(values)
         for statement, values in of.items():
             session.execute(statement, values)

@@ -189,7 +189,7 @@ def _of_jobs() -> Iterator[Rule]:
 
 def _of_attempts() -> Iterator[Rule]:
     ended = states.AttemptState.ENDED
-    kept = ("epoch", "job_id", "generation", "number")
+    columns = ("epoch", "job_id", "generation", "number")
     final = ("outcome", "failure_class", "charged", "ended_at")
     yield Rule(
         "attempt_begins",
@@ -210,8 +210,8 @@ def _of_attempts() -> Iterator[Rule]:
         "attempt_kept",
         "attempts",
         "UPDATE",
-        " OR ".join(f"NEW.{column} <~> OLD.{column}" for column in kept),
-        f"{', '.join(kept)} of an attempt do not change",
+        " OR ".join(f"NEW.{column} <~> OLD.{column}" for column in columns),
+        f"{', '.join(columns)} of an attempt do not change",
     )
     yield Rule(
         "attempt_outcome",
@@ -255,7 +255,7 @@ def _may_hold(attempt: str) -> str:
 
 
 def _of_reservations() -> Iterator[Rule]:
-    kept = ("vm_id", "gpu_id", "slot", "share_mb", "epoch", "rank", "reserved_at")
+    columns = ("vm_id", "gpu_id", "slot", "share_mb", "epoch", "rank", "reserved_at")
     holding = "NEW.gpu_id IS NOT NULL AND NEW.released_at IS NULL"
     # vm_id stands in these for the index of open reservations, which begins with it.
     beside = (
@@ -303,7 +303,7 @@ def _of_reservations() -> Iterator[Rule]:
         "reservation_kept",
         "reservations",
         "UPDATE",
-        f"{_set_once('released_at')} OR {' OR '.join(f'NEW.{column} <~> OLD.{column}' for column in kept)}",
+        f"{_set_once('released_at')} OR {' OR '.join(f'NEW.{column} <~> OLD.{column}' for column in columns)}",
         "a reservation is released once, and nothing else of it changes",
     )
     yield Rule(
@@ -397,8 +397,8 @@ def _of_machines(dialect: str) -> Iterator[Rule]:
         )
         for column, refused in wrong.items():
             kind = MACHINE_DOCUMENTS.get(column)
-            wanted = f"a JSON {kind} is wanted" if kind else "this is no value for it"
-            message = f"{column} of a machine: {wanted}"
+            expected = f"a JSON {kind} is wanted" if kind else "this is no value for it"
+            message = f"{column} of a machine: {expected}"
             yield Rule(f"vm_{column}_{on.lower()}", "vms", on, refused, message)
         yield Rule(
             f"vm_named_{on.lower()}",
@@ -455,13 +455,15 @@ _KINDS: tuple[tuple[type[TypeEngine[Any]], str, str], ...] = (
 def _of_values() -> Iterator[Rule]:
     """Rules for changes to the columns of a job. Admission reads new rows whatever they hold (except their id) and gives its reasons."""
     jobs = Base.metadata.tables[Job.__tablename__]
-    yield _typed("job_id_text", "INSERT", [jobs.columns["job_id"]], "typeof({}) <> 'text'", "text")
+    yield _type_rule(
+        "job_id_text", "INSERT", [jobs.columns["job_id"]], "typeof({}) <> 'text'", "text"
+    )
     for kind, wrong, word in _KINDS:
         columns = [column for column in jobs.columns if isinstance(column.type, kind)]
-        yield _typed(f"job_{kind.__name__.lower()}", "UPDATE", columns, wrong, word)
+        yield _type_rule(f"job_{kind.__name__.lower()}", "UPDATE", columns, wrong, word)
 
 
-def _typed(name: str, on: str, columns: Sequence[Column[Any]], wrong: str, word: str) -> Rule:
+def _type_rule(name: str, on: str, columns: Sequence[Column[Any]], wrong: str, word: str) -> Rule:
     refused = " OR ".join(
         f"(NEW.{column.name} IS NOT NULL AND ({wrong.format(f'NEW.{column.name}')}))"
         for column in columns
@@ -502,8 +504,8 @@ def _keys(table: Table) -> Iterator[tuple[Sequence[str], str]]:
             yield [column.name for column in index.columns], _among(index)
 
 
-def _name(named: Constraint | Index) -> str:
-    return str(named.name)
+def _name(constraint: Constraint | Index) -> str:
+    return str(constraint.name)
 
 
 def _among(index: Index) -> str:
@@ -581,7 +583,7 @@ def _when(rule: Rule) -> str:
     return "AFTER" if rule.on == "INSERT" and not rule.early else "BEFORE"
 
 
-def _quoted(message: str) -> str:
+def _quote(message: str) -> str:
     return "'" + message.replace("'", "''") + "'"
 
 
@@ -590,7 +592,7 @@ def _sqlite(rule: Rule) -> Iterator[str]:
     yield (
         f"CREATE TRIGGER {PREFIX}{rule.name} {_when(rule)} {rule.on} ON {rule.table} "
         f"WHEN {refused.replace('<~>', 'IS NOT')} "
-        f"BEGIN SELECT RAISE(ABORT, {_quoted(rule.message)}); END"
+        f"BEGIN SELECT RAISE(ABORT, {_quote(rule.message)}); END"
     )
 
 
@@ -601,7 +603,7 @@ def _postgresql(rule: Rule) -> Iterator[str]:
         text.replace("<~>", "IS DISTINCT FROM") for text in (rule.about, rule.refused)
     )
     raises = (
-        f"RAISE EXCEPTION USING ERRCODE = 'check_violation', MESSAGE = {_quoted(rule.message)}, "
+        f"RAISE EXCEPTION USING ERRCODE = 'check_violation', MESSAGE = {_quote(rule.message)}, "
         f"TABLE = '{rule.table}', CONSTRAINT = '{PREFIX}{rule.name}';"
     )
     if "SELECT" in refused:

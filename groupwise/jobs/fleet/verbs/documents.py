@@ -79,7 +79,7 @@ def _times(job: Job) -> Document:
 
 
 def attempt_document(
-    attempt: Attempt, members: list[Member], held: list[tuple[Reservation, GPU | None]]
+    attempt: Attempt, members: list[Member], reservations: list[tuple[Reservation, GPU | None]]
 ) -> Document:
     """One execution, with its members and the GPUs that each of them was given."""
     return {
@@ -111,7 +111,7 @@ def attempt_document(
                 "released": member.released,
                 "gpus": [
                     {"index": gpu.index, "uuid": gpu.uuid, "share_mb": reservation.share_mb}
-                    for reservation, gpu in held
+                    for reservation, gpu in reservations
                     if reservation.rank == member.rank and gpu is not None
                 ],
             }

@@ -88,8 +88,8 @@ def active_machine(session: Session, vm_id: str, *, lock: bool = False) -> VM:
 def gpu(session: Session, vm_id: str, name: str, *, lock: bool = False) -> GPU:
     """A GPU of a machine by its index or UUID. Raises `unknown_gpu`."""
     machine(session, vm_id)
-    wanted = GPU.index == int(name) if _INDEX.fullmatch(name) else GPU.uuid == name
-    query = select(GPU).where(GPU.vm_id == vm_id, wanted)
+    condition = GPU.index == int(name) if _INDEX.fullmatch(name) else GPU.uuid == name
+    query = select(GPU).where(GPU.vm_id == vm_id, condition)
     found = session.scalars(query.with_for_update() if lock else query).first()
     if found is None:
         rows = session.scalars(select(GPU).where(GPU.vm_id == vm_id).order_by(GPU.index)).all()

@@ -139,34 +139,36 @@ def ended_statuses(words: Iterable[str] | None) -> frozenset[JobStatus] | None:
 # Looking
 
 
-def listing(session: Session, actor: Actor, wanted: JobFilter) -> list[Document]:
+def listing(session: Session, actor: Actor, job_filter: JobFilter) -> list[Document]:
     """Jobs, the newest first, as short documents."""
-    if not 1 <= wanted.limit <= MOST_LISTED:
-        raise Refusal("invalid_request", f"limit {wanted.limit}: 1 to {MOST_LISTED} jobs at once.")
+    if not 1 <= job_filter.limit <= MOST_LISTED:
+        raise Refusal(
+            "invalid_request", f"limit {job_filter.limit}: 1 to {MOST_LISTED} jobs at once."
+        )
     query = find.visible(select(Job), actor)
-    if wanted.ids is not None:
-        query = query.where(Job.job_id.in_(wanted.ids))
-    if wanted.status is not None:
-        query = query.where(Job.status.in_(wanted.status))
+    if job_filter.ids is not None:
+        query = query.where(Job.job_id.in_(job_filter.ids))
+    if job_filter.status is not None:
+        query = query.where(Job.status.in_(job_filter.status))
     for column, value in (
-        (Job.project, wanted.project),
-        (Job.name, wanted.name),
-        (Job.job_type, wanted.job_type),
-        (Job.assigned_vm, wanted.vm_id),
-        (Job.submitted_by, wanted.submitted_by),
+        (Job.project, job_filter.project),
+        (Job.name, job_filter.name),
+        (Job.job_type, job_filter.job_type),
+        (Job.assigned_vm, job_filter.vm_id),
+        (Job.submitted_by, job_filter.submitted_by),
     ):
         if value is not None:
             query = query.where(column == value)
-    for key, value in wanted.labels.items():
+    for key, value in job_filter.labels.items():
         query = query.where(Job.request["labels"][key].as_string() == value)
-    if wanted.older_than is not None:
-        last = find.job(session, actor, wanted.older_than).job_id
+    if job_filter.older_than is not None:
+        last = find.job(session, actor, job_filter.older_than).job_id
         row = aliased(Job)
         # Compared in the database, because SQLite stores timestamps as texts of several forms.
         created = select(row.created_at).where(row.job_id == last).scalar_subquery()
         same_time = and_(Job.created_at == created, Job.job_id < last)
         query = query.where(or_(Job.created_at < created, same_time))
-    newest_first = query.order_by(Job.created_at.desc(), Job.job_id.desc()).limit(wanted.limit)
+    newest_first = query.order_by(Job.created_at.desc(), Job.job_id.desc()).limit(job_filter.limit)
     jobs = session.scalars(newest_first)
     return [visibility.job(session, actor, job_summary(job)) for job in jobs]
 
@@ -192,7 +194,7 @@ def attempts(session: Session, job_id: str) -> list[Document]:
     members = session.scalars(
         select(Member).where(Member.epoch.in_(epochs)).order_by(Member.epoch, Member.rank)
     ).all()
-    held = session.execute(
+    reservations = session.execute(
         select(Reservation, GPU)
         .outerjoin(GPU, GPU.gpu_id == Reservation.gpu_id)
         .where(Reservation.epoch.in_(epochs))
@@ -202,7 +204,7 @@ def attempts(session: Session, job_id: str) -> list[Document]:
         attempt_document(
             attempt,
             [member for member in members if member.epoch == attempt.epoch],
-            [(row, gpu) for row, gpu in held if row.epoch == attempt.epoch],
+            [(row, gpu) for row, gpu in reservations if row.epoch == attempt.epoch],
         )
         for attempt in found
     ]

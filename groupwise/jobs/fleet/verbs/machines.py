@@ -276,13 +276,13 @@ def show(session: Session, actor: Actor, vm_id: str) -> Document:
     # Events of the machine itself; those of its jobs are listed with the jobs.
     of_itself = select(Event).where(Event.vm_id == vm_id, Event.job_id.is_(None))
     newest = session.scalars(of_itself.order_by(Event.event_id.desc()).limit(MOST_EVENTS)).all()
-    shown = [visibility.event(actor, event_document(event)) for event in reversed(newest)]
-    return _with_gpus(session, actor, vm) | {"events": shown}
+    events_shown = [visibility.event(actor, event_document(event)) for event in reversed(newest)]
+    return _with_gpus(session, actor, vm) | {"events": events_shown}
 
 
 def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
     gpus = session.scalars(select(GPU).where(GPU.vm_id == vm.vm_id).order_by(GPU.index)).all()
-    held: dict[int, list[Document]] = {}
+    jobs_by_gpu: dict[int, list[Document]] = {}
     slots: list[Document] = []
     for reservation, attempt, job in session.execute(
         select(Reservation, Attempt, Job)
@@ -294,8 +294,10 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
         if reservation.gpu_id is None:
             slots.append(holder)
         else:
-            held.setdefault(reservation.gpu_id, []).append(holder)
-    documents = [visibility.gpu(actor, gpu_document(gpu, held.get(gpu.gpu_id, []))) for gpu in gpus]
+            jobs_by_gpu.setdefault(reservation.gpu_id, []).append(holder)
+    documents = [
+        visibility.gpu(actor, gpu_document(gpu, jobs_by_gpu.get(gpu.gpu_id, []))) for gpu in gpus
+    ]
     strays = untracked_processes.holding(vm.facts)
     usable = [
         each
@@ -316,13 +318,13 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
     }
 
 
-def _engine_slots(vm: VM, held: int) -> Document:
+def _engine_slots(vm: VM, in_use: int) -> Document:
     """Slots of the machine's engine; None if it has none."""
     engine = elastic.elastic_of(vm.engine)
     if engine is None:
         return {"total_slots": None, "available_slots": None}
     total = engine.said.slots
-    free = max(total - held, 0) if _takes_work(vm) and not engine.problem else 0
+    free = max(total - in_use, 0) if _takes_work(vm) and not engine.problem else 0
     return {"total_slots": total, "available_slots": free}
 
 
@@ -573,7 +575,7 @@ def change(
     `vm_in_use`.
     """
     actor.require_all_projects("change a machine")
-    wanted: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "ip_address": ip_address,
         "port": port,
         "user": user,
@@ -589,9 +591,9 @@ def change(
         "idle_memory_mb": idle_memory_mb,
         "engine": engine or None,
     }
-    after = {name: value for name, value in wanted.items() if value is not None}
+    after = {name: value for name, value in changes.items() if value is not None}
     if not after:
-        raise Refusal("invalid_request", f"nothing to change: give {', '.join(wanted)}.")
+        raise Refusal("invalid_request", f"nothing to change: give {', '.join(changes)}.")
     vm = find.active_machine(session, vm_id, lock=True)
     if engine:
         after["engine"] = _changed_engine(vm, engine)
@@ -646,22 +648,22 @@ def _require_sound(after: Mapping[str, Any], engine: Mapping[str, Any] | None) -
         raise Refusal("invalid_request", "; ".join(wrong) + ".")
 
 
-def _as_columns(vm: VM, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _as_columns(vm: VM, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Column values for the row."""
-    found = dict(wanted)
-    if "labels" in wanted:
-        labels = {**(vm.labels or {}), **wanted["labels"]}
+    found = dict(changes)
+    if "labels" in changes:
+        labels = {**(vm.labels or {}), **changes["labels"]}
         found["labels"] = {name: value for name, value in labels.items() if value is not None}
-    if "projects" in wanted:
-        found["projects"] = sorted(set(wanted["projects"])) or None
-    if "probe" in wanted:
-        found["probe"] = list(wanted["probe"])
-    if wanted.get("deadman") == 0:
+    if "projects" in changes:
+        found["projects"] = sorted(set(changes["projects"])) or None
+    if "probe" in changes:
+        found["probe"] = list(changes["probe"])
+    if changes.get("deadman") == 0:
         found["deadman"] = None
-    if "jump" in wanted:
-        found["jump"] = dict(wanted["jump"]) or None
-    if "engine" in wanted:
-        found["engine"] = _without_defaults(wanted["engine"])
+    if "jump" in changes:
+        found["jump"] = dict(changes["jump"]) or None
+    if "engine" in changes:
+        found["engine"] = _without_defaults(changes["engine"])
     return found
 
 

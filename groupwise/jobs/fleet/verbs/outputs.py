@@ -72,12 +72,12 @@ def artefacts(folder: Path, job: Document, epoch: int | None = None, rank: int =
 
     `folder`: where the artefacts of all jobs lie. Raises `unknown_file`.
     """
-    wanted, record = _open_record(folder, job, epoch, rank)
+    epoch_found, record = _open_record(folder, job, epoch, rank)
     with record:
         found = json.load(record)
     return {
         "job_id": job["job_id"],
-        "epoch": wanted,
+        "epoch": epoch_found,
         "rank": rank,
         "files": found["files"],
         "left_out": found.get("left_out", []),
@@ -86,17 +86,17 @@ def artefacts(folder: Path, job: Document, epoch: int | None = None, rank: int =
 
 def artefact(folder: Path, job: Document, path: str, epoch: int | None, rank: int = 0) -> Path:
     """The path of a file among an attempt's artefacts. Raises `unknown_file`."""
-    wanted, record = _open_record(folder, job, epoch, rank)
+    epoch_found, record = _open_record(folder, job, epoch, rank)
     with record:
         status = os.fstat(record.fileno())
         which = (record.name, status.st_ino, status.st_mtime_ns, status.st_size)
-        named = _PATHS.of(which, lambda: frozenset(json.load(record)["files"]))
-    if path not in named:
+        paths = _PATHS.of(which, lambda: frozenset(json.load(record)["files"]))
+    if path not in paths:
         raise Refusal(
             "unknown_file",
             f"{job['job_id']} left no file {path!r}; GET /jobs/{job['job_id']}/artefacts lists them.",
         )
-    place = artefact_folder(folder, job["job_id"], wanted, rank) / path
+    place = artefact_folder(folder, job["job_id"], epoch_found, rank) / path
     if not place.is_file():
         raise Refusal(
             "unknown_file", f"{path!r} of {job['job_id']} is not on the fleet's disk any more."
@@ -106,13 +106,13 @@ def artefact(folder: Path, job: Document, path: str, epoch: int | None, rank: in
 
 def _open_record(folder: Path, job: Document, epoch: int | None, rank: int) -> tuple[int, IO[str]]:
     """The attempt's epoch, and its opened record, which was written before the folder got its name. Raises `unknown_file`."""
-    job_id, wanted = job["job_id"], epoch
-    if wanted is None:
+    job_id, epoch_found = job["job_id"], epoch
+    if epoch_found is None:
         with suppress(OSError, ValueError):
-            wanted = int(os.readlink(artefact_folder(folder, job_id, 0).with_name("current")))
-    if wanted is not None:
+            epoch_found = int(os.readlink(artefact_folder(folder, job_id, 0).with_name("current")))
+    if epoch_found is not None:
         with suppress(FileNotFoundError):
-            return wanted, record_of(artefact_folder(folder, job_id, wanted, rank)).open()
+            return epoch_found, record_of(artefact_folder(folder, job_id, epoch_found, rank)).open()
     whose = "" if epoch is None else f" by its attempt {epoch}"
     whose += f" of rank {rank}" if rank else ""
     raise Refusal("unknown_file", f"{job_id} is {job['status']} and has left nothing here{whose}.")

@@ -71,8 +71,8 @@ def change(
     """Set weight and quotas of a project, which is made if it does not exist. None removes a quota."""
     actor.require_all_projects("change a project")
     given = {"weight": weight, "max_gpus": max_gpus, "max_waiting": max_waiting}
-    wanted = {key: value for key, value in given.items() if not isinstance(value, Unchanged)}
-    _check(wanted)
+    changes = {key: value for key, value in given.items() if not isinstance(value, Unchanged)}
+    _check(changes)
     project = session.get(Project, name, with_for_update=True)
     if project is None:
         if not name or len(name) > 80 or not name.isprintable() or name != name.strip():
@@ -84,33 +84,33 @@ def change(
         session.add(project)
         session.flush()
         session.refresh(project)
-    before = {key: getattr(project, key) for key in wanted}
-    if before != wanted:
-        for key, value in wanted.items():
+    before = {key: getattr(project, key) for key in changes}
+    if before != changes:
+        for key, value in changes.items():
             setattr(project, key, value)
         events.append(
             session,
             actor=actor.name,
             kind=events.PROJECT_CHANGED,
             before=before,
-            after=wanted,
+            after=changes,
             detail={"project": name},
         )
         requeue_pending.wake(session, actor=actor.name)
     return project_document(project)
 
 
-def _check(wanted: dict[str, float | int | None]) -> None:
-    if not wanted:
+def _check(changes: dict[str, float | int | None]) -> None:
+    if not changes:
         raise Refusal("invalid_request", "nothing to change: give weight, max_gpus or max_waiting.")
-    weight = wanted.get("weight", 1.0)
+    weight = changes.get("weight", 1.0)
     if weight is None or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
         raise Refusal(
             "invalid_request",
             f"weight {weight}: a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}; 2 gets twice as much as 1.",
         )
     for quota in ("max_gpus", "max_waiting"):
-        value = wanted.get(quota)
+        value = changes.get(quota)
         if value is not None and not 0 <= value <= MOST_INTEGER:
             raise Refusal(
                 "invalid_request",

@@ -58,7 +58,7 @@ def old_jobs(
     if project is not None:
         query = query.where(Job.project == project)
     found = session.scalars(query).all()
-    awaited = _awaited(session)
+    awaited = _jobs_waited_for(session)
     needed = awaited.union(*(_in_use(session, some) for some in _portions(found)))
     return [job_id for job_id in found if job_id not in needed]
 
@@ -67,7 +67,7 @@ def remove(session: Session, actor: Actor, job_ids: Collection[str]) -> list[str
     """Remove the rows of these jobs, and return the ids removed. A job that runs again, or is needed after all, stays."""
     over = select(Job).where(Job.job_id.in_(job_ids), Job.status.in_(FINAL)).order_by(Job.job_id)
     jobs = [job for job in session.scalars(over.with_for_update()) if actor.may_see(job.project)]
-    needed = _awaited(session) | _in_use(session, [job.job_id for job in jobs])
+    needed = _jobs_waited_for(session) | _in_use(session, [job.job_id for job in jobs])
     going = [job for job in jobs if job.job_id not in needed]
     events.append_many(
         session,
@@ -99,7 +99,7 @@ def _portions(job_ids: Sequence[str]) -> list[Sequence[str]]:
     return [job_ids[first : first + AT_ONCE] for first in range(0, len(job_ids), AT_ONCE)]
 
 
-def _awaited(session: Session) -> set[str]:
+def _jobs_waited_for(session: Session) -> set[str]:
     """Jobs that admitted jobs wait for. A job that is not admitted yet looks for those it names only at its admission."""
     query = select(Job.blocked_on, Job.request["after"]).where(
         Job.status.in_(WAITING),
@@ -128,10 +128,10 @@ def _in_use(session: Session, job_ids: Collection[str]) -> set[str]:
         .join(VM, VM.vm_id == Member.vm_id)
         .where(Member.released.is_(False), VM.active, VM.lost_at.is_not(None))
     )
-    held = of_these.join(Reservation, Attempt.epoch == Reservation.epoch).where(
+    reserved = of_these.join(Reservation, Attempt.epoch == Reservation.epoch).where(
         Reservation.released_at.is_(None)
     )
-    in_use = (open_attempt, given_up, held)
+    in_use = (open_attempt, given_up, reserved)
     return {job_id for query in in_use for job_id in session.scalars(query)}
 
 

@@ -81,7 +81,7 @@ def nowhere(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
             if wish not in notes:
                 compare = len(notes) <= MOST_COMPARED  # with similar names that exist
                 notes[wish] = []
-                for wrong, name, names, otherwise in _unmet(fleet, wish):
+                for wrong, name, names, otherwise in _unmet_wishes(fleet, wish):
                     similar = compare and name
                     there = f"; {which_there_are(name, names, otherwise)}" if similar else ""
                     notes[wish].append(f"{wrong}, so the job waits until that changes{there}")
@@ -106,7 +106,7 @@ def _machines(session: Session) -> dict[str, _Machine]:
     }
 
 
-def _unmet(fleet: _Fleet, wish: Wish) -> Iterator[_Unmet]:
+def _unmet_wishes(fleet: _Fleet, wish: Wish) -> Iterator[_Unmet]:
     vm, labels, model, named = wish
     if vm is not None and vm not in fleet.machines:
         which = f" (GPU {', '.join(map(str, named))} of it is asked for)" if named else ""

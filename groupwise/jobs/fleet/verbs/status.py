@@ -121,7 +121,7 @@ def alarms(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Iter
         yield from _machines(session)
         yield from _strays(session)
         yield from _gpus(session)
-        yield from _accused(session)
+        yield from _accused_gpus(session)
     yield from _attempts(session, actor)
     yield from _not_mirrored(session, actor)
     yield from _damaged_checkpoints(session, actor)
@@ -159,10 +159,10 @@ def _mixed_processes(session: Session) -> Iterator[Document]:
         )
     releases = _processes_by(alive, RELEASE)
     if len(releases) > 1:
-        shown = "; ".join(f"{release}: {who}" for release, who in releases.items())
+        listed = "; ".join(f"{release}: {who}" for release, who in releases.items())
         yield _alarm(
             "releases_differ",
-            f"processes of several releases are one fleet: {shown}",
+            f"processes of several releases are one fleet: {listed}",
             "none knows what a later one writes: end those of the older release and start them again, as after each upgrade",
         )
 
@@ -172,8 +172,8 @@ def _processes_by(alive: Sequence[Document], fact: str) -> dict[str, str]:
     who: dict[str, list[str]] = {}
     for each in alive:
         if (value := each["facts"].get(fact)) is not None:
-            named = f"{each['role']} on {each['host']} (process {each['pid']})"
-            who.setdefault(value, []).append(named)
+            process = f"{each['role']} on {each['host']} (process {each['pid']})"
+            who.setdefault(value, []).append(process)
     return {value: ", ".join(sorted(named)) for value, named in sorted(who.items())}
 
 
@@ -292,7 +292,7 @@ def _gpus(session: Session) -> Iterator[Document]:
         )
 
 
-def _accused(session: Session) -> Iterator[Document]:
+def _accused_gpus(session: Session) -> Iterator[Document]:
     """Alarms of GPUs that only one job's log has accused lately."""
     now = seconds(session)
     rows = session.scalars(
@@ -385,10 +385,10 @@ def _not_mirrored(session: Session, actor: Actor) -> Iterator[Document]:
         .order_by(Attempt.epoch)
     )
     query = find.visible(query, actor)
-    for job_id, epoch, vm_id, said in session.execute(query):
+    for job_id, epoch, vm_id, reason in session.execute(query):
         yield _alarm(
             "checkpoint_not_mirrored",
-            f"{job_id}: {said}",
+            f"{job_id}: {reason}",
             f"if {vm_id} is lost, the job goes on from an older one or starts again (`groupwise fleet show {job_id}` says which there is); "
             f"this alarm goes when one has come. Let its trainer keep two or more, in files of at most {LARGEST_BLOB >> 30} GiB, each with "
             "its right hash",

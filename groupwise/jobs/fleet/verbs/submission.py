@@ -48,7 +48,7 @@ def submit_all(
     name = project_for(actor, project)
     if key is not None and (wrong := key_problem(key)) is not None:
         raise Refusal("invalid_request", f"The idempotency key {wrong}.")
-    unsent = _unsent(session, actor, requests)
+    unsent = _missing_blobs(session, actor, requests)
     about: dict[str, Any] = {"actor": actor.name, "project": name, "allowed": allowed}
     if len(requests) == 1:
         jobs = [admission.submit(session, requests[0], idempotency_key=key, **about)]
@@ -86,7 +86,7 @@ def plan(
 ) -> Document:
     """Describe the job, and where it could begin now or why it would wait; nothing is stored. Raises as `submit_all`."""
     name = project_for(actor, project)
-    unsent = _unsent(session, actor, [request])
+    unsent = _missing_blobs(session, actor, [request])
     trial = session.begin_nested()
     try:
         job = admission.submit(session, request, actor=actor.name, project=name, allowed=allowed)
@@ -113,7 +113,9 @@ def project_for(actor: Actor, project: str | None) -> str:
     return name
 
 
-def _unsent(session: Session, actor: Actor, requests: Iterable[JobRequest]) -> frozenset[str]:
+def _missing_blobs(
+    session: Session, actor: Actor, requests: Iterable[JobRequest]
+) -> frozenset[str]:
     """Blobs that these name and no project of the actor has. Read before the jobs are made, as a job gives its project its files."""
     named = {sha256 for request in requests for sha256, _, _ in request.files.values()}
     return rights.lacking(session, actor.projects, named)
@@ -133,8 +135,12 @@ def _refuse_wrong(request: JobRequest, job: Job, unsent: frozenset[str]) -> None
 
 def _notes(request: JobRequest, job: Job) -> list[str]:
     """Notes on values that admission chose because the request gave none."""
-    wanted, settled = request.resources, job.resources
-    if wanted.gpus is not None or wanted.settled(0) == wanted.settled(1) or settled is None:
+    requested, settled = request.resources, job.resources
+    if (
+        requested.gpus is not None
+        or requested.settled(0) == requested.settled(1)
+        or settled is None
+    ):
         return []
     if settled.get("gpus"):
         return ["--gpus was not given: the job gets 1 GPU"]

@@ -74,18 +74,18 @@ def job(session: Session, actor: Actor, document: Document) -> Document:
     """The document of a job that the actor may see, without other projects' jobs in the reasons why it waits."""
     if actor.projects is None:
         return document
-    shown = dict(document)
+    visible = dict(document)
     for name in REASONS:
         if document.get(name):
-            shown[name] = reasons(session, actor, document[name])
+            visible[name] = reasons(session, actor, document[name])
     if "events" in document:
-        shown["events"] = [dict(each) for each in document["events"]]
-        for each in shown["events"]:
+        visible["events"] = [dict(each) for each in document["events"]]
+        for each in visible["events"]:
             detail = each["detail"]
             if isinstance(detail, dict) and "reasons" in detail:
-                said = cast("dict[str, Any]", detail)
-                each["detail"] = {**said, "reasons": reasons(session, actor, said["reasons"])}
-    return shown
+                fields = cast("dict[str, Any]", detail)
+                each["detail"] = {**fields, "reasons": reasons(session, actor, fields["reasons"])}
+    return visible
 
 
 def reasons(session: Session, actor: Actor, lines: Sequence[Any]) -> list[str]:
@@ -94,12 +94,12 @@ def reasons(session: Session, actor: Actor, lines: Sequence[Any]) -> list[str]:
     for line in lines:
         text = _OF_MACHINE.sub(rf"\1 ({UNTOLD})", str(line))
         text = _OF_GPU.sub(rf"\1 ({UNTOLD})", text)
-        found.append(_KEPT.sub(lambda kept: _own_names(session, actor, kept), text))
+        found.append(_KEPT.sub(lambda match: _own_names(session, actor, match), text))
     return found
 
 
-def _own_names(session: Session, actor: Actor, kept: re.Match[str]) -> str:
-    names = kept[2].split(", ")
+def _own_names(session: Session, actor: Actor, match: re.Match[str]) -> str:
+    names = match[2].split(", ")
     query = select(Job.job_id).where(Job.job_id.in_(names), Job.project.in_(actor.projects or ()))
     own = sorted(session.scalars(query))
-    return kept[1] + ", ".join(own if len(own) == len(names) else [*own, OTHERS]) + kept[3]
+    return match[1] + ", ".join(own if len(own) == len(names) else [*own, OTHERS]) + match[3]

@@ -57,13 +57,13 @@ def void_queued(attempt: Attempt, because: str) -> None:
     state = read_json(attempt.at("state.json")) or {}
     if state.get("phase") != "queued":
         return
-    taken, voided = attempt.at(TOKEN + ".voided"), {**state, "phase": "voided"}
+    token, voided = attempt.at(TOKEN + ".voided"), {**state, "phase": "voided"}
     if because:
         voided["refused"] = {"code": "voided", "message": because}
-    if not take_token(attempt, taken) and not os.path.exists(taken):
+    if not take_token(attempt, token) and not os.path.exists(token):
         return
     write_json(attempt.at("state.json"), voided)
-    remove_file(taken)
+    remove_file(token)
 
 
 def take_token(attempt: Attempt, target: str) -> bool:

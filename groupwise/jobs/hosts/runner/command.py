@@ -143,11 +143,11 @@ class Log:
                 return False
             self.last = (self.last + self.unwritten[-TAIL:])[-TAIL:]
         try:
-            written = os.write(self.file, self.unwritten)
+            count = os.write(self.file, self.unwritten)
         except OSError as error:
             self.fail(error)
             return False
-        self.unwritten, self.stuck_at, self.problem = self.unwritten[written:], None, ""
+        self.unwritten, self.stuck_at, self.problem = self.unwritten[count:], None, ""
         return True
 
     def fail(self, error: OSError) -> None:
@@ -161,5 +161,5 @@ class Log:
 
     def tail(self) -> str:
         """The end of the output, as text, with a note if the log could not be written."""
-        kept = TAIL - len(self.problem.encode())
-        return self.last[-kept:].decode("utf-8", "replace") + self.problem
+        room = TAIL - len(self.problem.encode())
+        return self.last[-room:].decode("utf-8", "replace") + self.problem

@@ -102,8 +102,8 @@ def remove_old_runners(root: Root, current: str, before: float) -> int:
         return 0
     found = [name[:64] for name in names if RUNNER_FILE.fullmatch(name) and name[:64] != current]
     found.sort(key=lambda sha: modified(root.at("runners", sha + ".py")))
-    gone = set(found[:-1])
-    old = [root.at("runners", name) for name in names if name[:64] in gone]
+    outdated = set(found[:-1])
+    old = [root.at("runners", name) for name in names if name[:64] in outdated]
     old = [path for path in old if changed_before(path, before)]
     for path in old:
         remove_file(path)

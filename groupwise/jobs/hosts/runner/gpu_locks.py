@@ -74,18 +74,18 @@ def resolve_gpu(order: Order, seen: GpuReport, uuid: str) -> str:
 
 def take_gpus(order: Order) -> list[int]:
     """Take the locks of all GPUs and of the slot, or none of them."""
-    taken: list[int] = []
+    locked: list[int] = []
     try:
         for uuid in sorted(order.gpus):
-            taken.extend(take_gpu(order, uuid))
+            locked.extend(take_gpu(order, uuid))
         if order.slot is not None:
             path = order.root.lock(f"slot-{order.slot}.lock")
-            taken.append(take_named(path, order.attempt.name, f"slot {order.slot}"))
+            locked.append(take_named(path, order.attempt.name, f"slot {order.slot}"))
     except BaseException:
-        for fd in taken:
+        for fd in locked:
             os.close(fd)
         raise
-    return taken
+    return locked
 
 
 def take_named(path: str, name: str, what: str, how: int = fcntl.LOCK_EX) -> int:

@@ -173,11 +173,11 @@ def supervise(folder: str) -> int:
         Root(os.path.dirname(os.path.dirname(folder))), os.path.basename(folder)
     )
     lock = take_lock(attempt.at("supervisor.lock"), patience=LOCK_PATIENCE)
-    taken = attempt.at(f"{TOKEN}.{os.urandom(4).hex()}")
-    if lock is None or not take_token(attempt, taken):
+    token = attempt.at(f"{TOKEN}.{os.urandom(4).hex()}")
+    if lock is None or not take_token(attempt, token):
         return skip_attempt(f"{attempt.name} was begun before, or voided; it does not begin again")
-    body = read_json(taken, LARGEST_TOKEN) or {}
-    remove_file(taken)
+    body = read_json(token, LARGEST_TOKEN) or {}
+    remove_file(token)
     order = Order(attempt.root, body)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     nothing = [os.open(os.devnull, os.O_RDWR) for _ in range(2)]

@@ -136,8 +136,8 @@ class Order:
 
     def _path_problems(self) -> Iterator[str]:
         manifest = {**self.files, **self.resume_files}
-        named = [self.resume_path] if self.resume_path else []
-        for path in (*manifest, *self.artefacts, *self.checkpoints, *named):
+        paths = [self.resume_path] if self.resume_path else []
+        for path in (*manifest, *self.artefacts, *self.checkpoints, *paths):
             try:
                 parts_of(path)
             except Refusal:
@@ -168,8 +168,8 @@ class Order:
 
     def missing(self) -> list[str]:
         """Blobs that are not here."""
-        wanted = {str(e[0]) for e in (*self.files.values(), *self.resume_files.values())}
-        return sorted(sha for sha in wanted if not has_blob(self.root, sha))
+        hashes = {str(e[0]) for e in (*self.files.values(), *self.resume_files.values())}
+        return sorted(sha for sha in hashes if not has_blob(self.root, sha))
 
     def lay_out(self, work: str) -> Iterator[None]:
         """Put the job's files into a working folder, and make the folder that it writes to. Yields now and then, so the caller may stop."""

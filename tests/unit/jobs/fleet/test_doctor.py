@@ -32,7 +32,7 @@ def member(**more: Any) -> MemberState:
 
 def judged(said: dict[str, Any], gpus: int = 0, **state: Any) -> dict[str, Finding]:
     text = f"a start-up file said this\n{json.dumps({'python': '3.12.1', **said})}"
-    found = doctor._judged("gpu-1", PYTHON, member(**state), text, 1.0, gpus)
+    found = doctor._findings_of_machine("gpu-1", PYTHON, member(**state), text, 1.0, gpus)
     return {seen.name.removeprefix("gpu-1 "): seen for seen in found}
 
 

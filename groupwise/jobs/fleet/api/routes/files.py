@@ -151,9 +151,9 @@ def _put(
         raise Refusal("file_busy", retry_after=BUSY_SECONDS) from error
     except BlobError as error:
         raise Refusal("invalid_request", error.message) from error
-    sent = {(sha256, project) for project in context.actor.projects or ()}
-    if sent:
-        context.serving.database.run(lambda session: rights.record(session, sent))
+    rights_given = {(sha256, project) for project in context.actor.projects or ()}
+    if rights_given:
+        context.serving.database.run(lambda session: rights.record(session, rights_given))
     return {"received": size, "stored": True}
 
 
@@ -254,10 +254,10 @@ async def list_checkpoints(context: Context, job_id: str) -> Response:
 
 async def read_checkpoint_file(context: Context, job_id: str, sha256: str) -> Response:
     """A file of one of these, by its sha256, or the `Range` of it that is asked for."""
-    named = await context.read(outputs.checkpoint_file, job_id, sha256)
+    path = await context.read(outputs.checkpoint_file, job_id, sha256)
     store = context.serving.folders.blobs
-    if not await asyncio.to_thread(store.missing, [named], marked=True):
-        return FileResponse(store.path(named), media_type="application/octet-stream")
+    if not await asyncio.to_thread(store.missing, [path], marked=True):
+        return FileResponse(store.path(path), media_type="application/octet-stream")
     raise Refusal("unknown_file", f"that file of {job_id} is not on the fleet's disk any more.")
 
 

@@ -56,7 +56,7 @@ async def submit_job(
     context: Context, request: Request, body: JobRequest, project: Project = None
 ) -> Response:
     """Accept a job; once this is answered it is on disk. The same Idempotency-Key again answers with the same job."""
-    accepted = await _submitted(context, request, [body], project)
+    accepted = await _submit_jobs(context, request, [body], project)
     return document(accepted[0], 201)
 
 
@@ -64,10 +64,10 @@ async def submit_jobs(
     context: Context, request: Request, body: ArrayBody, project: Project = None
 ) -> Response:
     """Accept several jobs, all of them or none. The same Idempotency-Key again answers with the same jobs."""
-    return document(await _submitted(context, request, body.jobs, project), 201)
+    return document(await _submit_jobs(context, request, body.jobs, project), 201)
 
 
-async def _submitted(
+async def _submit_jobs(
     context: RequestContext, request: Request, requests: list[JobRequest], project: str | None
 ) -> list[dict[str, Any]]:
     with _callers_mistakes():
@@ -121,7 +121,7 @@ async def list_jobs(
     limit: Annotated[int, Query(ge=1, le=jobs.MOST_LISTED)] = 50,
 ) -> Response:
     """Jobs, the newest first."""
-    wanted = jobs.filter_of(
+    job_filter = jobs.filter_of(
         ids=ids,
         status=status,
         project=project,
@@ -132,7 +132,7 @@ async def list_jobs(
         older_than=older_than,
         limit=limit,
     )
-    return document(await context.read(jobs.listing, wanted))
+    return document(await context.read(jobs.listing, job_filter))
 
 
 async def show_job(context: Context, job_id: str) -> Response:

@@ -94,7 +94,7 @@ def test_four_columns_are_a_full_submission(
         def expand(self, row: kinds.Row) -> JobSpec:
             return JobSpec(("groupwise", row["model"], str(row["max_steps"]), row["output_dir"]))
 
-    monkeypatch.setattr(kinds, "_announced", lambda: {"GRPO": "somewhere"})
+    monkeypatch.setattr(kinds, "_entry_points", lambda: {"GRPO": "somewhere"})
     monkeypatch.setattr(kinds, "_load", lambda place: Training())
     add_machine(database, "vm-1", 1)
     execute(

@@ -347,7 +347,7 @@ class Shrinking:
 def test_a_smaller_batch_after_the_memory_was_too_small(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kinds, "_announced", lambda: {"SHRINK": "shrinking"})
+    monkeypatch.setattr(kinds, "_entry_points", lambda: {"SHRINK": "shrinking"})
     monkeypatch.setattr(kinds, "_load", lambda place: Shrinking())
     add_machine(database, "vm-1", 4)
     sizes = {(True, 1): "4", (True, 2): "2", (True, 9): "1", (False, 1): None}
