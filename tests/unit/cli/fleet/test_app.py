@@ -285,7 +285,7 @@ def test_mistakes_are_told(still: Command) -> None:
         ((*add, "--host", "h", "--trust", "MD5:1"), "begins with SHA256:"),
         ((*add, "--slots", "2"), "say which, as --engine slurm"),
         (("vm", "mark-lost", "vm-1"), "say --yes"),
-        (("project", "set", "p", "--weight", "0"), "weight 0.0: a number from"),
+        (("project", "set", "p", "--weight", "0"), "weight: must be a number"),
         (("key", "new", "train"), "there are read, act, admin"),
         (("up", "--host", "0.0.0.0"), "needs --port"),
         (("up", "--port", "99999"), "less than or equal to 65535"),
