@@ -5,7 +5,7 @@ WORKERS ?= 2
 # Tests of the fleet wait for their servers most of the time.
 FLEET_WORKERS ?= 3
 # Folders whose tests all belong to other stages (tests/conftest.py): `make test` does not collect them.
-STAGE_IGNORES := $(addprefix --ignore=tests/,integration/server integration/fleet integration/launch integration/notebook integration/tunix integration/web unit/fleet unit/hosts)
+STAGE_IGNORES := $(addprefix --ignore=tests/,integration/server integration/fleet integration/launch integration/notebook integration/tunix integration/web unit/jobs/fleet unit/jobs/hosts)
 READY := @$(PYTHON) scripts/bootstrap.py
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
