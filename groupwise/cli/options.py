@@ -24,12 +24,14 @@ from typer.core import TyperCommand
 
 AnyCommand = TypeVar("AnyCommand", bound=Callable[..., None])
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Write the result as JSON; all else goes to stderr.")
+    bool, typer.Option("--json", help="Print the result as JSON; everything else goes to stderr.")
 ]
 Follow = Annotated[
     bool, typer.Option("--follow", "-f", help="Print the log as it grows, until the job has ended.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be done without doing it.")
+]
 
 
 class Command(TyperCommand):

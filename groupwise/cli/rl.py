@@ -12,7 +12,7 @@ import typer
 from groupwise.cli.options import AsJson
 
 RESUME_VARIABLE = "RESUME_FROM"
-"""The environment variable by which a fleet says from which checkpoint an attempt goes on."""
+"""The environment variable in which a fleet names the checkpoint that an attempt resumes from."""
 
 ConfigOption = Annotated[
     Path | None,
@@ -20,7 +20,7 @@ ConfigOption = Annotated[
         "--config",
         "-c",
         metavar="C.yaml",
-        help="The config, a YAML file. Without one, give every key as key=value.",
+        help="The config, a YAML file. Keys may also be set, or all be given, as key=value.",
     ),
 ]
 TaskOption = Annotated[
@@ -37,14 +37,14 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="key=value",
-        help="Config keys set here, typed as in the file: training.learning_rate=1e-5",
+        help="Config keys that override the file: training.learning_rate=1e-5",
         show_default=False,
     ),
 ]
 
 
 def config_of(config: Path | None, overrides: list[str] | None) -> Path | dict[str, Any]:
-    """The file, or nothing but the defaults, to which the overrides add."""
+    """The path of the config, or an empty config that the overrides fill."""
     if config is None and not overrides:
         from groupwise.core.errors import UsageError
 
@@ -56,7 +56,7 @@ def config_of(config: Path | None, overrides: list[str] | None) -> Path | dict[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeOptions:
-    """From where a training goes on."""
+    """Options of resuming."""
 
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the newest unfinished run of this name.")
@@ -66,25 +66,25 @@ class ResumeOptions:
         typer.Option(
             "--resume-from",
             metavar="RUN@STEP|PATH",
-            help="Continue from this checkpoint. The environment variable RESUME_FROM, if set, overrides it.",
+            help="Continue from this checkpoint. RESUME_FROM in the environment overrides it and --resume.",
         ),
     ] = None
 
     def keywords(self) -> dict[str, Any]:
         """The arguments of a training, unless the environment names a checkpoint.
 
-        A job is the same command at each of its attempts; if an earlier attempt got to a checkpoint, the next one goes on from it.
+        A job is the same command at each of its attempts; if an earlier attempt reached a checkpoint, the next one resumes from it.
         """
         given = asdict(self)
         if checkpoint := os.environ.get(RESUME_VARIABLE):
-            typer.echo(f"going on from {checkpoint}, as {RESUME_VARIABLE} says", err=True)
+            typer.echo(f"resuming from {checkpoint}, which {RESUME_VARIABLE} names", err=True)
             return {**dict.fromkeys(given), "resume": False, "resume_from": checkpoint}
         return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions(ResumeOptions):
-    """From where a training starts or goes on."""
+    """Options of where a training starts or resumes."""
 
     init_from: Annotated[
         str | None,

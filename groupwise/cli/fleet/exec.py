@@ -113,7 +113,7 @@ def _cancel(access: FleetClient, job_id: str | None) -> None:
 
 
 def _goes_on(job_id: str) -> str:
-    return f"{job_id} goes on; `groupwise fleet stop {job_id}` ends it"
+    return f"{job_id} continues; `groupwise fleet stop {job_id}` ends it"
 
 
 def _machine_of(access: FleetClient, target: str) -> str:

@@ -191,7 +191,7 @@ def add(
                     say(f"it is not prepared: {problem}")
                     found["prepared"] = {"vm_id": vm, "problem": problem}
             except KeyboardInterrupt:
-                say(f"what has begun goes on there; {again} follows it to its end")
+                say(f"what has started continues there; {again} follows it to its end")
                 raise
     if as_json:
         write_json(found)

@@ -113,7 +113,7 @@ def prepare(
         try:
             found = asyncio.run(_prepare_all(fleet, machines, plan, prune=prune))
         except KeyboardInterrupt:
-            say("what has begun goes on there; the same command follows it to its end")
+            say("what has started continues there; the same command follows it to its end")
             raise
     if as_json:
         write_json(found)

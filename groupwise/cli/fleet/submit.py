@@ -50,7 +50,9 @@ class KindOptions:
 
     kind: Annotated[
         str | None,
-        typer.Option(metavar="K", help="GRPO, SFT, EVAL …. Without it ARGUMENTS are the job."),
+        typer.Option(
+            metavar="K", help="Kind of job: GRPO, SFT or EVAL. Without it ARGUMENTS are run."
+        ),
     ] = None
     model: Annotated[
         str | None, typer.Option(metavar="M", help="Hub id, or path on the machine.")
@@ -166,7 +168,7 @@ class KindOptions:
         if arguments and training:
             raise UsageError(
                 f"--{training[0]} is for jobs of a kind (--kind GRPO), but a command is given too: `{shlex.join(arguments)[:80]}`. "
-                "Leave one of the two out. Options of the command itself stand behind it."
+                "Leave one of the two out. Put the command's own options after it."
             )
         if training and self.kind is None:
             raise UsageError(
@@ -203,16 +205,18 @@ class ResourceOptions:
     ] = None
     gpu_model: Annotated[
         str | None,
-        typer.Option("--gpu-model", metavar="TEXT", help="Part of the GPU's name, as A100."),
+        typer.Option("--gpu-model", metavar="TEXT", help="Part of the GPU's name, e.g. A100."),
     ] = None
     gpu_memory: Annotated[
         str | None,
-        typer.Option("--gpu-memory", metavar="SIZE", help="Least memory of a GPU, as 40GB."),
+        typer.Option("--gpu-memory", metavar="SIZE", help="Least memory of a GPU, e.g. 40GB."),
     ] = None
     share: Annotated[
         str | None,
         typer.Option(
-            "--share-mb", metavar="MB", help="Memory of one GPU that is shared with other jobs."
+            "--share-mb",
+            metavar="MB",
+            help="Run on a share of one GPU: reserve this much of its memory.",
         ),
     ] = None
     machines: Annotated[
@@ -233,11 +237,12 @@ class ResourceOptions:
         typer.Option("--cpus", "--cpu", metavar="N", min=1, max=100_000, help="CPU cores."),
     ] = None
     ram: Annotated[
-        str | None, typer.Option("--memory", "--ram", metavar="SIZE", help="Main memory, as 64GB.")
+        str | None,
+        typer.Option("--memory", "--ram", metavar="SIZE", help="Main memory, e.g. 64GB."),
     ] = None
     disk: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Free disk space when the job starts, as 200GB."),
+        typer.Option(metavar="SIZE", help="Free disk space when the job starts, e.g. 200GB."),
     ] = None
 
 
@@ -251,7 +256,7 @@ class JobOptions:
             "--time-limit",
             metavar="TIME",
             parser=seconds("--time-limit"),
-            help="End the job after this time, as 2h or 90min.",
+            help="End the job after this time, e.g. 2h or 90min.",
         ),
     ] = None
     grace: Annotated[
@@ -268,7 +273,7 @@ class JobOptions:
             metavar="N",
             min=-1000,
             max=1000,
-            help="Each step counts as much as an hour of waiting.",
+            help="A higher number starts earlier; 1 is worth an hour in the queue.",
         ),
     ] = None
     name: Annotated[str | None, typer.Option(metavar="N", help="Name of the job.")] = None
@@ -288,7 +293,7 @@ class JobOptions:
         bool,
         typer.Option(
             "--allow-smaller-batch",
-            help="Try again if the GPU's memory was too small; a training kind then takes a smaller batch.",
+            help="Retry if the GPU's memory was too small; jobs of a kind then take a smaller batch.",
         ),
     ] = False
     after: Annotated[
@@ -298,7 +303,10 @@ class JobOptions:
             help="Start once this job has ended, or with :ok, has completed. May be repeated.",
         ),
     ] = field(default_factory=list[str])
-    hold: Annotated[bool, typer.Option("--hold", help="Wait until the job is released.")] = False
+    hold: Annotated[
+        bool,
+        typer.Option("--hold", help="Submit the job on hold: it starts after `fleet release`."),
+    ] = False
     env: Annotated[
         list[str],
         typer.Option(metavar="K=V", help="Environment variable of the job. May be repeated."),
@@ -307,7 +315,7 @@ class JobOptions:
         list[str],
         typer.Option(
             metavar="NAME[=env:X|file:P]",
-            help="Variable whose value the dispatcher looks up, and which is stored nowhere. May be repeated.",
+            help="Secret variable: the dispatcher reads its value when the job starts, and stores it nowhere. May be repeated.",
         ),
     ] = field(default_factory=list[str])
     output: Annotated[
@@ -325,7 +333,7 @@ class JobOptions:
             "--output-limit",
             "--artefact-limit",
             metavar="SIZE",
-            help="Largest size of all outputs together; default: 20GB.",
+            help="Limit for the size of all outputs together; default: 20GB.",
         ),
     ] = None
     output_files: Annotated[
@@ -342,7 +350,7 @@ class JobOptions:
         list[str],
         typer.Option(
             metavar="PATH",
-            help="Folder of checkpoints, each a folder, which are mirrored while the job runs; default: its outputs. May be repeated.",
+            help="Folder whose subfolders are checkpoints, copied while the job runs; default: its outputs. May be repeated.",
         ),
     ] = field(default_factory=list[str])
     webhook: Annotated[
@@ -382,7 +390,7 @@ def submit(
         list[str] | None,
         typer.Argument(
             metavar="[--] ARGUMENTS...",
-            help="The command: a program and its arguments, never a line for a shell.",
+            help="Program and arguments, run without a shell.",
             show_default=False,
         ),
     ] = None,
@@ -404,14 +412,16 @@ def submit(
         list[str] | None,
         typer.Option(
             metavar="LOCAL[:REMOTE]",
-            help="File that travels with the job, or a folder with all below it, hidden files too; links are refused. DIR:. is only "
+            help="File or folder to upload with the job, hidden files included; links are refused. DIR:. is only "
             "its contents. May be repeated.",
         ),
     ] = None,
     idempotency_key: Annotated[
         str | None,
         typer.Option(
-            "--idempotency-key", metavar="TEXT", help="Submitted twice with it, it is one job."
+            "--idempotency-key",
+            metavar="TEXT",
+            help="Submitting again with the same key returns the existing job.",
         ),
     ] = None,
     wait: Annotated[

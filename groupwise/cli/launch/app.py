@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @command(app, "local", cls=LaunchCommand)
 def local(job: LaunchOptions) -> None:
-    """On this machine, as a process that needs no terminal.
+    """Run a job on this machine, as a process that needs no terminal.
 
         groupwise launch local --detach -- rl --config C.yaml --task-module task.py
 

@@ -75,10 +75,10 @@ def aws(
     rental: RentalOptions,
     job: LaunchOptions,
 ) -> None:
-    """On a machine of AWS that is started for it.
+    """Run a job on a new machine of AWS.
 
-    The machine is ended after a failure, after a success with --terminate-after, otherwise at its deadline. `groupwise launch sweep` ends
-    what is left.
+    After a success the machine runs, and costs, until --time-limit; --terminate-after ends it at once. After a failure it is ended.
+    `groupwise launch sweep` ends what is left.
 
     groupwise launch aws --key-name K --security-group SG -- rl --config C.yaml --task-module task.py
     """
@@ -87,7 +87,7 @@ def aws(
 
     for module in ("asyncssh", "boto3"):
         if find_spec(module) is None:
-            raise UsageError(f"{module} is not there: pip install 'groupwise[launch,aws]'.")
+            raise UsageError(f"{module} is not installed: pip install 'groupwise[launch,aws]'.")
     plan = packages.plan_unless_there()
     if key_path is None:  # AWS names the keys that it makes K.pem
         made, own = (Path("~/.ssh").expanduser() / name for name in (f"{key_name}.pem", key_name))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def list_jobs(as_json: AsJson = False) -> None:
-    """List the jobs that were launched from this machine, and how far they are."""
+    """List the jobs that were launched from this machine, with their progress."""
     from groupwise.jobs.launch import local_registry
 
     async def looked_at() -> list[dict[str, Any]]:
@@ -196,7 +196,7 @@ def resume(
         local_registry.write(
             note if to is None else replace(note, results=to.expanduser().absolute())
         )
-    say(f"{job.name} goes on: attempt {handle.attempt}")
+    say(f"{job.name} continues: attempt {handle.attempt}")
     if detach:
         return
     say("Ctrl-C stops it and fetches what there is")

@@ -45,13 +45,13 @@ def modal(
             metavar="TIME",
             parser=seconds("--timeout"),
             show_default=False,
-            help="Length of a call, in seconds or as 90m; default and maximum: 24h. With --time-limit further calls continue the job.",
+            help="Longest duration of one call, e.g. 90m; default and maximum: 24h. Up to --time-limit further calls continue the job.",
         ),
     ] = 86_400.0,
     packages: EnvironmentOptions,
     job: LaunchOptions,
 ) -> None:
-    """In a container of Modal, with a GPU of its own.
+    """Run a job in a container of Modal, with a GPU of its own.
 
     groupwise launch modal --gpu-model A100 --timeout 24h -- sft --config C.yaml --task-module task.py
     """

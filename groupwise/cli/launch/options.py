@@ -32,7 +32,9 @@ To = Annotated[
 ]
 Detach = Annotated[
     bool,
-    typer.Option("--detach", help="Leave once the job is placed; `launch logs -f` watches it."),
+    typer.Option(
+        "--detach", help="Return as soon as the job is placed; `launch logs -f` follows it."
+    ),
 ]
 
 
@@ -46,14 +48,14 @@ class CommandOptions:
         typer.Option(
             "--script",
             metavar="PATH",
-            help="Python file of the project to run, in place of a command; all words behind the path are its own.",
+            help="Python file of the project to run, in place of a command; all words after the path are its arguments.",
         ),
     ] = None
     name: Annotated[
         str | None,
         typer.Option(
             metavar="N",
-            help="Name of the job. The same name again means the same job. Default: one made of the command and the time.",
+            help="Name of the job. Launching under an existing name attaches to that job. Default: made of the command and the time.",
         ),
     ] = None
     time_limit: Annotated[
@@ -62,7 +64,7 @@ class CommandOptions:
             "--time-limit",
             metavar="TIME",
             parser=seconds("--time-limit"),
-            help="End the job after this time, as 2h or 90min; default: 24h.",
+            help="End the job after this time, e.g. 2h or 90min; default: 24h.",
         ),
     ] = None
     max_hours: Annotated[float | None, typer.Option("--max-hours", hidden=True)] = None
@@ -101,7 +103,7 @@ class LaunchOptions(CommandOptions):
             "--gpus-per-node",
             metavar="N",
             min=0,
-            help="GPUs that the job has for itself, on each of its machines.",
+            help="GPUs on each machine, for this job alone.",
         ),
     ] = 0
     max_price: Annotated[
@@ -119,7 +121,7 @@ class LaunchOptions(CommandOptions):
             "--file",
             "--take",
             metavar="PATH",
-            help="File or folder of the project that travels although git ignores it or a run made it. May be repeated.",
+            help="Extra file or folder of the project to upload, even if git ignores it or a run wrote it. May be repeated.",
         ),
     ] = field(default_factory=list[str])
     output: Annotated[
@@ -136,7 +138,10 @@ class LaunchOptions(CommandOptions):
     detach: Detach = False
     no_preflight: Annotated[
         bool,
-        typer.Option("--no-preflight", help="Launch the command without trying it here first."),
+        typer.Option(
+            "--no-preflight",
+            help="Skip the dry run here that checks the command before it is launched.",
+        ),
     ] = False
     as_json: AsJson = False
 
@@ -152,7 +157,7 @@ class GangOptions:
             "--nodes",
             metavar="N",
             min=1,
-            help="Machines that the job runs on at the same time, by torchrun.",
+            help="Number of machines that the job runs on at the same time, with torchrun.",
         ),
     ] = None
     nproc_per_node: Annotated[
@@ -203,7 +208,7 @@ class RentalOptions:
         bool,
         typer.Option(
             "--keep-on-failure",
-            help="Keep the machine until its deadline, although the job or its set-up has failed.",
+            help="Keep the machine until its deadline even if the job or its set-up fails.",
         ),
     ] = False
 

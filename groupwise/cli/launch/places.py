@@ -36,7 +36,7 @@ class LoginOptions:
         str | None,
         typer.Option(
             metavar="FINGERPRINT",
-            help="Its host key, as SHA256:…; default: the one in known_hosts, or your answer here.",
+            help="Fingerprint of its host key, SHA256:…; default: the one in known_hosts, else you are asked.",
         ),
     ] = None
     trust_jump: Annotated[

@@ -47,9 +47,9 @@ def ray(
     gang: GangOptions,
     job: LaunchOptions,
 ) -> None:
-    """On a node of a Ray cluster, or on several, as a job of Ray.
+    """Run a job on one or several nodes of a Ray cluster, as a job of Ray.
 
-    Submitted from this machine, or from the head node that is reached by SSH.
+    It is submitted from this machine, or from the head node over SSH.
 
     groupwise launch ray --host head --gpus 1 -- rl --config C.yaml --task-module task.py
     """

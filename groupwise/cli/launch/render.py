@@ -28,7 +28,7 @@ def render(
             "--nodes",
             metavar="N",
             min=1,
-            help="Pods that work together, by torchrun.",
+            help="Number of pods that work together, with torchrun.",
         ),
     ] = 1,
     gpus: Annotated[
@@ -59,7 +59,7 @@ def render(
         str, typer.Option(metavar="DIR", help="Folder of the project in the image.")
     ] = "/workspace",
 ) -> None:
-    """As a manifest for Kubernetes, which is printed.
+    """Print a Kubernetes manifest for the job.
 
     No cluster is contacted: kubectl apply -f submits the manifest.
 

@@ -43,9 +43,9 @@ def slurm(
     gang: GangOptions,
     job: LaunchOptions,
 ) -> None:
-    """On a node of a Slurm cluster, or on several.
+    """Run a job on one or several nodes of a Slurm cluster.
 
-    Submitted from this machine, or from a login node that is reached by SSH.
+    It is submitted from this machine, or from a login node over SSH.
 
     groupwise launch slurm --host login --gpus 1 -- rl --config C.yaml --task-module task.py
     """

@@ -37,9 +37,9 @@ def ssh(
     gang: GangOptions,
     job: LaunchOptions,
 ) -> None:
-    """On a machine that is reached by SSH, or on several at once.
+    """Run a job on a machine over SSH, or on several at once.
 
-    It needs Python 3.11, and nothing else installed.
+    The machine needs Python 3.11 and nothing else.
 
     groupwise launch ssh --host gpu1 --gpus 1 -- rl --config C.yaml --task-module task.py
     """

@@ -39,9 +39,9 @@ def sweep(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """End machines that are paid for beyond their deadline.
+    """End rented machines that are past their deadline, of all users of the account.
 
-    This covers all users of the account and all launches, finished or not.
+    The deadline of a machine is its job's --time-limit. --dry-run shows what would be ended.
     """
     from groupwise.jobs.clouds.backend import CloudError, Renting
     from groupwise.jobs.launch import rentals

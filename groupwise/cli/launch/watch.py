@@ -104,15 +104,15 @@ def watch(
     try:
         document = asyncio.run(_watch_to_end(watching, note, folder))
         if again is not None and document["failure"] == FailureClass.PREEMPTION:
-            say(f"{note.name}: {document['reason']}; it goes on elsewhere, this once by itself")
+            say(f"{note.name}: {document['reason']}; it restarts elsewhere, this once by itself")
             with while_placing(note):
                 attempt = ask(note.place, again).attempt
-            say(f"{note.name} goes on: attempt {attempt}")
+            say(f"{note.name} continues: attempt {attempt}")
             watching = Watch(folder, log.write, say)
             document = asyncio.run(_watch_to_end(watching, note, folder))
     except KeyboardInterrupt:
         if not stop:
-            say(f"{note.name} goes on without being watched")
+            say(f"{note.name} continues without being watched")
             raise
         document = _stop_and_fetch(watching, note, folder)
     finally:

@@ -58,7 +58,7 @@ def test_a_training_comes_back_with_its_record_and_one_that_was_killed_is_resume
     assert watching.wait(240) == 128 + signal.SIGKILL
     assert person.result("killed")["state"] == "failed"
     typed = person.types("resume", "killed")
-    assert "going on from" in typed.out
+    assert "resuming from" in typed.out
     assert "resumed after 2 steps" in typed.out
     found = person.result("killed")
     assert (found["state"], found["attempt"]) == ("succeeded", 2)
