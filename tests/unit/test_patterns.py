@@ -27,7 +27,7 @@ BOUNDED = {
     "tasks/tools.py": "docstrings of the user's own functions",
 }
 """Modules whose texts are short, and why."""
-LENGTH = 2000
+LENGTH = 4000
 SHORT_S = 0.01
 
 
