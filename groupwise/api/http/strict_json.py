@@ -17,9 +17,9 @@ from typing import Any
 DEEPEST = 64
 """Lists and objects inside each other, at most; the deepest request has a dozen."""
 
-MOST_LISTS, MOST_TEXTS = 200_000, 1_000_000
+MOST_LISTS, MOST_TEXTS = 500_000, 2_000_000
 """Lists and objects of a body together, and its texts; numbers stand in long lists and may be as many as there is room for."""
-MOST_KEYS = 20_000
+MOST_KEYS = 100_000
 """Limit on one object's keys, because each unknown one is reported."""
 LARGE = 256 * 1024
 """Bytes that are read beside everything else."""

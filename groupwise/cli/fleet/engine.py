@@ -79,7 +79,9 @@ class EngineOptions:
             "slots": self.slots,
             "gpus": self.gpus_per_job,
             "gpu_model": self.gpu_model,
-            "gpu_memory_mb": self.gpu_memory and megabytes("--gpu-memory", self.gpu_memory),
+            "gpu_memory_mb": None
+            if self.gpu_memory is None
+            else megabytes("--gpu-memory", self.gpu_memory),
             "options": [*of_slurm, *self.resource] or None,
             "address": self.address,
         }

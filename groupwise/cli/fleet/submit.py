@@ -30,8 +30,9 @@ def _retry_policy(word: str) -> dict[str, Any]:
     """Parse --retries: the number of retries for failures that may be the job's own fault, or `none`."""
     if word.strip().lower() == "none":
         return {"once": True}
-    if word.strip().isdecimal() and int(word[:9]) <= 100:
-        return {"charged": int(word)}
+    digits = word.strip()
+    if digits.isdecimal() and len(digits) <= 3 and int(digits) <= 100:
+        return {"charged": int(digits)}
     raise UsageError(f"--retries {word}: a whole number is expected, 0 to 100, or none.")
 
 
@@ -364,7 +365,9 @@ class JobOptions:
         limits = {
             "time_seconds": self.time_limit,
             "grace_seconds": self.grace,
-            "artefact_mb": self.output_limit and megabytes("--output-limit", self.output_limit),
+            "artefact_mb": None
+            if self.output_limit is None
+            else megabytes("--output-limit", self.output_limit),
             "artefact_files": self.output_files,
         }
         return {

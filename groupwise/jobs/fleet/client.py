@@ -88,6 +88,8 @@ class FleetClient:
     """One fleet. Use it as a context manager, or `close` it; one thread at a time."""
 
     is_local = False
+    tries = TRIES
+    """How often a request that changes nothing, or has a key, is sent before it fails."""
     """True if it answers in this process (`groupwise.jobs.fleet.local`)."""
 
     def __init__(
@@ -232,7 +234,7 @@ class FleetClient:
         return self._changed_all("retry", ids, tries=1)
 
     def _changed_all(
-        self, verb: str, ids: Sequence[str], *, tries: int = TRIES, **more: Any
+        self, verb: str, ids: Sequence[str], *, tries: int | None = None, **more: Any
     ) -> list[Document]:
         found: list[Document] = []
         for some in portions(ids):
@@ -254,7 +256,7 @@ class FleetClient:
             "status": None if status is None else list(status),
             "dry_run": dry_run,
         }
-        return self._json("POST", "/jobs/prune", body=body, tries=TRIES if dry_run else 1)
+        return self._json("POST", "/jobs/prune", body=body, tries=None if dry_run else 1)
 
     def wait(self, job_id: str) -> Document:
         """The job, once it has ended."""
@@ -567,10 +569,11 @@ class FleetClient:
         content: bytes | None = None,
         query: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
-        tries: int = TRIES,
+        tries: int | None = None,
         hurried: bool | None = None,
     ) -> httpx2.Response:
         """`hurried`: where no answer comes soon it may be asked again while the first one is still at work; None: a question may."""
+        tries = self.tries if tries is None else tries
         known = {name: value for name, value in (query or {}).items() if value is not None}
         require_passable(**known)
         require_passable(**(body or {}))
@@ -729,7 +732,7 @@ def _not_trusted(error: BaseException | None) -> ssl.SSLCertVerificationError | 
 
 def _part(name: str) -> str:
     """A name as one part of an address. Raises UsageError for one that would be another address."""
-    if name in ("", ".", ".."):
+    if name in ("", ".", "..") or "/" in name:
         raise UsageError(
             f"{name!r} is no id: those of jobs and names of machines begin with a letter or digit."
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +22,7 @@ from groupwise.jobs.fleet.api.app import ACTS_FOR, make_local_app
 from groupwise.jobs.fleet.api.serving import Folders, LocalServing
 from groupwise.jobs.fleet.client import Document, FleetClient, named_files
 from groupwise.jobs.fleet.download import Sum, Tell, tell_nobody
-from groupwise.jobs.fleet.notify.composite import doorbell_of
+from groupwise.jobs.fleet.notify.composite import SeveralDoorbells, doorbell_of
 from groupwise.jobs.fleet.settings import FleetPlace
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.verbs import machines
@@ -34,10 +34,19 @@ URL = "http://fleet"
 """Base of its addresses, which never leave the process."""
 
 
+class _OpenedWhenRung(SeveralDoorbells):
+    """Connects at the first ring, so that commands that only read make no connection. It is rung by routes, on the event loop."""
+
+    def ring(self, job_ids: Iterable[str]) -> None:
+        self.open()
+        super().ring(job_ids)
+
+
 class LocalFleet(FleetClient):
     """The fleet in a folder of this machine. The caller that opened the database closes it, after this."""
 
     is_local = True
+    tries = 1  # the database has already tried again
 
     def __init__(
         self,
@@ -50,7 +59,9 @@ class LocalFleet(FleetClient):
         """`user`: the name in the events of what is changed, as `user:ada`."""
         self.place, self.database, self.user = place, database, user
         # NATS is for programs: connecting takes longer than the other doorbells need to be heard.
-        self._doorbell = doorbell_of(place.folder, database, None, os.environ)
+        self._doorbell = _OpenedWhenRung(
+            doorbell_of(place.folder, database, None, os.environ).doorbells
+        )
         folders = Folders(place.logs, place.artefacts, BlobStore(place.blobs))
         serving = LocalServing(database, folders, self._doorbell, place.secrets)
         self._transport = InProcessTransport(make_local_app(serving, user))
@@ -87,5 +98,7 @@ class LocalFleet(FleetClient):
 
     def close(self) -> None:
         """Give the doorbell a moment to send what it has not sent yet, and end the application."""
-        self._transport.run(self._doorbell.close())
-        super().close()
+        try:
+            self._transport.run(self._doorbell.close())
+        finally:
+            super().close()

@@ -139,7 +139,7 @@ class WebhookOutlet:
         known = await self._settled_deliveries(new) if new else frozenset[int]()
         now = self._clock()
         for each in with_webhook:
-            if each.event_id in known | self._settled:
+            if each.event_id in known or each.event_id in self._settled:
                 continue
             trial = self._trials.setdefault(each.event_id, _Trial())
             place = self._to.setdefault(_place(each.webhook or ""), _Destination())

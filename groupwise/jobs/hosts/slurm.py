@@ -116,11 +116,11 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         try:
             return await self.run(arguments)
         except RunnerRefused as refusal:
+            message = refusal.message
+            if refusal.code == "unknown_program":
+                message += ". Jobs go to Slurm from a machine that has its programs: a login node"
             if self.tended:  # Slurm's programs are gone, and may be there again
-                raise HostUnreachable(refusal.message) from None
-            if refusal.code != "unknown_program":
-                raise
-            message = f"{refusal.message}. Jobs go to Slurm from a machine that has its programs: a login node"
+                raise HostUnreachable(message) from None
             raise RunnerRefused(refusal.code, message) from None
 
 

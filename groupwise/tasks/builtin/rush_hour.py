@@ -401,11 +401,11 @@ def _reachable(layout: Layout, start: State) -> Graph | None:
         cells |= masks[_place(start, car)]
     graph: Graph = {start: []}
     reached = [(start, cells)]
-    for state, steps in reached:  # grows as it is read
+    for state, occupied in reached:  # grows as it is read
         near = graph[state]
         for shift, masks, room in cars:
             place = state >> shift & 7
-            others = steps ^ masks[place]
+            others = occupied ^ masks[place]
             for step in (-1, 1):
                 to = place + step
                 while 0 <= to < room and not masks[to] & others:

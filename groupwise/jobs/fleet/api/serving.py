@@ -58,6 +58,7 @@ class Folders:
 class Serving(Shared):
     """State shared by all requests to one API."""
 
+    most_json = MOST_JSON
     role_words: Mapping[Role, str] = {role: word for word, role in ROLES.items()}
 
     def __init__(
@@ -67,7 +68,7 @@ class Serving(Shared):
         doorbell: Doorbell,
         allowed: AllowedSecrets = UNLESS_TOLD,
     ) -> None:
-        super().__init__(Limits(MOST_BODY, max_json_bytes=MOST_JSON))
+        super().__init__(Limits(MOST_BODY, max_json_bytes=self.most_json))
         self.database = database
         self.folders = folders
         self.doorbell = doorbell
@@ -88,10 +89,14 @@ class Serving(Shared):
 class LocalServing(Serving):
     """For callers of this process, who may know the database's name and what it said."""
 
+    most_json = MOST_BODY
+
     def refusal_of(self, error: Exception) -> Refusal | None:
-        """The same refusals, in the database's own words."""
+        """The same refusals, in the database's own words, and what the system said of files."""
         if isinstance(error, AwayError):
             return Refusal("database_away" if error.passing else "internal", error.message)
+        if isinstance(error, OSError):
+            return Refusal("internal", f"{type(error).__name__}: {error}")
         return super().refusal_of(error)
 
 

@@ -11,6 +11,7 @@ ODD = [
     *(f"vm clear-quarantine local {odd}" for odd in (BIG, DIGITS, "²", NO_UTF8)),
     *(f"vm {verb} {NO_UTF8}" for verb in ("show", "drain", "remove", "mark-lost --yes")),
     f"vm show {'x' * 100_000}",
+    *(f"{verb} a/b" for verb in ("show", "logs", "stop", "vm show")),
     *(f"vm set local --{what} {NO_UTF8}" for what in ("python", "workdir")),
     *(f"vm set vm-1 --{what}" for what in ("probe '", f"probe {NO_UTF8}", f"label {NO_UTF8}=1")),
     *(f"vm set vm-1 --{what} {BIG}" for what in ("cpu-slots", "deadman", "idle-memory-mb")),
