@@ -265,7 +265,7 @@ class EngineProcess:
         """See `Engine.lost`."""
         reason = await self.ended()
         if reason == _CLOSED:
-            await asyncio.Event().wait()  # `close` was called, so the end is not a loss and is not reported
+            await asyncio.Event().wait()  # after `close` it is no loss
         return EngineLost(reason)
 
     async def close(self) -> None:

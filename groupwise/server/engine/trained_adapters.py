@@ -339,7 +339,7 @@ class EngineModels:
                 if sampler is not None:
                     sampler.users += 1
                     self._samplers.remove(sampler)
-                    self._samplers.append(sampler)  # the least recently used sampler comes first and is replaced first
+                    self._samplers.append(sampler)  # the least recently used is first
                     return sampler
             await beat.wait()
 

@@ -65,7 +65,7 @@ class SamplingCalls:
         """Start a sample; returns the id of the call, and one id for each sequence."""
         sampler = self._opened.sampler(body.sampling_session_id)
         sequences = [f"{sampler.id}:{body.seq_id}:{index}" for index in range(body.num_samples)]
-        _order(body, await self._engine.base(sampler.base))  # a malformed request is refused at once
+        _order(body, await self._engine.base(sampler.base))  # refuse early
         return self.begin_sample(body), sequences
 
     def begin_sample(self, body: requests.Sample) -> str:

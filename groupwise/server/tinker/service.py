@@ -80,7 +80,7 @@ class VerbService:
                 except UsageError as error:
                     # Its number is not recorded as refused, as it would otherwise be: its model no longer exists.
                     self.futures.abandon(row.id, error)
-                except Exception as error:  # one client's bad call must not keep the server from starting
+                except Exception as error:  # must not keep the server from starting
                     logger.exception("the call %s of an earlier process cannot go on", row.id)
                     self.futures.abandon(row.id, UsageError(f"It cannot go on: {error}"))
 

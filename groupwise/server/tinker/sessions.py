@@ -49,7 +49,7 @@ class Model:
     id: str
     line: CallQueue
     spec: ModelSpec | None = None
-    """None until it has been made."""
+    """None until the model has been created."""
     ephemeral: list[Stored] = field(default_factory=list[Stored])
     updates: int = 0
     """Number of updates since its state was last kept."""
@@ -100,8 +100,7 @@ class Opened:
     # --- sessions --------------------------------------------------------------------------------
 
     async def create_session(self, idempotency_key: str | None, caller: str = "") -> str:
-        """Open a session and return its id. A repeated request, sent after a lost connection, has the same key and gets the same session.
-        """
+        """Open a session and return its id. A request repeated after a lost connection has the same key and gets the same session."""
         await self.end_silent_sessions()
         new = f"s-{secrets.token_hex(8)}"
         id = await self._ledger.do(calls.add_session, new, idempotency_key)
