@@ -244,7 +244,7 @@ class Conductor:
             self._changed.beat()
 
     async def _by_one_engine(self) -> bool:
-        """Take steps until the engine is lost (returns False), or the run is over or left (returns True)."""
+        """Take steps until the engine is lost, or the run is over or left; returns False if another engine should continue."""
         try:
             engine = self._engine or await self._recover()
             await self._ready()
