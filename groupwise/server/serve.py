@@ -305,6 +305,7 @@ class _Server:
 
         def end(number: int) -> None:
             if ending.is_set():
+                # The second signal ends the process by the default action.
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             ending.set()

@@ -92,7 +92,7 @@ class _Serving:
         try:
             while True:
                 loop.call_soon_threadsafe(self._take, self._line.receive())
-        finally:
+        finally:  # the connection has ended: end the whole process group, including this process
             os.killpg(0, signal.SIGKILL)
 
     def _take(self, message: Call | Cancel) -> None:
@@ -114,7 +114,7 @@ class _Serving:
     async def _answer(self, call: Call) -> None:
         try:
             answer = Answered(call.id, pack(await self._carry_out(call)))
-        except BaseException as error:  # belongs to the caller
+        except BaseException as error:  # raised in the caller, in the HTTP process
             # Callers receive only the error's message, so log the traceback of unexpected errors.
             if not isinstance(error, GroupwiseError | asyncio.CancelledError):
                 logger.error("`%s` failed in the engine", call.verb, exc_info=error)

@@ -112,7 +112,7 @@ class _Prepared(Prepared):
 
 
 class EngineCore:
-    """A `groupwise.server.engine.engine_protocol.Engine` that does what it says in this process."""
+    """A `groupwise.server.engine.engine_protocol.Engine` whose model and run are in this process."""
 
     def __init__(self) -> None:
         self._opened: _Open | None = None
@@ -292,7 +292,7 @@ class EngineCore:
         return tuple(rendered(tokenizer, [token]) for token in token_ids)
 
     def _ids(self, order: SampleOrder) -> tuple[int, ...]:
-        """The prompt's tokens. Raises WrongOrder if they are too many, or not the client's."""
+        """The prompt's tokens. Raises WrongOrder if there are too many, or if they differ from the client's."""
         prompt, current = order.prompt, self._current
         longest = current.longest_prompt
         try:
@@ -311,7 +311,7 @@ class EngineCore:
                     "prompt_too_long",
                 )
             ids = first_ids(current.run.tokenizer, prompt, (), order.columns)
-        except (TaskError, Unusable) as error:  # no tokens, or not what the chat template takes
+        except (TaskError, Unusable) as error:  # no tokens, or the chat template rejects them
             raise WrongOrder(str(error), "prompt") from None
         if order.prompt_ids is not None and order.prompt_ids != ids:
             raise WrongOrder(

@@ -282,7 +282,7 @@ class EngineProcess:
 
         if self._closing is None:
             self._closing = asyncio.create_task(end())
-        await asyncio.shield(self._closing)
+        await asyncio.shield(self._closing)  # a cancelled caller does not stop the end
 
     async def call(self, verb: str, *arguments: Any) -> Any:
         """Call a method of the engine by name, for engines with more methods than `Engine`.
@@ -324,7 +324,7 @@ class EngineProcess:
         """Start the engine, handle its messages while it lives, then fail all open calls with the reason of its end."""
         try:
             reason = self._run_process()
-        except BaseException as error:  # noqa: BLE001 — callers would wait for ever
+        except BaseException as error:  # noqa: BLE001 — callers would wait forever
             reason = f"The engine sent what cannot be read:\n{explain(error)}"
         self._outbox.put(None)
         if self._writer.ident is not None:

@@ -27,7 +27,7 @@ class EngineLost(RunError):
 
 
 OrderField = Literal["prompt", "prompt_ids", "max_tokens", "min_tokens", "temperature"]
-"""Fields of a `SampleOrder`, or of its `Sampling`, that a client may have got wrong."""
+"""Fields of a `SampleOrder`, or of its `Sampling`, that a `WrongOrder` can be about."""
 
 
 class WrongOrder(UsageError):
@@ -78,7 +78,7 @@ class Opened:
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends a completion."""
     inexact: str | None = None
-    """Why retrained steps may differ in their last bits (a GPU, another layout); None if they repeat exactly."""
+    """Why steps that are taken again may differ in their last bits (a GPU, another layout); None if they repeat exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class Engine(Protocol):
         ...
 
     async def save(self) -> Saved:
-        """Write a checkpoint of the steps done."""
+        """Save a checkpoint of the current step."""
         ...
 
     async def tokens_of(self, prompt: Prompt) -> tuple[int, ...]:

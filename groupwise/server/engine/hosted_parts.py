@@ -105,6 +105,7 @@ class EngineParts:
         folder = Path(order.folder)
         check_sent(folder)
         config = _read(order.kind, order.config)
+        # Only the base is compared: `order.base` is its fingerprint without an adapter.
         plain = config.model.model_copy(update={"adapter": None})
         if order.base is not None and (own := identity(plain)) != order.base:
             raise ModelError(

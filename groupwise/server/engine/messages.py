@@ -58,7 +58,7 @@ leave it half done, so it continues; if it outlasts its deadline, the engine is 
 
 
 class CallTimedOutError(RunError):
-    """The engine is well, but this call was not done by its deadline and has been given up. Ask for less, or again."""
+    """The engine is healthy, but this call was not done by its deadline and was cancelled. A smaller request may succeed."""
 
     code = "engine_call_timed_out"
 

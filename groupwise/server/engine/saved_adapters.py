@@ -4,7 +4,7 @@
     verbs/<model>/sampler_weights/<name>/  the adapter
     verbs/<model>/automatic/<call>/        adapter and optimiser after the call of that number; later calls are repeated from it
 
-`saved.json`, in each of the first two, describes what was saved; a folder appears whole or not at all.
+`saved.json`, in each of the first two, describes the saved weights; a folder is created completely or not at all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Saved:
 
 
 class SavedFolders:
-    """All that was saved on a server."""
+    """The weights saved on a server: paths, descriptions and deletion."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -80,8 +80,8 @@ class SavedFolders:
             atomic_files.remove_folder(self.place(stored))
 
     def forget_automatic(self, model: str, *, before: int | None = None) -> None:
-        """Delete all automatic states of a model. With `before`, only states older than that call, and of these the newest `AUTOMATIC_KEPT
-        - 1` stay.
+        """Delete the automatic states of a model. With `before`, only those of earlier calls are deleted, and so many stay that
+        `AUTOMATIC_KEPT` remain, counting the state of that call.
         """
         folder = self._of(model) / AUTOMATIC
         if before is None:

@@ -44,7 +44,7 @@ class Gate:
         self._empty.clear()
 
     def leave(self) -> None:
-        """Count one request out."""
+        """Leave the gate; the last request to leave lets `close` return."""
         self.inside -= 1
         if not self.inside:
             self._busy += time.perf_counter() - self._since
@@ -72,7 +72,7 @@ class Phase(Progress):
     """A step's current phase, for status requests to the engine; nothing is displayed or written."""
 
     def __init__(self, run: str, max_steps: int) -> None:
-        self._nowhere = open(os.devnull, "w")  # noqa: SIM115 — closed with the view
+        self._nowhere = open(os.devnull, "w")  # noqa: SIM115 — closed by `close`
         super().__init__(run, max_steps, stream=self._nowhere)
         self.name = "loading"
 

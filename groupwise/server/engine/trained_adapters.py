@@ -351,7 +351,7 @@ class EngineModels:
         fitting = [each for each in idle if each.shape == shape]
         full = len(self._samplers) >= SAMPLERS
         if full and fitting and saved is not None:
-            sampler = fitting[0]
+            sampler = fitting[0]  # same shape: only its weights are replaced
         else:
             if full:
                 self._samplers.remove(idle[0])

@@ -104,6 +104,7 @@ class UnderWay:
         while (key := caller.answer_key) and (first := self._first.get(_name(caller, key))):
             body_hash, answer = first
             _check_body(key, body_hash)
+            # Several requests may wait for this future, so one that is cancelled must not cancel it.
             if (given := await asyncio.shield(answer)) is not None:
                 return given
         return None

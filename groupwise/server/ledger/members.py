@@ -215,6 +215,7 @@ def settle_overdue(transaction: Transaction) -> list[GroupRow]:
     )
     settled: list[GroupRow] = []
     for (group,) in overdue:
+        # `accept_rewards` refuses a group whose lease has expired.
         lease_end = transaction.uptime + GRACE
         transaction.execute("UPDATE groups SET lease_end = ? WHERE id = ?", (lease_end, group))
         row = read_group(transaction, group)

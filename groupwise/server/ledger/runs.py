@@ -24,7 +24,7 @@ class RunRow:
     run: str
     folder: str
     settings: dict[str, Any]
-    """Settings as the client posted them."""
+    """Settings as posted by the client."""
     config: dict[str, Any]
     """Config as given to the engine."""
     state: RunState

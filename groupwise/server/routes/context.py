@@ -201,8 +201,8 @@ class RequestContext:
         """Answer with the result of `work`. A request with an Idempotency-Key that was answered before, or is being answered, gets that
         answer instead.
 
-        `wait_on`: for requests that may wait after their work is done. For a repeated request it waits again, and updates the stored
-        answer.
+        `wait_on`: for requests that may wait after their work is done. For a repeated request it waits again, and builds
+        the answer from the stored one.
         """
         if (given := await self.serving.under_way.answer(self.caller)) is not None:
             return response_of(given, replayed=True)

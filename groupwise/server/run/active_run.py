@@ -100,5 +100,5 @@ class Current:
         return Versions(row.run, folder, steps, published, named_checkpoints, tokenizer_folder)
 
     def tokenizer_folder(self, tokenizer_hash: str) -> Path:
-        """Folder in which a tokenizer is kept, so that it can be served without an engine."""
+        """Folder with the files of a tokenizer, stored so that it can be served without an engine."""
         return self.config.folder / TOKENIZERS / tokenizer_hash

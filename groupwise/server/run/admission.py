@@ -157,7 +157,7 @@ class Admission:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(first):
-                    await asyncio.shield(waiting.let_in)
+                    await asyncio.shield(waiting.let_in)  # a timeout must not cancel it
             under_way = self._traffic.under_way + self.sampling + self._expected()
             if not waiting.let_in.done() and not under_way:
                 raise TimeoutError  # nothing can bring the draw's turn nearer

@@ -186,7 +186,7 @@ def _echo(given: GroupRewards) -> Echo:
 
 
 def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
-    """Compare the texts sent along with an id to what was sampled, as far as that is still kept."""
+    """Compare the texts sent along with an id to the sampled ones, if these are still stored."""
     assert given.group_id is not None
     record = groups.read_record(transaction, members.named(given.group_id).group)
     if record is None or (given.prompt, given.completions, given.completion_tokens) == (None,) * 3:

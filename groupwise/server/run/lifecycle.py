@@ -73,7 +73,7 @@ class StartStop:
     # --- starting --------------------------------------------------------------------------------
 
     async def go_on(self) -> None:
-        """Resume the run that was active when the server ended; in the background, because it takes a while."""
+        """Resume the run that was active when the last server ended; in the background, because it takes a while."""
         known = await self._ledger.do(runs.list_runs)
         self._current.latest = known[-1] if known else None
         active = await self._ledger.do(runs.active_run)

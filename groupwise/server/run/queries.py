@@ -47,7 +47,7 @@ class Queries:
         if row is None:
             return StatusAnswer(phase="idle")
         versions = await asyncio.to_thread(lambda: self._current.versions(row).steps())
-        # Read last, so that it is at least as new as the phase.
+        # Read the ledger last, right before the phase, so that the two match.
         snapshot = await self._ledger.do(ledger_operations.snapshot_of, row.run)
         return status_of(
             snapshot, conductor, self._periodic.probed, versions, self._supervisor.restarts

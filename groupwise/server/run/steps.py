@@ -59,8 +59,8 @@ def plan_when_due(
     """The plan of the next step: a waiting one, or a new one as soon as `size` groups are rewarded; None: no step is due.
 
     Without `size` no plan is made automatically. Groups that have become too old for the policy are marked as stale first. If more groups
-    are rewarded than a step takes, those with the lowest draws come first; a plan is always sorted by draw, regardless of the order of the
-    rewards.
+    are rewarded than a step takes, those with the lowest draws come first; the new plan is sorted by draw, not by the order
+    of the rewards.
     """
     waiting = pending_plan(transaction, run)
     if waiting is not None:

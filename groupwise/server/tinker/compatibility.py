@@ -358,7 +358,7 @@ INTERNAL: tuple[tuple[str, str, str], ...] = (
     ("POST", "/retrieve_futures", "each answer is fetched by itself"),
     ("POST", "/join_sampling_session", "copies of a sampling client number themselves"),
 )
-"""Routes that the client calls only if a server tells it to; this server does not."""
+"""Routes that the client calls only if the server enables them; this server does not."""
 
 
 def refused_route(method: str, path: str) -> Unsupported | None:

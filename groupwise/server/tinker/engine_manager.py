@@ -262,7 +262,7 @@ class Host:
         if call is not None and model in self._models:
             self._models[model].kept = call
 
-    # --- what was saved --------------------------------------------------------------------------
+    # --- saved weights ---------------------------------------------------------------------------
 
     async def drop_sampler(self, stored: Stored) -> None:
         """See `VerbEngine.drop_sampler`."""
@@ -290,7 +290,7 @@ class Host:
     # --- engines ---------------------------------------------------------------------------------
 
     async def _of(self, model: str, verb: str | None, *arguments: Any) -> Any:
-        """Run a verb on a model, wherever the model is; without a verb only make sure that it is in an engine."""
+        """Run a verb on a model, after recreating it in an engine if necessary; without a verb only recreate it."""
         losses = 0
         while True:
             if model not in self._models:

@@ -84,7 +84,7 @@ class Verbs:
 
 
 class InFront:
-    """Routes requests to the verbs, and all others to the application behind them."""
+    """Routes requests below `PREFIX` to the verbs, and all others to the wrapped application."""
 
     def __init__(
         self, app: ASGIApp, service: VerbService, serving: Serving, keys: Keyring | None

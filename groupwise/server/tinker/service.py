@@ -78,7 +78,7 @@ class VerbService:
                 try:
                     self._begin_again(row)
                 except UsageError as error:
-                    # Its number is not recorded as refused, as it would otherwise be: its model no longer exists.
+                    # A refused request has taken its number again, so `abandon` does nothing. A call whose model is gone fails here.
                     self.futures.abandon(row.id, error)
                 except Exception as error:  # must not keep the server from starting
                     logger.exception("the call %s of an earlier process cannot go on", row.id)

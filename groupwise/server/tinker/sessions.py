@@ -86,7 +86,7 @@ class Opened:
     def restore(
         self, sessions: Sequence[str], models: Sequence[ModelRow], samplers: Sequence[SamplerRow]
     ) -> None:
-        """Load what clients opened in earlier processes."""
+        """Load the sessions, models and samplers of earlier processes."""
         for id in sessions:
             self._sessions[id] = Session(id, self._clock())
         for row in models:

@@ -66,6 +66,7 @@ class TrainingCalls:
         return model.id, model.line.submit(0, content_of(body), make, kind_of(body))
 
     async def _make(self, model: Model, spec: ModelSpec) -> None:
+        # Their models may occupy the room that this one needs.
         await self._opened.end_silent_sessions()
         await self._engine.create_model(model.id, spec)
         await self._ledger.do_when_writable(
@@ -74,7 +75,7 @@ class TrainingCalls:
         model.spec = spec
 
     async def info(self, model: str) -> dict[str, Any]:
-        """Describe a model that has been made, for the client."""
+        """Describe a created model for the client."""
         found = self._opened.model(model)
         if found.spec is None:
             raise NotThere(f"The model {model} has not been made yet.")
