@@ -5,8 +5,9 @@ group to be sampled, and each call with that name gets the group's next member, 
 group. A completion is named after its group and position: `g-<id>-<position>`. Its reward is stored here, on disk before it is
 acknowledged; with the reward of the last member the group itself is rewarded, as if one client had posted all rewards. If the lease ends
 first, the group is rewarded with the existing rewards, and members without one count as failed: an acknowledged reward is never lost.
-Otherwise it is an ordinary group: it is opened with all of its members, moves along `group_states.TABLE`, and can be rewarded as a whole by
-a client that knows all of them.
+
+In all other respects it is an ordinary group: it is opened with all of its members, moves along `group_states.TABLE`, and can be rewarded
+as a whole by a client that knows all of them.
 """
 
 from __future__ import annotations

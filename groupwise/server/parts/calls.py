@@ -1,9 +1,9 @@
 """The calls of some parts: each is done once, even if it is sent several times, and the learner's calls are done in order.
 
-A call continues whether or not its client waits. Its answer is kept until the client has it. Calls in the order name an earlier call in
-`after`; their answers are kept until a later call names the same or a higher number. Any other call may be done twice without harm, and its
-answer is kept for some time after delivery. Everything is in memory and ends with the engine, which holds all the state that the calls have
-changed.
+A call continues whether or not its client waits. Its answer is kept until the client has it. Ordered calls (the learner's) name an earlier
+call in `after`; their answers are kept until a later call names the same or a higher number. Any other call may be done twice without harm,
+and its answer is kept for some time after delivery. Everything is in memory and ends with the engine, which holds all the state that the
+calls have changed.
 """
 
 from __future__ import annotations
