@@ -1,4 +1,4 @@
-"""The training server's application: the routes of ask/post, and of further protocols beside them."""
+"""The training server's application: the routes of ask/post, and of further protocols."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def make_app(
     also: Sequence[Route] = (),
     before: Mapping[str, Any] | None = None,
 ) -> FastAPI:
-    """The application. `also`: routes of further protocols; `before`: what the document says of those that are answered before this
-    application (`tags`, `paths`, `components`). Its `state.shared` is a `Serving`."""
+    """Create the application. `also`: routes of further protocols; `before`: additions to the OpenAPI document for routes that are handled
+    in front of this application (`tags`, `paths`, `components`). Its `state.shared` is a `Serving`.
+    """
 
     async def who(headers: Mapping[str, str]) -> Caller:
         return caller_of(keys, headers)

@@ -1,12 +1,12 @@
 """`groupwise serve`: one process that listens, keeps the ledger, and drives the engine.
 
-It locks the folder against a second server; binds the address, so that a port in use is reported before anything is loaded; lets the
-service open what the last server left; then answers. Two tasks run beside the requests: one writes the events of the run into the log,
-the other starts the run of `--start-with`.
+It locks the folder against a second server; binds the address, so that a port in use is reported before anything is loaded; opens the run
+and sessions that the last server left; then answers requests. Two background tasks run at the same time: one writes the run's events to the
+log, the other starts the run of `--start-with`.
 
 The first SIGTERM or Ctrl-C ends it cleanly: it is no longer ready, refuses new work, and ends streams; the service answers waiting
-requests, saves, and ends the engine; at last the connections are closed. All of that may take `shutdown_seconds`. The second signal ends
-it at once, which loses work, but leaves the ledger correct.
+requests, saves, and ends the engine; finally the connections are closed. All of that may take `shutdown_seconds`. The second signal ends
+the process at once, which loses work but leaves the ledger correct.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ logger = logging.getLogger(__name__)
 
 ENGINE = "groupwise.server.engine.core:EngineCore"
 LEDGER = "server.db"
-"""File of the output folder."""
+"""File name of the ledger in the output folder."""
 LEAST_FOR_CONNECTIONS = 1.0
-"""Seconds for connections to be closed, however long the service has taken."""
+"""Minimum number of seconds for closing connections, regardless of how long the service has taken."""
 EVENTS_AT_ONCE = 100
 LONGEST_WAIT = 60.0
 WARNINGS = frozenset(
@@ -73,7 +73,7 @@ WARNINGS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The services that answer requests: ask/post, and the protocols beside it."""
+    """The services that answer requests: ask/post, and the further protocols."""
 
     service: ServiceLike
     openai: OpenAIService | None = None
@@ -81,7 +81,7 @@ class Built:
     parts: PartsService | None = None
 
     async def begin(self) -> None:
-        """Open what the last server left."""
+        """Open the runs and sessions that the last server left."""
         await self.service.begin()
         if self.verbs is not None:
             await self.verbs.begin()
@@ -89,7 +89,7 @@ class Built:
             await self.parts.begin()
 
     async def shut_down(self, seconds: float) -> None:
-        """Save, and end the engines."""
+        """End the parts, the verbs and the run. The run is saved within `seconds`."""
         if self.parts is not None:
             await self.parts.shut_down()
         if self.verbs is not None:
@@ -97,7 +97,7 @@ class Built:
         await self.service.shut_down(seconds)
 
     def application(self, config: ServerConfig, keys: Keyring | None) -> tuple[Serving, ASGIApp]:
-        """All routes."""
+        """The application with all routes, and its shared state."""
         of_openai = openai_routes(self.openai) if self.openai is not None else ()
         of_parts = parts_routes(self.parts) if self.parts is not None else ()
         of_verbs = document() if self.verbs is not None else None
@@ -112,14 +112,14 @@ class Built:
 
 Build = Callable[[ServerConfig], Awaitable[Built]]
 InFrontOf = Callable[[ASGIApp, Serving], ASGIApp]
-"""Puts something before all routes: it answers what is its own, and passes the rest on."""
+"""Wraps all routes in another application that handles its own requests and passes on the others."""
 
 
 async def build_service(config: ServerConfig, factory: str = ENGINE) -> Built:
-    """The services over the folder of these settings, which have not begun. Engines are processes of their own, made by `factory`."""
+    """Create the services for the folder of these settings, without starting them. Engines are separate processes, created by `factory`."""
 
     def log_warnings(record: logging.LogRecord) -> None:
-        """The rest is in the run's own log, and steps have lines here."""
+        """Log only warnings of the engine: the rest is in the run's own log, and the conductor logs the steps."""
         if record.levelno >= logging.WARNING:
             log_here(record)
 
@@ -174,7 +174,7 @@ def serve(
     build: Build = build_service,
     in_front: InFrontOf | None = None,
 ) -> int:
-    """Serve until a signal comes; returns the exit code. Raises UsageError if it cannot begin, or `start_with` is refused."""
+    """Serve until a signal arrives; returns the exit code. Raises UsageError if it cannot start, or `start_with` is refused."""
     check_tls(config.tls_certificate, config.tls_key)
     lock = _take(config.folder)
     handler = configure(config.log_format)
@@ -187,7 +187,7 @@ def serve(
 
 
 def read_start(path: Path) -> StartRequest:
-    """The run that `--start-with` describes. Raises ConfigError with every problem and its line."""
+    """Read the run of `--start-with`. Raises ConfigError with every problem and its line."""
     tree = read_yaml(path)
     problems = list(tree.problems)
     try:
@@ -217,7 +217,7 @@ def _take(folder: Path) -> RunLock:
 
 
 class _Server:
-    """A running server, from its first request to its last."""
+    """A running server, from start to shutdown."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class _Server:
         """Why `start_with` was refused."""
 
     async def run(self) -> int:
-        """Serve until the end; returns the exit code."""
+        """Serve until the server ends; returns the exit code."""
         built = await self._build(self._config)
         await built.begin()
         serving, answers = built.application(self._config, self._keys)
@@ -305,6 +305,7 @@ class _Server:
 
         def end(number: int) -> None:
             if ending.is_set():
+                # The second signal ends the process by the default action.
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             ending.set()
@@ -359,7 +360,7 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def _log_events(service: ServiceLike) -> None:
-    """A line for each event but steps, which have their own."""
+    """Log one line for each event except steps, which the conductor logs."""
     after = await service.last_event()
     while True:
         for event in await service.events(after, EVENTS_AT_ONCE):

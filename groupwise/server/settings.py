@@ -1,8 +1,8 @@
-"""Settings of a server: the keys of `groupwise serve`, and the four places where they may stand.
+"""Settings of a server: the keys of `groupwise serve`, and the four sources that they are read from.
 
-Defaults come first; a YAML file (`--config`) is laid over them, then variables of the environment (`GROUPWISE_SERVE_PORT=8001`), then
-options and `key=value` words of the command line. The API keys are no settings: a plain one stands in `GROUPWISE_API_KEY`, hashes of others
-in the key file, and none of them on a command line, where every user of the machine could read it.
+Defaults come first; then a YAML file (`--config`), environment variables (`GROUPWISE_SERVE_PORT=8001`), and options and `key=value`
+arguments of the command line override them, in this order. The API keys are not settings: a plain key is read from `GROUPWISE_API_KEY`,
+hashes of others from the key file, and none of them from the command line, where every user of the machine could read it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from groupwise.core.settings.tree import Tree, read_yaml
 from groupwise.core.settings.validation import validate
 
 ENVIRONMENT = "GROUPWISE_SERVE_"
-"""Beginning of the variables that are settings."""
+"""Prefix of the environment variables that are settings."""
 MIB = 1 << 20
 
 RIGHT_WAYS = (
     f"put a key into the variable {VARIABLE}, which the clients read too; or make one with `groupwise serve --new-key ROLE`, "
     "write the line that it prints into a file, and name the file with key_file."
 )
-"""How a server gets its keys."""
+"""The supported ways to give a server its keys, for messages."""
 
 
 class ServerConfig(Strict):
@@ -124,7 +124,7 @@ class ServerConfig(Strict):
     log_format: Literal["text", "json"] = setting("text", "Lines for people, or for programs.")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Settings that do not go together."""
+        """Combinations of settings that contradict each other."""
         if (self.tls_certificate is None) != (self.tls_key is None):
             there, missing = "tls_certificate", "tls_key"
             if self.tls_certificate is None:
@@ -142,12 +142,12 @@ class ServerConfig(Strict):
 
     @property
     def is_local(self) -> bool:
-        """True if only this machine can reach it."""
+        """True if only this machine can reach the server."""
         return is_loopback(self.host)
 
     @property
     def scheme(self) -> str:
-        """Scheme of its address."""
+        """URL scheme of the server's address."""
         return "https" if self.tls_certificate else "http"
 
 
@@ -157,9 +157,9 @@ def read_settings(
     options: Mapping[str, Any],
     words: Sequence[str],
 ) -> ServerConfig:
-    """The settings of a server. Raises ConfigError with everything that is wrong, each with its place.
+    """Read the settings of a server. Raises ConfigError with every error and its source.
 
-    `options` are those of the command line that were given, by their key.
+    `options`: the command-line options that were given, by setting.
     """
     tree = Tree("settings") if config is None else read_yaml(config)
     lay_environment_over(tree, environment, ServerConfig, ENVIRONMENT)
@@ -170,9 +170,10 @@ def read_settings(
 
 
 def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keyring | None:
-    """The keys that the server accepts; None: there are none, and only this machine can ask.
+    """The keys that the server accepts; None: there are none, and only this machine can send requests.
 
-    Raises UsageError where others could, ConfigError for a key file that cannot be read.
+    Raises UsageError if there is no key but other machines can reach the server, ConfigError if the key file holds no key or cannot be
+    read.
     """
     plain = environment.get(VARIABLE)
     stored = () if config.key_file is None else read_keys_in(Path(config.key_file).expanduser())

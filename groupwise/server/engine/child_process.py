@@ -1,12 +1,12 @@
 """The engine's process: `python -m groupwise.server.engine.child_process FD FACTORY PARENT LOG_LEVEL BEAT_SECONDS`.
 
-An event loop in the main thread makes the engine (FACTORY, `package.module:function` or a class, gives an
-`engine_protocol.Engine`) and answers calls of it on the socket FD, each in a task of its own. A thread reads the socket, so that its end is
-noticed whatever the loop is doing: then the parent is gone, or wants this process to be, and the whole process group ends at once. The
-beats come from the loop, so that one that hangs is silent.
+The event loop in the main thread creates the engine and answers calls from the socket FD, each in its own task. FACTORY is
+`package.module:function` or a class and returns an `engine_protocol.Engine`. A separate thread reads the socket, so the end of the
+connection is noticed even if the loop is busy or hangs. The end means that the parent is gone or wants this process to stop, and the whole
+process group is killed at once. Beats are sent by the event loop, so a loop that hangs sends none.
 
-The kernel ends this process with its parent, too, and a guard ends all that it has started with it. Ctrl-C and SIGTERM go
-unheeded: a terminal or a service manager sends them to every process, and the parent ends this one when it is time.
+The kernel ends this process when its parent dies, and a guard then ends all processes that it started. Ctrl-C and SIGTERM are ignored: a
+terminal or a service manager sends them to every process, and the parent ends this process when it is ready to.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger(
 
 
 def main(descriptor: int, factory: str, parent: int, log_level: int, beat_every: float) -> NoReturn:
-    """Be the engine until the connection ends."""
+    """Serve the engine until the connection ends."""
     tie_to_parent(parent, os.environ[MARK])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignore_signal)
@@ -62,11 +62,11 @@ def main(descriptor: int, factory: str, parent: int, log_level: int, beat_every:
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """A function and not SIG_IGN, which programs that the engine starts would inherit."""
+    """Ignore the signal. A function rather than SIG_IGN, because programs that the engine starts would inherit SIG_IGN."""
 
 
 class _Serving:
-    """The calls that are under way."""
+    """The calls in progress."""
 
     def __init__(self, line: MessageChannel, beat_every: float) -> None:
         self._line = line
@@ -76,12 +76,12 @@ class _Serving:
         self._progress = 0
 
     async def forever(self, factory: str) -> None:
-        """Make the engine and answer calls; returns only where it cannot be made."""
+        """Create the engine and answer calls; returns only if the engine cannot be created."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop,), daemon=True).start()
         try:
             self._engine = load(factory, kind="engine", instantiate=False).object()
-        except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
+        except BaseException as error:  # noqa: BLE001 — any error is reported to the parent
             self._send(Failed(MAKING, pack_error(error)))
             return
         while True:
@@ -92,7 +92,7 @@ class _Serving:
         try:
             while True:
                 loop.call_soon_threadsafe(self._take, self._line.receive())
-        finally:
+        finally:  # the connection has ended: end the whole process group, including this process
             os.killpg(0, signal.SIGKILL)
 
     def _take(self, message: Call | Cancel) -> None:
@@ -108,14 +108,14 @@ class _Serving:
     def _over(self, number: int, task: asyncio.Task[None]) -> None:
         del self._tasks[number]
         self._progress += 1
-        if task.cancelled():  # before it began, so that no caller was answered
+        if task.cancelled():  # cancelled before it started, so `_answer` has sent nothing
             self._send(Failed(number, pack_error(asyncio.CancelledError())))
 
     async def _answer(self, call: Call) -> None:
         try:
             answer = Answered(call.id, pack(await self._carry_out(call)))
-        except BaseException as error:  # belongs to the caller
-            # Callers get errors in words only, so log the traceback of any that was not raised on purpose.
+        except BaseException as error:  # raised in the caller, in the HTTP process
+            # Callers receive only the error's message, so log the traceback of unexpected errors.
             if not isinstance(error, GroupwiseError | asyncio.CancelledError):
                 logger.error("`%s` failed in the engine", call.verb, exc_info=error)
             answer = Failed(call.id, pack_error(error))
@@ -126,7 +126,7 @@ class _Serving:
         work = attrgetter(call.verb)(self._engine)(*arguments)
         if call.verb not in CANCELLED_VERBS:
             return await work
-        limit = asyncio.timeout_at(call.deadline)  # loops of asyncio go by time.monotonic
+        limit = asyncio.timeout_at(call.deadline)  # asyncio's event loops use time.monotonic
         try:
             async with limit:
                 return await work

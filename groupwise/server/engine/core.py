@@ -1,8 +1,9 @@
-"""The real engine: a model with its sampler and learner, and one run, which takes the steps that its driver plans.
+"""The real engine: a model with its sampler and learner, and one run that takes the steps that its driver plans.
 
-It is opened once, hosts that run until its process ends, and owns no maths: a step is `groupwise.training.loops.rl.take_step`, completions
-come from the same `sample_group` as in `groupwise rl`, with seeds that follow from the draw. What it leaves on the disk is an ordinary run
-folder. It does not track what clients did: its driver has that on disk, and asks again for what came after the last checkpoint.
+The engine is opened once, hosts one run until its process ends, and contains no maths of its own: a step is
+`groupwise.training.loops.rl.take_step`, and completions come from the same `sample_group` as in `groupwise rl`, with seeds derived from the
+draw. It writes an ordinary run folder. It does not track client requests: its driver has them on disk and repeats those that came after the
+last checkpoint.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ INCOMPLETE = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A run that is open, and what it was made of."""
+    """An open run and the parts that it was built from."""
 
     run: ServedRun
     prepared: _Prepared
@@ -111,22 +112,22 @@ class _Prepared(Prepared):
 
 
 class EngineCore:
-    """A `groupwise.server.engine.engine_protocol.Engine` that does what it says in this process."""
+    """A `groupwise.server.engine.engine_protocol.Engine` whose model and run are in this process."""
 
     def __init__(self) -> None:
         self._opened: _Open | None = None
         self._scope = AsyncExitStack()
         self._sampled_tokens = 0
         self._fresh_tokens = 0
-        """Since the last step."""
+        """Tokens sampled since the last step."""
         self._undone: dict[int, dict[str, float]] = {}
-        """Metrics of steps that were committed after the checkpoint."""
+        """Metrics, by step, of steps that were committed after the checkpoint and are undone by resuming from it."""
         self._oldest = 0
-        """Steps of the oldest checkpoint that is kept."""
+        """Step count of the oldest checkpoint that is kept; 0 if there is none."""
         self.models = EngineModels(self._shared_model, self._scope)
-        """Models trained beside the run, or without one."""
+        """Models trained alongside the run, or without one."""
         self.parts = EngineParts(self._scope)
-        """Parts for a loop that runs elsewhere, in an engine without a run."""
+        """Sampler and learner for a training loop in another process, in an engine without a run."""
         self._turn = asyncio.Lock()
         """Held while the run is changed: one step, save or end at a time."""
 
@@ -164,7 +165,7 @@ class EngineCore:
             restore_checkpoint(run, prepared, resumption)
         elif order.start_from is not None:
             run.learner.load(order.start_from)
-            save_checkpoint(run)  # from now on it needs no other run's
+            save_checkpoint(run)  # from now on it does not need the other run's checkpoint
         await publish(run, run.policy.version)
         run.gate.open()
         progress.phase("ready")
@@ -200,7 +201,7 @@ class EngineCore:
     def _folder(
         self, prepared: _Prepared, point: ResumePoint | None
     ) -> tuple[RunFolder, _Prepared]:
-        """The run's folder, held until the engine ends, with the adapter in it that a new run goes on with."""
+        """The run's folder, locked until the engine ends. The adapter that a new run starts from is copied into it."""
         adapter = prepared.config.model.adapter
         noted = {
             "kind": KIND,
@@ -213,7 +214,7 @@ class EngineCore:
 
         def release() -> None:
             folder.close()
-            if point is None and self._opened is None:  # a new run that could not begin
+            if point is None and self._opened is None:  # a new run that could not start
                 atomic_files.remove_folder(folder.path)
 
         self._scope.callback(release)
@@ -253,7 +254,7 @@ class EngineCore:
         params = self._params(order, len(ids))
         training = run.config.training
         seed, draw = training.seed, order.draw
-        if order.sampling.seed is not None:  # the same completions, whatever the draw
+        if order.sampling.seed is not None:  # the same completions, for any draw
             seed, draw = order.sampling.seed, 0
         members = range(order.members or training.num_generations)
         seeds = [member_seed(seed, draw, member) for member in members]
@@ -291,13 +292,13 @@ class EngineCore:
         return tuple(rendered(tokenizer, [token]) for token in token_ids)
 
     def _ids(self, order: SampleOrder) -> tuple[int, ...]:
-        """The prompt's tokens. Raises WrongOrder if they are too many, or not the client's."""
+        """The prompt's tokens. Raises WrongOrder if there are too many, or if they differ from the client's."""
         prompt, current = order.prompt, self._current
         longest = current.longest_prompt
         try:
             if not isinstance(prompt, str):
                 prompt = messages_of(prompt)
-            # Tokenising megabytes takes seconds while others wait, so what cannot be short enough is refused before.
+            # Tokenising megabytes takes seconds and blocks other requests, so reject by length in characters first.
             texts = (
                 [prompt] if isinstance(prompt, str) else [str(each["content"]) for each in prompt]
             )
@@ -310,7 +311,7 @@ class EngineCore:
                     "prompt_too_long",
                 )
             ids = first_ids(current.run.tokenizer, prompt, (), order.columns)
-        except (TaskError, Unusable) as error:  # no tokens, or not what the chat template takes
+        except (TaskError, Unusable) as error:  # no tokens, or the chat template rejects them
             raise WrongOrder(str(error), "prompt") from None
         if order.prompt_ids is not None and order.prompt_ids != ids:
             raise WrongOrder(
@@ -329,7 +330,7 @@ class EngineCore:
         return ids
 
     def _params(self, order: SampleOrder, prompt_length: int) -> SamplingParams:
-        """The run's sampling settings with those of the order over them. Raises UsageError for what cannot be."""
+        """The run's sampling settings, overridden by those of the order. Raises UsageError for impossible combinations."""
         current, wanted = self._current, order.sampling
         if order.trains:
             _refuse_unlearnable(wanted)
@@ -370,7 +371,7 @@ class EngineCore:
                 )
             run.timings = Timings()
             shaped = [run.algorithm.shaped(group, run.longest_completion) for group in plan.groups]
-            # What was sampled since the step before, which may be groups of later ones.
+            # Everything sampled since the previous step; this may include groups of later steps.
             tokens, self._fresh_tokens = self._fresh_tokens, 0
             batch = StepBatch(shaped, sampling=run.gate.busy(), sampled_tokens=tokens)
             with run.taking_a_step():
@@ -455,7 +456,7 @@ class EngineCore:
         return Probe(self._opened.progress.name, memory, run.gate.inside, self._sampled_tokens)
 
     async def lost(self) -> EngineLost:
-        """See `Engine.lost`: what runs in this process ends with it."""
+        """See `Engine.lost`: anything that runs in this process ends with the process, so this never returns."""
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
@@ -471,7 +472,7 @@ class EngineCore:
 def _committed_steps(
     point: ResumePoint | None,
 ) -> tuple[tuple[StepRecord, ...], dict[int, dict[str, float]]]:
-    """All steps that a run has committed, and the metrics of those that are about to be undone."""
+    """All steps that a run has committed, and the metrics of those that resuming will undo."""
     if point is None:
         return (), {}
     with Store.open(point.path / RECORD, readonly=True) as store:
@@ -481,7 +482,7 @@ def _committed_steps(
 
 
 def _prepare(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
-    """Everything that can be wrong with a config is found here, before the model is loaded."""
+    """Check everything in a config that can be wrong before the model is loaded."""
     config = loaded.config
     check_start(loaded)
     tokenizer = prefork.load_tokenizer(config.model)

@@ -1,11 +1,12 @@
-"""The engine as the HTTP process sees it: a process that it starts, calls, watches and ends.
+"""The engine as the HTTP process sees it: a child process that it starts, calls, monitors and ends.
 
-Two threads serve the calling event loop, so that neither can hold the other up. One starts the process, reads its messages and watches
-it until it is gone; it lives as long as the process does, because the kernel sends the parent-death signal when the parent's thread ends.
-The other writes, since an engine that does not read would block the writer. Futures connect them with the callers.
+Two threads serve the calling event loop, so neither can block the other. The first starts the process, reads its messages and monitors it
+until it is gone. This thread lives as long as the process, because the kernel sends the parent-death signal when the parent's thread ends.
+The second thread writes, because an engine that does not read would block the writer. Futures connect both threads with the callers.
 
-However the process ends (it crashed, it was killed, its event loop was silent, a call outlasted its deadline, `close`), first everything
-that it started is killed and it is reaped; then every call fails with `EngineLost` and the reason, so a successor may start at once.
+The process may end in several ways: it crashed, it was killed, its event loop was silent, a call outlasted its deadline, or `close` was
+called. In each case its descendants are killed and the process is reaped first; only then does every call fail with `EngineLost` and the
+reason. A successor may therefore start at once.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ from groupwise.server.engine.messages import (
 
 LIMITS: Mapping[str, float] = {
     "open": 1800.0,  # loads a model, perhaps from the hub or a slow disk, and starts ranks
-    "sample": 600.0,  # a long group on a CPU, behind a full set of slots
+    "sample": 600.0,  # a long group on a CPU, queued while all slots are in use
     "models.open": 1800.0,  # as open
     "models.sample": 600.0,  # as sample
     "parts.open": 1800.0,  # as open
     "parts.generate": 600.0,  # as sample
     "parts.plan": 120.0,  # reads descriptions of a model, perhaps from a slow disk
-    "partial": 30.0,  # looks into memory; waits for the loop alone, as the next three do
+    "partial": 30.0,  # reads from memory and waits only for the event loop, like the next three
     "token_texts": 30.0,
     "metrics_of": 30.0,
     "tokens_of": 30.0,
@@ -79,35 +80,39 @@ LIMITS: Mapping[str, float] = {
     "step": 3600.0,  # learns a large batch on a CPU
     "save": 900.0,  # all weights and the optimiser's state onto a slow disk
     "close_run": 1800.0,  # the same, and final weights
-    "close": 10.0,  # what it has not released by then is killed
+    "close": 10.0,  # anything not released by then is killed
 }
-"""Seconds that a call may take, generously: they end what would otherwise never end. What is not named here has that of `step`."""
+"""Time limit of a call in seconds, by verb. The limits are generous: they end calls that would otherwise never end. Other verbs have the
+limit of `step`.
+"""
 GRACE = 30.0
-"""Seconds for which the loop may beat after a call's deadline without its answer: then the call hangs, and costs the engine."""
+"""Seconds that an unanswered call may stay open, while the loop still beats, after its deadline. After that the call counts as hung and the
+engine is killed.
+"""
 SILENCE_LIMIT = 60.0
-"""Seconds without a beat: what a loop may compute between two of them, with the whole machine busy, is far less."""
+"""Longest time in seconds without a beat. Even on a busy machine the loop never computes nearly as long between two beats."""
 START_LIMIT = 300.0
-"""Seconds until the first beat: importing what holds a model takes seconds, on a network disk a minute."""
+"""Seconds until the first beat. Importing the libraries takes seconds, or a minute from a network disk."""
 
 _BEAT_EVERY = 1.0
-"""Seconds between beats; short limits of silence have more of them."""
+"""Longest interval between beats in seconds; it is shorter if the silence limit is short."""
 _TICK = 0.2
-"""Seconds between two looks at limits, and at an engine whose socket something else holds open."""
+"""Seconds between two checks of the limits, and of whether the engine has ended while another process holds its socket open."""
 _LAST_BREATH = 1.0
-"""Seconds that a process gets to end by itself after its connection did, so that its exit code is its own."""
+"""Seconds that a process gets to exit by itself after its connection has ended, so that we see its own exit code."""
 _END_LIMIT = 10.0
 """Seconds that killed processes may take to end (they may hang in the kernel)."""
 _LOOK_EVERY = 0.005
-"""Seconds between two looks at whether the process has ended, when it is about to."""
+"""Seconds between two checks for the end of a process that is about to end."""
 _ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-"""Options that print the stack of a crash in a library, and lose no output."""
+"""Print the stack if a native library crashes, and do not buffer output."""
 _CLOSED = "The engine was closed."
 
 Log = Callable[[logging.LogRecord], None]
 
 
 def log_here(record: logging.LogRecord) -> None:
-    """Log what the engine logged in this process."""
+    """Pass a log record of the engine to the loggers of this process."""
     log = logging.getLogger(record.name)
     if log.isEnabledFor(record.levelno):
         log.handle(record)
@@ -122,13 +127,14 @@ class _Pending:
     limit: float
     answer: Future[bytes] = field(default_factory=Future[bytes])
     overdue_since: float | None = None
-    """When the loop first beat after the deadline: before that it is the loop that hangs, if anything does."""
+    """Time of the first beat after the deadline. Until then a hang is the event loop's, not the call's."""
 
 
 class EngineProcess:
     """A `groupwise.server.engine.engine_protocol.Engine` in a process of its own. Call `start` first, once.
 
-    Every call raises what the engine raises (an error of ours as it is, any other as RunError), `CallTimedOutError`, and `EngineLost`.
+    Every call raises the errors of the engine (a GroupwiseError unchanged, any other error as RunError), `CallTimedOutError`, and
+    `EngineLost`.
     """
 
     def __init__(
@@ -142,10 +148,11 @@ class EngineProcess:
         grace: float = GRACE,
         start_limit: float = START_LIMIT,
     ) -> None:
-        """`factory` (`package.module:function`) makes the engine in its process; `environment` is added to that of this process.
+        """`factory` (`package.module:function`) creates the engine in its process; `environment` is added to the environment of this
+        process.
 
-        Seconds: `silence_limit` without a beat; `limits` by verb, in place of some of `LIMITS`; `grace` beyond them; `start_limit` until
-        it is ready. `log` receives the engine's log records, in a thread.
+        All times are in seconds: `silence_limit` without a beat; `limits` by verb, overriding `LIMITS`; `grace` after those limits;
+        `start_limit` until the engine is ready. `log` receives the engine's log records; it is called in a thread.
         """
         self._factory = factory
         self._environment = environment or {}
@@ -159,9 +166,9 @@ class EngineProcess:
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
         self._reason: str | None = None
-        """Why nothing can be called any more."""
+        """Why calls are no longer possible; None while they are."""
         self._stop: str | None = None
-        """Why this side ends the engine."""
+        """Why this side ends the engine; None if it does not."""
         self._ready: Future[None] = Future()
         self._gone: Future[str] = Future()
         self._closing: asyncio.Task[None] | None = None
@@ -176,10 +183,10 @@ class EngineProcess:
         self._thread = threading.Thread(target=self._attend, name="engine", daemon=True)
 
     async def start(self) -> EngineProcess:
-        """Start the process, and wait until the engine is there; returns this object.
+        """Start the process and wait until the engine is ready; returns this object.
 
-        Raises what the factory raises, and EngineLost if the process cannot be started or has ended. Nothing is left then, as after
-        cancelling.
+        Raises the factory's errors, and EngineLost if the process cannot be started or has ended. After an error or a cancellation no
+        process is left.
         """
         self._thread.start()
         try:
@@ -198,16 +205,16 @@ class EngineProcess:
 
     @property
     def beat(self) -> Beat | None:
-        """The latest one."""
+        """The latest beat; None before the first."""
         return self._beat
 
     @property
     def reason(self) -> str | None:
-        """How the engine ended; None as long as it can be called."""
+        """How the engine ended; None while it can be called."""
         return self._reason
 
     async def ended(self) -> str:
-        """Wait until the engine is gone with all that it started, for whatever reason, and say which."""
+        """Wait until the engine and all its descendants are gone; returns the reason."""
         return await asyncio.shield(asyncio.wrap_future(self._gone))
 
     async def open(self, order: OpenRun) -> Opened:
@@ -258,16 +265,16 @@ class EngineProcess:
         """See `Engine.lost`."""
         reason = await self.ended()
         if reason == _CLOSED:
-            await asyncio.Event().wait()  # `close` was called, so no caller must hear of it
+            await asyncio.Event().wait()  # after `close` it is no loss
         return EngineLost(reason)
 
     async def close(self) -> None:
-        """Have the engine release what it holds, then end it with all that it started, and wait until all are gone. May be repeated."""
+        """Ask the engine to release its resources, then end it and all its descendants, and wait until they are gone. May be repeated."""
 
         async def end() -> None:
             try:
                 if self._reason is None:
-                    with suppress(GroupwiseError, TimeoutError):  # it is ended all the same
+                    with suppress(GroupwiseError, TimeoutError):  # it is ended in any case
                         await asyncio.wait_for(self.call("close"), self._limits["close"])
             finally:
                 self._end(_CLOSED)
@@ -275,12 +282,12 @@ class EngineProcess:
 
         if self._closing is None:
             self._closing = asyncio.create_task(end())
-        await asyncio.shield(self._closing)
+        await asyncio.shield(self._closing)  # a cancelled caller does not stop the end
 
     async def call(self, verb: str, *arguments: Any) -> Any:
-        """Call a method of the engine by its name, for engines with more methods than `Engine`.
+        """Call a method of the engine by name, for engines with more methods than `Engine`.
 
-        Cancelling the wait cancels the call if it changes nothing (`CANCELLED_VERBS`); otherwise it goes on.
+        Cancelling the wait cancels the call if it changes nothing (`CANCELLED_VERBS`); otherwise the call continues.
         """
         limit = self._limits.get(verb, self._limits["step"])
         pending = _Pending(verb, time.monotonic() + limit, limit)
@@ -301,23 +308,23 @@ class EngineProcess:
             raise
 
     def _end(self, reason: str) -> None:
-        """Have the engine ended, if it has not."""
+        """Stop the engine by ending its connection. The first reason given is kept."""
         if self._stop is None:
             self._stop = reason
         self._line.end()
 
-    # --- what runs in the threads -----------------------------------------------------------------
+    # --- methods that run in the threads -----------------------------------------------------------
 
     def _write(self) -> None:
         while (message := self._outbox.get()) is not None:
-            with suppress(OSError):  # it has ended, and the other thread hears why
+            with suppress(OSError):  # the engine has ended, and the other thread reports why
                 self._line.send(message)
 
     def _attend(self) -> None:
-        """Start the engine, listen as long as it lives, and fail open calls with the reason of its end."""
+        """Start the engine, handle its messages while it lives, then fail all open calls with the reason of its end."""
         try:
             reason = self._run_process()
-        except BaseException as error:  # noqa: BLE001 — callers would wait for ever
+        except BaseException as error:  # noqa: BLE001 — callers would wait forever
             reason = f"The engine sent what cannot be read:\n{explain(error)}"
         self._outbox.put(None)
         if self._writer.ident is not None:
@@ -332,12 +339,12 @@ class EngineProcess:
         self._gone.set_result(reason)
 
     def _run_process(self) -> str:
-        """Start the engine, and listen until it is gone with all that it started, however this returns. Returns how it ended."""
+        """Start the engine, handle its messages, and on any return or error reap it and all its descendants. Returns how it ended."""
         beat_every = min(_BEAT_EVERY, self._silence_limit / 4)
         level = logging.getLogger("groupwise").getEffectiveLevel()
         module = "groupwise.server.engine.child_process"
         try:
-            with self._theirs:  # from then on the engine's alone, so that its end is noticed
+            with self._theirs:  # afterwards only the engine holds this end, so its end is noticed
                 number = self._theirs.fileno()
                 arguments = (number, self._factory, os.getpid(), level, beat_every)
                 process = Popen(
@@ -365,14 +372,14 @@ class EngineProcess:
         return f"The engine ended: {how}{words}"
 
     def _listen(self, process: Popen[bytes]) -> None:
-        """Take messages until the engine is gone or is to go."""
+        """Handle messages until the engine is gone or is to be ended."""
         self._beat_at = time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(self._line, selectors.EVENT_READ)
             while self._stop is None:
                 over = has_ended(
                     process
-                )  # before the look into the socket: its last words are read
+                )  # before the socket is read, so that its last messages are read
                 if selector.select(0 if over else _TICK):
                     try:
                         messages = self._line.receive_available()
@@ -380,7 +387,7 @@ class EngineProcess:
                         return
                     for message in messages:
                         self._take(message)
-                elif over:  # something that it started holds the socket open
+                elif over:  # a descendant holds the socket open
                     return
                 hangs = self._what_hangs()
                 if hangs is not None and self._stop is None:
@@ -398,7 +405,7 @@ class EngineProcess:
             case LogRecordMessage(record):
                 try:
                     self._log(record)
-                except Exception:  # noqa: BLE001 — a handler of the log has no part in the run; reported as the standard library does
+                except Exception:  # noqa: BLE001 — a failing log handler must not affect the run; reported as the standard library does
                     logging.Handler().handleError(record)
             case Answered(number, body):
                 pending = self._take_pending(number)
@@ -420,7 +427,7 @@ class EngineProcess:
             return [*self._pending.values()]
 
     def _what_hangs(self) -> str | None:
-        """Why the engine has to be killed; None if it is well."""
+        """Why the engine has to be killed; None if it is healthy."""
         now = time.monotonic()
         silent = now - self._beat_at
         if self._beat is None:
@@ -440,7 +447,7 @@ class EngineProcess:
         return None
 
     def _reap(self, process: Popen[bytes]) -> str:
-        """Kill the engine, unless it is about to end by itself, and all that it started; how it ended."""
+        """Kill the engine, unless it is about to end by itself, and all its descendants; returns how it ended."""
         deadline = time.monotonic() + (_LAST_BREATH if self._stop is None else 0.0)
         while not has_ended(process) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY)
@@ -455,6 +462,6 @@ class EngineProcess:
 
 
 def _fail(future: Future[Any], error: BaseException) -> None:
-    """Make the waiting caller raise it, unless the future is already done."""
+    """Raise `error` in the waiting caller, unless the future is already done."""
     with suppress(InvalidStateError):
         future.set_exception(error)

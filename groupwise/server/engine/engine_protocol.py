@@ -1,11 +1,11 @@
-"""The training server's interface to an engine: plain data, which crosses a socket.
+"""The training server's interface to an engine. All arguments and results are plain data, because they cross a socket.
 
-An engine holds one model and at most one run at a time. It samples groups, takes steps with groups that clients have rewarded, and
-writes the run's folder; it decides nothing. Its driver (the HTTP process) has every request on disk before it asks, so that an
-engine may end at any instant: its successor opens the run at its last checkpoint and is asked for the later steps again.
+An engine holds one model and at most one run at a time. It samples groups, takes steps with groups that clients have rewarded, and writes
+the run's folder; it makes no decisions. Its driver (the HTTP process) has every request on disk before it calls the engine, so an engine
+may end at any moment: its successor opens the run at its last checkpoint, and the driver repeats the later steps.
 
 Errors: `UsageError` if the call itself is wrong (nothing was done; `WrongOrder` names the field of a `SampleOrder`), `RunError` if it
-failed on its way, `EngineLost` if the engine ended or was ended before it answered.
+failed while running, `EngineLost` if the engine ended or was killed before it answered.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from groupwise.runs.records import StepRecord
 
 
 class EngineLost(RunError):
-    """The engine ended before it answered. The call may or may not have been carried out; the successor knows."""
+    """The engine ended before it answered. The call may or may not have been carried out; the state of the reopened run shows which."""
 
     code = "engine_lost"
 
 
 OrderField = Literal["prompt", "prompt_ids", "max_tokens", "min_tokens", "temperature"]
-"""Fields of a `SampleOrder`, or of its `Sampling`, that a client may have got wrong."""
+"""Fields of a `SampleOrder`, or of its `Sampling`, that a `WrongOrder` can be about."""
 
 
 class WrongOrder(UsageError):
     """A prompt that cannot be completed with these settings."""
 
     def __init__(self, message: str, field: OrderField, code: str = UsageError.code) -> None:
-        """`code`: the code of the client's problem, if it has one of its own."""
+        """`code`: the problem code for the client, if this error has one of its own."""
         super().__init__(message)
         self.field: OrderField = field
         self.code = code
@@ -45,17 +45,18 @@ class WrongOrder(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """A run to begin, or to continue."""
+    """A run to start, or to resume."""
 
     config: Mapping[str, Any]
     """Config for `groupwise.training.config.load_config`: model, lora, sampler, algorithm, training, run."""
     longest_prompt: int
-    """Tokens that a prompt may have; with the longest completion it decides the decode shape."""
+    """Longest prompt in tokens; together with the longest completion it determines the decode shape."""
     run: str | None = None
-    """The name of the run to continue; None: a new one, named by `config["run"]["name"]` (with `-2`, `-3` … where finished runs
-    have it)."""
+    """The name of the run to resume. None starts a new one, named by `config["run"]["name"]` (with `-2`, `-3` … if finished runs have that
+    name).
+    """
     start_from: str | None = None
-    """The folder of a checkpoint with whose weights and optimiser a new run begins."""
+    """Folder of a checkpoint whose weights and optimiser state a new run starts with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,35 +66,35 @@ class Opened:
     run: str
     folder: str
     step: int
-    """Steps that are done: those of the checkpoint from which it continues; 0 for a new one."""
+    """Completed steps: those of the checkpoint that the run resumes from; 0 for a new run."""
     max_steps: int
     policy: Policy
-    """The policy that serves now."""
+    """The policy now served by the sampler."""
     manifests: tuple[StepRecord, ...]
-    """Records of all steps committed before. Those after the checkpoint are undone and must be taken again."""
+    """Records of all steps committed so far. Those after the checkpoint are undone and must be taken again."""
     longest_prompt: int
     longest_completion: int
     tokenizer_hash: str
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends a completion."""
     inexact: str | None = None
-    """Why retrained steps may differ in their last bits (a GPU, another layout); None if they repeat exactly."""
+    """Why steps that are taken again may differ in their last bits (a GPU, another layout); None if they repeat exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of one request; None: the run's own."""
+    """Sampling settings of one request; None means the run's own setting."""
 
     temperature: float | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: tuple[str, ...] | None = None
     top_p: float | None = None
-    """Like the next two, allowed only if nothing is learnt from the group."""
+    """Like `top_k` and `min_p`, allowed only if the group is not trained on."""
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    """Replaces the seeds that follow from the draw: the same seed gives the same completions, whatever the draw."""
+    """Replaces the seeds derived from the draw: the same seed gives the same completions for any draw."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,26 +102,26 @@ class SampleOrder:
     """One prompt to complete."""
 
     draw: int
-    """Position in the order of draws; the seeds follow from it. Identifies the request among those under way."""
+    """Position in the order of draws; the seeds are derived from it. Identifies the request among those in progress."""
     prompt: Prompt
     members: int | None = None
-    """None: as many as the run's groups have."""
+    """Number of completions. None: the run's group size."""
     sampling: Sampling = field(default_factory=Sampling)
     prompt_ids: tuple[int, ...] | None = None
-    """The prompt as the client has tokenised it; refused with UsageError if the engine's own ids for `prompt` differ."""
+    """The prompt as the client tokenised it; refused with UsageError if the engine's own ids for `prompt` differ."""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Values for the chat template beside the messages, by column; see `groupwise.api.schemas.template_columns`."""
+    """Values passed to the chat template in addition to the messages, by column; see `groupwise.api.schemas.template_columns`."""
     trains: bool = True
-    """True if the group may be trained on; then restricted sampling (top_p, top_k, min_p) is refused with UsageError."""
+    """True if the group may be trained on; restricted sampling (top_p, top_k, min_p) is then refused with UsageError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A group whose rollouts are pending, and the policy that drew it."""
+    """A group whose rollouts are not yet scored, and the policy that sampled it."""
 
     group: Group
     step: int
-    """Steps done when it was sampled."""
+    """Completed steps when it was sampled."""
     version: int
     fingerprint: str
 
@@ -133,7 +134,7 @@ class Plan:
     groups: tuple[Group, ...]
     """Groups in training order; every rollout is scored, or failed with a reason."""
     learning_rate: float | None = None
-    """None: as the run's schedule has it at this step."""
+    """None: the value of the run's schedule at this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +144,9 @@ class StepDone:
     record: StepRecord
     metrics: Mapping[str, float]
     policy: Policy
-    """The policy that serves from now on."""
+    """The policy served from now on."""
     oldest_checkpoint: int = 0
-    """The steps of the oldest checkpoint that is kept, 0 if there is none: no step before it will ever have to be taken again."""
+    """Step count of the oldest checkpoint that is kept, 0 if there is none. No step before it ever has to be taken again."""
     warnings: tuple[str, ...] = ()
 
 
@@ -163,44 +164,44 @@ class Probe:
 
     phase: str
     memory: int | None
-    """Peak memory of all its processes in bytes; None if the system does not say."""
+    """Peak memory of all its processes in bytes; None if the system does not report it."""
     sampling: int
-    """Requests that are being sampled."""
+    """Number of requests being sampled."""
     sampled_tokens: int
-    """Since it began."""
+    """Tokens sampled since the engine started."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenModels:
-    """A base over which verbs (`groupwise.server.tinker`) train models, beside a run or without one."""
+    """A base model over which clients train adapters by verbs (`groupwise.server.tinker`), alongside a run or without one."""
 
     base: str
     """Model to load, as in `model.name` of a config."""
     folder: str
-    """Folder in which the models save."""
+    """Folder that the models save to."""
     most: int
-    """Models in memory at once, a run among them."""
+    """Maximum number of models in memory at once, including a run."""
     longest: int
-    """Tokens of prompt and completion that can be sampled, if the base is loaded for the models alone."""
+    """Longest sample in tokens, prompt and completion together, if the base is loaded only for these models."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenParts:
-    """Sampler and learner for a loop that runs elsewhere; see `groupwise.server.engine.hosted_parts`."""
+    """Sampler and learner for a training loop in another process; see `groupwise.server.engine.hosted_parts`."""
 
     kind: PartsKind
     config: Mapping[str, Any]
-    """The sections of a run's config that its parts are made by, for this machine."""
+    """The sections of a run's config that the parts are built from, adapted to this machine."""
     run: str
-    """Name given to policies."""
+    """Run name used in the policies."""
     folder: str
-    """The parts' folder: published, sent and saved weights."""
+    """The parts' folder: holds published, uploaded and saved weights."""
     longest_prompt: int | None
-    """Tokens; None if nothing is sampled."""
+    """Tokens; None if there is no sampler."""
     weights: str | None = None
-    """Folder served by `serving`; None: the base, with the config's adapter if it has one."""
+    """Folder of the weights that parts of kind `serving` serve; None: the base, with the config's adapter if it has one."""
     base: str | None = None
-    """The fingerprint of the model that the loop means; None: any."""
+    """Fingerprint of the base model that the loop expects; None: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,43 +214,45 @@ class PartsOpened:
     fingerprint: str
     """Fingerprint of the weights that the sampler serves; empty if there are none."""
     tells_trained_logprobs: bool = True
-    """Tells clients that this server can, because earlier versions cannot."""
+    """Signals that this server supports `trained_logprobs`; earlier versions do not."""
 
 
 class Engine(Protocol):
-    """See the module. All calls may be under way at once, but `step`, `open`, `save` and `close_run` are taken one after another."""
+    """The engine's interface; see the module. Calls may run concurrently, except that `step`, `open`, `save` and `close_run` run one at a
+    time.
+    """
 
     async def open(self, order: OpenRun) -> Opened:
-        """Begin a run or continue one. Raises UsageError if config, model or checkpoint are wrong, and leaves nothing behind."""
+        """Start or resume a run. Raises UsageError if config, model or checkpoint are wrong; nothing remains of the run then."""
         ...
 
     async def sample(self, order: SampleOrder) -> Sampled:
-        """Complete a prompt by the policy that serves. Cancelling the call frees its slots.
+        """Complete a prompt with the current policy. Cancelling the call frees its slots.
 
-        UsageError: a prompt that is too long or empty, parameters that cannot be.
+        UsageError: the prompt is too long or empty, or the parameters are impossible.
         """
         ...
 
     async def partial(self, draw: int) -> tuple[str, ...]:
-        """The text that each member of a request under way has written so far: its beginning, without special tokens and without a
-        character that is not whole yet; none if the request is unknown.
+        """The text that each member of a request in progress has written so far, without special tokens and without an incomplete last
+        character. Empty if the request is unknown.
         """
         ...
 
     async def token_texts(self, token_ids: tuple[int, ...]) -> tuple[str, ...]:
-        """Each token as text by itself, special ones by their name; U+FFFD where it is not a whole character."""
+        """Each token as text on its own, special tokens by their names; U+FFFD if it is not a whole character."""
         ...
 
     async def step(self, plan: Plan) -> StepDone:
-        """Learn, publish and commit. RunError if the plan is not that of the next step."""
+        """Learn from the groups, publish the new weights and commit the step. RunError if the plan is not for the next step."""
         ...
 
     async def metrics_of(self, step: int) -> Mapping[str, float]:
-        """Metrics of a committed step, also of one that the opening has undone; empty if it is unknown."""
+        """Metrics of a committed step, including steps undone by opening; empty if the step is unknown."""
         ...
 
     async def save(self) -> Saved:
-        """Write a checkpoint of the steps done."""
+        """Save a checkpoint of the current step."""
         ...
 
     async def tokens_of(self, prompt: Prompt) -> tuple[int, ...]:
@@ -261,8 +264,9 @@ class Engine(Protocol):
         ...
 
     async def close_run(self, finished: bool) -> str:
-        """Save a checkpoint, and the final weights of a finished run; returns the run's folder. Sampling goes on until another run is
-        opened."""
+        """Save a checkpoint, and the final weights if the run is finished; returns the run's folder. Sampling stays possible until another
+        run is opened.
+        """
         ...
 
     async def probe(self) -> Probe:
@@ -270,9 +274,9 @@ class Engine(Protocol):
         ...
 
     async def lost(self) -> EngineLost:
-        """Wait until the engine ends by itself, and return how."""
+        """Wait until the engine ends by itself, and return how it ended."""
         ...
 
     async def close(self) -> None:
-        """End the engine with all of its processes; an open run is left as it is."""
+        """End the engine with all its processes; an open run stays as it is on disk."""
         ...

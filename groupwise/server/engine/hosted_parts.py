@@ -1,8 +1,8 @@
-"""Sampler and learner of this engine for a loop that runs elsewhere: made as for a loop in this process, and called one by one.
+"""Sampler and learner of this engine for a training loop in another process: built as for a local loop, and called one by one.
 
-They are the parts that `groupwise.training.build` makes for a run, with the same layout, ranks and numbers, so that a loop that drives them
-over a network trains the same policy, bit for bit. Nothing here is durable: the run, its record and its checkpoints are where the loop is.
-Paths that come from there are within the folder of the parts, and stay within it.
+These are the parts that `groupwise.training.build` makes for a run, with the same layout, ranks and numbers, so a loop that drives them
+over a network trains the same policy, bit for bit. Nothing here is durable: the run, its record and its checkpoints are stored where the
+loop runs. Paths sent by the loop are relative to the parts' folder and stay inside it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from groupwise.training.placement import Layout
 from groupwise.training.sft_config import SftConfig, load_sft_config
 
 PUBLISHED = "published"
-"""Folder of the parts that holds what the learner published."""
+"""Subfolder of the parts' folder for the weights that the learner publishes."""
 
 Made = build.Parts | build.LearningParts | build.ServingParts
 
@@ -58,7 +58,7 @@ class _Open:
     folder: Path
     vocabulary: int
     longest: int
-    """Tokens that the sampler can see; 0 if nothing is sampled."""
+    """Longest sequence in tokens that the sampler can hold; 0 if there is no sampler."""
 
     @property
     def sampler(self) -> Sampler:
@@ -74,7 +74,7 @@ class _Open:
 
 
 class EngineParts:
-    """See the module."""
+    """Opens the parts and calls them; see the module."""
 
     def __init__(self, scope: AsyncExitStack) -> None:
         """Everything opened here is closed with `scope`."""
@@ -89,13 +89,13 @@ class EngineParts:
         longest_prompt: int | None,
         described: str | None = None,
     ) -> dict[str, Any]:
-        """The layout that `open` would have, as a mapping. ModelError where `described` must not be read."""
+        """The layout that `open` would use, as a mapping. ModelError if `described` must not be read."""
         if described is not None:
             check_sent(Path(described))
         return asdict(_layout(_read(kind, config), longest_prompt))
 
     async def open(self, order: OpenParts) -> PartsOpened:
-        """Load the model and make the parts; once. UsageError where config or model are wrong."""
+        """Load the model and build the parts; once. UsageError if config or model are wrong."""
         async with self._opening:
             return await self._open(order)
 
@@ -105,6 +105,7 @@ class EngineParts:
         folder = Path(order.folder)
         check_sent(folder)
         config = _read(order.kind, order.config)
+        # Only the base is compared: `order.base` is its fingerprint without an adapter.
         plain = config.model.model_copy(update={"adapter": None})
         if order.base is not None and (own := identity(plain)) != order.base:
             raise ModelError(
@@ -144,7 +145,7 @@ class EngineParts:
         return await sampler.generate(request)
 
     async def load(self, policy: Policy) -> str:
-        """See `groupwise.core.types.Sampler.load`; gives what `fingerprint` says afterwards."""
+        """See `groupwise.core.types.Sampler.load`; returns the new `fingerprint`."""
         sampler, there = self._here.sampler, self._there(policy.path)
         check_sent(there)
         await sampler.load(replace(policy, path=str(there)))
@@ -205,7 +206,7 @@ class EngineParts:
         return await learner.predictions(rows)
 
     async def save_state(self, folder: str) -> None:
-        """See `groupwise.core.types.Learner.save`; the folder is made, and must be new."""
+        """See `groupwise.core.types.Learner.save`; the folder is created and must be new."""
         learner = self._here.learner
         place = self._here.folder / folder
         if place.exists():
@@ -222,7 +223,7 @@ class EngineParts:
         self._here.learner.load(str(self._there(folder)))
 
     def _there(self, path: str) -> Path:
-        """A folder of the parts. UsageError if there is none."""
+        """An existing subfolder of the parts' folder. UsageError if it is missing."""
         place = self._here.folder / path
         if not place.is_dir():
             raise UsageError(

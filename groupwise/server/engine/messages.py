@@ -1,10 +1,10 @@
 """Messages between the HTTP process and its engine: pickled, because the engine is the HTTP process's own child.
 
 The HTTP process sends `Call`s, each answered by `Answered` or `Failed` with its id, in any order, and `Cancel` if the caller no longer
-waits. The engine sends a `Beat` about every second from its event loop, whose silence means that the loop hangs, and `LogRecordMessage` for
-what it logs. The first `Beat` says that it is ready; a `Failed` with the id `MAKING` before it, that it could not be made.
-
-The content of each call or answer is pickled by itself, so that one that cannot be written or read spoils that call alone.
+waits. The engine sends a `Beat` about every second from its event loop (silence means that the loop hangs) and a `LogRecordMessage` for
+each of its log records. The first `Beat` means that the engine is ready; a `Failed` with the id `MAKING` before it means that the engine
+could not be created. The content of each call or answer is pickled separately, so content that cannot be written or read fails only that
+call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 MAKING = 0
-"""Stands in for a call's id if the engine could not be made."""
+"""Used as the call's id if the engine could not be created."""
 
 CANCELLED_VERBS = frozenset(
     {
@@ -52,27 +52,28 @@ CANCELLED_VERBS = frozenset(
         "probe",
     }
 )
-"""Calls that change nothing: cancelled at their deadline, or once the caller no longer waits. All others would be left half done, so
-they go on; if one of them outlasts its deadline, the engine is ended."""
+"""Calls that change nothing: they are cancelled at their deadline, or once the caller no longer waits. Cancelling any other call would
+leave it half done, so it continues; if it outlasts its deadline, the engine is killed.
+"""
 
 
 class CallTimedOutError(RunError):
-    """The engine is well, but this call was not done by its deadline and has been given up. Ask for less, or again."""
+    """The engine is healthy, but this call was not done by its deadline and was cancelled. A smaller request may succeed."""
 
     code = "engine_call_timed_out"
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Have something done by the engine."""
+    """A request to run one method of the engine."""
 
     id: int
     verb: str
     """The name of a method of the engine, or of one of its parts (`models.sample`)."""
     deadline: float
-    """Seconds of `time.monotonic`, which is the same for all processes of a machine."""
+    """A time of `time.monotonic` in seconds; that clock is the same for all processes of a machine."""
     body: bytes
-    """Its arguments, a tuple, as `pack` writes them."""
+    """The tuple of arguments, written by `pack`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +103,12 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The engine's event loop turns."""
+    """Sign that the engine's event loop runs."""
 
     progress: int
-    """Calls begun and calls ended, together: it grows as long as work goes through."""
+    """Number of calls started plus number of calls ended: it grows as long as there is progress."""
     busy: int
-    """Calls under way."""
+    """Number of calls in progress."""
 
 
 def pack(value: Any) -> bytes:
@@ -121,12 +122,14 @@ def unpack(data: bytes) -> Any:
 
 
 def pack_error(error: BaseException) -> bytes:
-    """An error of ours as it is; any other one as a RunError that explains it, of the kind that lack of memory or disk space has."""
+    """Pickle an error. A GroupwiseError stays as it is; any other becomes a RunError that explains it, or the specific error for lack of
+    memory or disk space.
+    """
     if isinstance(error, GroupwiseError):
         try:
             written = pack(error)
             unpack(written)
-        except Exception:  # noqa: BLE001 — user code may have derived one that refuses in any way
+        except Exception:  # noqa: BLE001 — user code may have derived a class whose pickling fails in any way
             return pack(RunError(f"The engine failed: {error}"))
         return written
     if lacks_memory(error):
@@ -140,7 +143,7 @@ def unpack_error(data: bytes) -> BaseException:
     """The inverse of `pack_error`."""
     try:
         return unpack(data)
-    except Exception as error:  # noqa: BLE001 — its class may be known to the engine alone, and do anything when it is made
+    except Exception as error:  # noqa: BLE001 — only the engine may know its class, and unpickling may raise anything
         return RunError(
             f"The engine failed, with an error that cannot be read here:\n{explain(error)}"
         )

@@ -1,5 +1,4 @@
-"""Checks of what clients ask of parts: everything that would otherwise fail deep in the model, or take all memory, is a UsageError
-here."""
+"""Checks of client requests to parts. Anything that would otherwise fail deep in the model, or use all memory, raises UsageError here."""
 
 from __future__ import annotations
 
@@ -115,7 +114,7 @@ def check_optimiser(params: OptimiserParams) -> None:
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, where: str) -> None:
-    """All of them are the model's."""
+    """Check that all tokens are within the model's vocabulary."""
     beyond = next((token for token in tokens if not 0 <= token < vocabulary), None)
     _require(
         beyond is None,

@@ -4,7 +4,7 @@
     verbs/<model>/sampler_weights/<name>/  the adapter
     verbs/<model>/automatic/<call>/        adapter and optimiser after the call of that number; later calls are repeated from it
 
-`saved.json`, in each of the first two, describes what was saved; a folder appears whole or not at all.
+`saved.json`, in each of the first two, describes the saved weights; a folder is created completely or not at all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from groupwise.server.engine.verb_protocol import ModelSpec, Stored
 DESCRIPTION = "saved.json"
 AUTOMATIC = "automatic"
 AUTOMATIC_KEPT = 2
-"""The newest, and the one before, which counts until the ledger knows of the newest."""
+"""The newest, and the one before it, which is still needed until the ledger has recorded the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Saved:
     fingerprint: str
     """Fingerprint of the weights; see `groupwise.core.types.Policy.fingerprint`."""
     call: int
-    """The number of the call that saved it: if that is repeated, its own work is no reason to refuse it."""
+    """Number of the call that saved it. If that call is repeated, it may overwrite its own result."""
 
 
 class SavedFolders:
-    """All that was saved on a server."""
+    """The weights saved on a server: paths, descriptions and deletion."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -64,23 +64,25 @@ class SavedFolders:
         return Saved(ModelSpec(**found["spec"]), found["fingerprint"], found["call"])
 
     def check_free(self, stored: Stored, call: int) -> None:
-        """Raise UsageError if the name is taken, unless by this very call."""
+        """Raise UsageError if the name is taken, unless by this same call."""
         if not self.place(stored).is_dir() or self.read(stored).call == call:
             return
         raise UsageError(f"There is something saved as {stored.name} already; choose another name.")
 
     def describe(self, folder: Path, saved: Saved) -> None:
-        """Say what a folder that is being made holds."""
+        """Write the description into a folder that is being made."""
         text = json.dumps(asdict(saved), indent=2)
         (folder / DESCRIPTION).write_text(text, encoding="utf-8")
 
     def forget(self, stored: Stored) -> None:
-        """Delete it, if it is there."""
+        """Delete the weights, if they exist."""
         if self.place(stored).is_dir():
             atomic_files.remove_folder(self.place(stored))
 
     def forget_automatic(self, model: str, *, before: int | None = None) -> None:
-        """Delete the states of a model, all but the newest few that are older than a call, where one is named."""
+        """Delete the automatic states of a model. With `before`, only those of earlier calls are deleted, and so many stay that
+        `AUTOMATIC_KEPT` remain, counting the state of that call.
+        """
         folder = self._of(model) / AUTOMATIC
         if before is None:
             shutil.rmtree(folder, ignore_errors=True)

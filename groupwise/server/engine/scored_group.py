@@ -1,4 +1,4 @@
-"""A group as it was sampled, with the rewards that its client posted: what a step learns from."""
+"""A sampled group combined with the rewards that its client posted: the input of a training step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_REWARD = "its client gave it no reward (null)"
 
 
 def scored_group(group: Group, rewards: Sequence[float | None]) -> Group:
-    """Each rollout with its reward; one without has failed and does not teach."""
+    """Each rollout with its reward. A rollout without one is marked as failed and is not trained on."""
 
     def score(rollout: Rollout, reward: float | None) -> Rollout:
         if reward is None:

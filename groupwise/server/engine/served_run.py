@@ -1,11 +1,11 @@
-"""A run whose groups come from clients: what `take_step` needs, and the gate between sampling and new weights.
+"""A run whose groups come from clients: the inputs of `take_step`, and the gate between sampling and new weights.
 
-Clients ask for completions whenever they like, also while a step is learned. New weights are only given to the sampler when no
-completion is on its way, so that each completion has one policy: `settle` closes the gate and waits for those that are inside, and
-new requests wait outside until the step is over.
+Clients may ask for completions at any time, also while a step is learned. The sampler receives new weights only when no completion is in
+progress, so each completion has one policy: `settle` closes the gate and waits for the requests inside, and new requests wait outside until
+the step is over.
 
-Nothing that a client sends may stop the run: steps without a scored rollout, and updates that are left out because they are not finite,
-are counted and reported, and the run goes on.
+No client request may stop the run: steps without a scored rollout, and updates that are skipped because they are not finite, are counted
+and reported, and the run continues.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from groupwise.training.loops.run import Run
 
 
 class Gate:
-    """Lets completions in while it is open; `close` waits until none is inside."""
+    """Admits requests while it is open; `close` waits until none is inside."""
 
     def __init__(self) -> None:
         self.inside = 0
         self._busy = 0.0
         self._since = 0.0
-        """When the first of those inside came in."""
+        """When the gate was last entered while empty."""
         self._open = asyncio.Event()
         self._open.set()
         self._empty = asyncio.Event()
         self._empty.set()
 
     async def enter(self) -> None:
-        """Return once the gate is open, inside of it."""
+        """Wait until the gate is open, then enter."""
         await self._open.wait()
         if not self.inside:
             self._since = time.perf_counter()
@@ -44,14 +44,14 @@ class Gate:
         self._empty.clear()
 
     def leave(self) -> None:
-        """Count one request out."""
+        """Leave the gate; the last request to leave lets `close` return."""
         self.inside -= 1
         if not self.inside:
             self._busy += time.perf_counter() - self._since
             self._empty.set()
 
     def busy(self) -> float:
-        """Time in seconds during which anything was inside, since the last call."""
+        """Seconds during which at least one request was inside, since the last call."""
         now = time.perf_counter()
         busy, self._busy = self._busy, 0.0
         if self.inside:
@@ -64,15 +64,15 @@ class Gate:
         await self._empty.wait()
 
     def open(self) -> None:
-        """Let them in again."""
+        """Admit requests again."""
         self._open.set()
 
 
 class Phase(Progress):
-    """A step's current phase, for status requests to the engine; nothing is written anywhere."""
+    """A step's current phase, for status requests to the engine; nothing is displayed or written."""
 
     def __init__(self, run: str, max_steps: int) -> None:
-        self._nowhere = open(os.devnull, "w")  # noqa: SIM115 — closed with the view
+        self._nowhere = open(os.devnull, "w")  # noqa: SIM115 — closed by `close`
         super().__init__(run, max_steps, stream=self._nowhere)
         self.name = "loading"
 
@@ -92,11 +92,11 @@ class ServedRun(Run):
 
     gate: Gate = field(default_factory=Gate)
     warned: list[str] = field(default_factory=list[str])
-    """Warnings from the signals of the step under way."""
+    """Warnings from the signals of the current step."""
 
     @property
     def kept_policies(self) -> int:
-        """See `Run.kept_policies`: as far back as a group may have been sampled."""
+        """See `Run.kept_policies`: enough for the oldest policy that a trained group may come from."""
         return self.config.training.max_off_policy_steps
 
     @property
@@ -118,7 +118,7 @@ class ServedRun(Run):
 
     @contextmanager
     def taking_a_step(self) -> Generator[None]:
-        """While a step is taken; the gate is open afterwards, however it ends."""
+        """Context of one step; the gate is open afterwards, even after an error."""
         self.warned.clear()
         try:
             yield

@@ -1,10 +1,9 @@
-"""Adapters that clients train by verbs, in the engine's process: over the base of the run that is open here, or over a base of their own.
+"""Adapters that clients train by verbs, in the engine's process: over the base of the open run, or over a base loaded for them.
 
-Each model has a learner; what it saves are folders. Samples are drawn by a few samplers beside the models, each of which serves one set of
-saved weights at a time; weights that are no longer used make way. So what is sampled never changes while its model trains on.
-
-Only what was saved is durable. The driver of the models has their calls on disk, and repeats those that came after the last
-state that it had kept (`keep_as`).
+Each model has a learner, and saves its weights as folders. Samples are drawn by a few samplers separate from the models. Each serves one
+set of saved weights at a time; weights no longer in use are replaced. The sampled weights therefore never change while their model
+continues to train. Only saved weights are durable. The driver of the models has their calls on disk, and repeats those that came after the
+last kept state (`keep_as`).
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ from groupwise.training.config import load_config
 from groupwise.training.placement import Layout
 
 SAMPLERS = 4
-"""Sets of weights that are served at once; each costs the memory of two adapters. Others wait until one is free."""
+"""Maximum number of weight sets served at once; each costs the memory of two adapters. Other requests wait until a sampler is free."""
 UNDIVIDED = {"policy": 1.0}
-"""The client's losses are sums."""
+"""Denominator 1 for the policy loss: the client's losses are sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A run that is open in this engine, as far as others may share its base."""
+    """The parts of the run open in this engine that models over its base need."""
 
     name: str
     model: ModelConfig
@@ -59,7 +58,7 @@ class Shared:
 
 
 class FullFineTuning(UsageError):
-    """A run that trains all weights has the model to itself."""
+    """A run that trains all weights cannot share its model."""
 
     code = "full_fine_tuning"
 
@@ -72,7 +71,7 @@ class _Open:
     vocabulary: int
     longest_row: int
     room: int
-    """Models that there may be, the run's not counted."""
+    """Maximum number of models, not counting the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +88,17 @@ class _Sampler:
     shape: LoraConfig
     parts: ModelParts
     weights: Stored | None = None
-    """None: the base as it is."""
+    """None: the base without an adapter."""
     users: int = 0
     learner_reads: bool = False
     """The model's learner also holds these weights, so it can compute the log-probabilities of prompts."""
 
 
 class EngineModels:
-    """See the module. The calls of one model come one after another."""
+    """See the module. The caller issues the calls of one model one at a time."""
 
     def __init__(self, shared: Callable[[], Shared | None], scope: AsyncExitStack) -> None:
-        """`shared`: the run that is open here, if any; what is loaded without one ends with `scope`."""
+        """`shared` returns the run that is open in this engine, if any. A base loaded without a run is closed with `scope`."""
         self._shared = shared
         self._scope = scope
         self._opening = asyncio.Lock()
@@ -107,14 +106,14 @@ class EngineModels:
         self._models: dict[str, _Model] = {}
         self._samplers: list[_Sampler] = []
         self._placing = asyncio.Lock()
-        """Held while a sampler is given other weights."""
+        """Held while a sampler is assigned other weights."""
         self._free = Pulse()
         self._numbers = itertools.count()
 
     async def open(self, order: OpenModels) -> Base:
-        """Share the base of the run that is open here, or load one; the same again is harmless.
+        """Share the base of the open run, or load one. Opening the same base again is harmless.
 
-        UsageError if another base is in memory, or all of its weights are trained.
+        UsageError if another base is in memory, or if the run trains all of its weights.
         """
         async with self._opening:
             shared = self._shared()
@@ -165,7 +164,7 @@ class EngineModels:
     # --- models ----------------------------------------------------------------------------------
 
     async def create_model(self, model: str, spec: ModelSpec, kept: int | None = None) -> None:
-        """A new adapter; with `kept` in the state that was kept after that call."""
+        """Create a new adapter; with `kept`, load the state that was kept after that call."""
         here = self._here
         if len(self._models) >= here.room:
             raise UsageError(
@@ -183,7 +182,7 @@ class EngineModels:
         self._models[model] = _Model(spec, parts)
 
     async def drop(self, model: str) -> None:
-        """Release a model; what it saved stays. One that is not there is no error."""
+        """Release a model; its saved weights stay. A missing model is no error."""
         if self._models.pop(model, None) is not None:
             await self._here.models.drop(model)
 
@@ -255,7 +254,7 @@ class EngineModels:
         return self._models[name]
 
     def _check(self, rows: Sequence[Row]) -> None:
-        """UsageError for what would fail in the middle, with half a gradient."""
+        """UsageError for rows that would otherwise fail in the middle, with half a gradient accumulated."""
         here = self._here
         for index, row in enumerate(rows):
             length = len(row.prompt_ids) + len(row.completion_ids)
@@ -266,7 +265,7 @@ class EngineModels:
             _check_tokens((*row.prompt_ids, *row.completion_ids), here, f"data[{index}]")
 
     async def _shape(self, spec: ModelSpec) -> LoraConfig:
-        """The adapter that a client asks for."""
+        """The adapter that a client requests."""
         if spec.train_attn and spec.train_mlp and not spec.train_unembed:
             return LoraConfig(r=spec.rank)
         kinds = await self._here.models.layer_kinds()
@@ -300,7 +299,7 @@ class EngineModels:
     # --- sampling --------------------------------------------------------------------------------
 
     async def sample(self, stored: Stored | None, order: VerbSample) -> VerbSampled:
-        """Complete a prompt with what was saved, or with the base as it is. See `VerbEngine.sample`."""
+        """Complete a prompt with saved weights, or with the base if `stored` is None. See `VerbEngine.sample`."""
         here = self._here
         needed = len(order.prompt_ids) + order.params.max_tokens
         if needed > here.base.longest:
@@ -327,7 +326,7 @@ class EngineModels:
             self._free.beat()
 
     async def _take_sampler(self, weights: Stored | None) -> _Sampler:
-        """A sampler that serves these weights, in use."""
+        """A sampler that serves these weights, with its user count raised; waits while all samplers are in use."""
         while True:
             beat = self._free.next
             async with self._placing:
@@ -340,19 +339,19 @@ class EngineModels:
                 if sampler is not None:
                     sampler.users += 1
                     self._samplers.remove(sampler)
-                    self._samplers.append(sampler)  # the one used longest ago goes first
+                    self._samplers.append(sampler)  # the least recently used is first
                     return sampler
             await beat.wait()
 
     async def _place(self, weights: Stored | None) -> _Sampler:
-        """A sampler with these weights: an idle one, or a new one."""
+        """Assign these weights to an idle sampler or to a new one."""
         saved = None if weights is None else self._here.folders.read(weights)
         shape = _PLAIN if saved is None else await self._shape(saved.spec)
         idle = [each for each in self._samplers if not each.users]
         fitting = [each for each in idle if each.shape == shape]
         full = len(self._samplers) >= SAMPLERS
         if full and fitting and saved is not None:
-            sampler = fitting[0]
+            sampler = fitting[0]  # same shape: only its weights are replaced
         else:
             if full:
                 self._samplers.remove(idle[0])
@@ -375,7 +374,7 @@ class EngineModels:
 
 
 _PLAIN = LoraConfig(r=1)
-"""The shape of an adapter that adds nothing."""
+"""Shape of the untrained adapter with which the plain base is served; it adds nothing."""
 
 
 def _open(
@@ -404,7 +403,7 @@ def _open(
 
 
 def _new(name: str, seed: int, lora: LoraConfig) -> NewModel:
-    # Nothing is published: what is served is what was saved.
+    # Nothing is published: samplers serve saved weights.
     return NewModel(run=name, folder="", seed=seed, lora=lora)
 
 

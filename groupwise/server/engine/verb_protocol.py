@@ -1,12 +1,13 @@
 """The engine interface for training verbs: several trained adapters over shared bases, each driven step by step by a client.
 
-The engine holds models, decides nothing about their order, and remembers what was saved. Its drivers (`training.py`, `sampling.py`)
-call the verbs of one model one after another, in the order of the client's sequence; those of different models, and samples, are under way
-at once. What is saved (`Stored`) belongs to the model that saved it, outlives that model, and is found again after a restart of the engine.
-A call may be repeated if it is unknown whether it was done: by its number, `call`, the engine recognises what it has already saved.
+The engine holds the models, does not decide the order of their calls, and remembers the saved weights. Its drivers (`training.py`,
+`sampling.py`) call the verbs of one model one at a time, in the order of the client's sequence numbers; calls of different models, and
+samples, run concurrently. Saved weights (`Stored`) belong to the model that saved them, outlive that model, and are found again after a
+restart of the engine. A call may be repeated if it is unknown whether it was done: by its number, `call`, the engine recognises what it has
+already saved.
 
-Errors: `UsageError` if the call itself is wrong (nothing was done, and the client gets the message), any other `GroupwiseError` if it
-failed on its way.
+Errors: `UsageError` if the call itself is wrong (nothing was done, and the client receives the message), any other `GroupwiseError` if it
+failed while running.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from groupwise.core.types import (
 )
 
 StoredKind = Literal["weights", "sampler_weights"]
-"""`weights`: adapter and optimiser, to train on. `sampler_weights`: what a sampler needs, no more."""
+"""`weights`: adapter and optimiser state, to train on. `sampler_weights`: only what a sampler needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,12 @@ class Base:
 
     name: str
     longest: int
-    """Tokens of prompt and completion together."""
+    """Longest sample in tokens, prompt and completion together."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end a completion if the client names none."""
     architecture: str
     tokenizer: str
-    """A hub id, or a folder visible to both sides, from which the client's own library loads the tokenizer."""
+    """A hub id, or a folder visible to both sides, from which the client library loads the tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Weights that a model saved under a name of its own."""
+    """Weights that a model saved under a name."""
 
     model: str
     kind: StoredKind
@@ -69,8 +70,7 @@ class Computed:
     """The result of a forward pass over some rows."""
 
     logprobs: tuple[tuple[float, ...], ...]
-    """Log-probability (nats) of every completion token of each row, even if its mask is 0; taken before the update, without dropout
-    noise."""
+    """Log-probability (nats) of every completion token of each row, even if its mask is 0; computed before the update, without dropout."""
     sums: Mapping[str, float]
     """Sums from `Learner.forward_backward`: `loss/<component>` undivided, and the statistics of the loss."""
 
@@ -107,19 +107,19 @@ class VerbEngine(Protocol):
         ...
 
     async def base(self, name: str) -> Base:
-        """A base model that may be used; it is loaded if it is not in memory yet."""
+        """A base model that may be used; it is loaded if it is not yet in memory."""
         ...
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:
-        """A new adapter, named by the caller. UsageError if there are as many as the engine holds, or no such base."""
+        """Create an adapter, named by the caller. UsageError if the engine already holds the maximum number, or has no such base."""
         ...
 
     async def drop(self, model: str) -> None:
-        """Release a model; what it saved stays. One that is not there is no error."""
+        """Release a model; its saved weights stay. A missing model is no error."""
         ...
 
     async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
-        """Log-probabilities, and the sums of the loss, without a gradient."""
+        """Compute log-probabilities and the sums of the loss, without a gradient."""
         ...
 
     async def forward_backward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
@@ -131,25 +131,25 @@ class VerbEngine(Protocol):
     ) -> UpdateResult:
         """Clip, update, and clear the gradient. Counts as one step of the model's record.
 
-        With `keep_as`, the number of this call, the model can be made again as it is then.
+        With `keep_as`, the number of this call, the state after the update is kept, and the model can be recreated from it.
         """
         ...
 
     async def save_state(self, model: str, name: str, *, overwrite: bool, call: int) -> None:
-        """Keep adapter and optimiser as `Stored(model, "weights", name)`. UsageError if the name is taken, unless `overwrite`."""
+        """Save adapter and optimiser as `Stored(model, "weights", name)`. UsageError if the name is taken, unless `overwrite`."""
         ...
 
     async def load_state(
         self, model: str, stored: Stored, *, with_optimiser: bool, keep_as: int
     ) -> None:
-        """Load these weights; discard a pending gradient, and reset the optimiser unless it is loaded, too.
+        """Load these weights and discard a pending gradient. The optimiser is reset unless it is loaded as well.
 
-        UsageError if there are none, if they are for samplers alone, or do not fit the model.
+        UsageError if the weights are missing, are for samplers only, or do not fit the model.
         """
         ...
 
     async def save_for_sampler(self, model: str, name: str, call: int) -> None:
-        """Keep the adapter as it is now as `Stored(model, "sampler_weights", name)`; UsageError if the name is taken."""
+        """Save the current adapter as `Stored(model, "sampler_weights", name)`; UsageError if the name is taken."""
         ...
 
     async def drop_sampler(self, stored: Stored) -> None:
@@ -157,12 +157,12 @@ class VerbEngine(Protocol):
         ...
 
     async def saved(self, stored: Stored) -> ModelSpec:
-        """The spec of the model that saved it; raises UsageError, listing what exists, if it is missing."""
+        """The spec of the model that saved these weights. If they are missing, raises UsageError with a list of the existing ones."""
         ...
 
     async def sample(self, weights: Stored | str, order: VerbSample) -> VerbSampled:
         """Complete a prompt with stored weights of either kind, or with the base of that name. Cancelling frees its slots.
 
-        UsageError: no such weights, a prompt that is empty or too long, parameters that cannot be.
+        UsageError: the weights are missing, the prompt is empty or too long, or the parameters are impossible.
         """
         ...

@@ -1,12 +1,12 @@
-"""Answers by Idempotency-Key: a request that is sent again within a day gets the answer that it got the first time.
+"""Answers by Idempotency-Key: a request repeated within a day gets the same answer as the first time.
 
-A key counts per API key and route. The answer is written in the transaction of the work (`once`), so there is never one without the
-other. Refusals are not kept: the same request may be made again when what was in its way is gone. A request that waits for a step is
-kept as accepted; a repeat waits for the same step.
+A key is unique per API key and route. The answer is written in the transaction of the work (`once`), so there is never one without the
+other. Refusals are not stored: the same request may succeed once their cause is gone. For a request that waits for a step, `accepted` is
+stored; a repeated request waits for the same step.
 
-`UnderWay` is for the time between: a request with the key of one that is still being answered waits for that answer. If the first is
-refused, or its client goes away, the next in line does the work itself. Work before the transaction (sampling) may still be done twice,
-by two servers or after a kill; the ledger keeps the work of the first that gets here, and gives its answer to both.
+`UnderWay` covers the time before that transaction: a request waits if one with the same key is already being answered. If the first request
+is refused, or its client disconnects, the next one does the work itself. Work before the transaction (sampling) may still be done twice, by
+two servers or after a kill; the ledger keeps the result that is stored first, and gives its answer to both.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger.transaction import Transaction
 
 KEPT_SECONDS = 24 * 3600.0
-"""Server uptime in seconds for which an answer is kept, so a clock that jumps loses none. Earlier servers wrote wall time."""
+"""Seconds of server uptime for which an answer is kept, so that clock jumps do not expire answers. Rows of earlier servers hold wall time;
+`made_at > uptime` finds them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """The answer that a client received."""
+    """The response that a client received."""
 
     status: int
     body: bytes
 
 
 def stored_answer(transaction: Transaction, caller: Caller) -> StoredResponse | None:
-    """The answer that this request got before; None also if it has no key. Refused as `idempotency_key_reused` if the body was
-    another."""
+    """The stored answer to this request; None if there is none, or if the request has no key. Refuses with `idempotency_key_reused` if the
+    body was different.
+    """
     key = caller.answer_key
     if key is None:
         return None
@@ -57,9 +60,9 @@ def stored_answer(transaction: Transaction, caller: Caller) -> StoredResponse | 
 def once(
     transaction: Transaction, caller: Caller, work: Callable[[], StoredResponse | None]
 ) -> StoredResponse | None:
-    """Do the work and keep its answer, both or none; if the request was answered before, return that answer instead.
+    """Do the work and store its answer, both or neither; if the request was answered before, return that answer instead.
 
-    Work that raises, or returns None, leaves no answer: the request may be sent again. Without a key the work is just done.
+    If the work raises or returns None, nothing is stored and the request may be repeated. Without a key the work is done unconditionally.
     """
     key = caller.answer_key
     if (before := stored_answer(transaction, caller)) is not None:
@@ -77,7 +80,7 @@ def once(
 
 
 def forget_old_answers(transaction: Transaction) -> int:
-    """Delete the answers that are kept no longer; returns how many."""
+    """Delete the expired answers; returns their number."""
     return transaction.execute(
         "DELETE FROM answers WHERE made_at <= ? OR made_at > ?",
         (transaction.uptime - KEPT_SECONDS, transaction.uptime),
@@ -85,29 +88,30 @@ def forget_old_answers(transaction: Transaction) -> int:
 
 
 class UnderWay:
-    """The requests with an Idempotency-Key that are being answered, in one event loop."""
+    """The requests with an Idempotency-Key that are currently being answered, in one event loop."""
 
     def __init__(self) -> None:
         self._first: dict[
             tuple[str, str, str], tuple[str, asyncio.Future[StoredResponse | None]]
         ] = {}
-        """Hash of the body, and the answer to be, by API key, route and Idempotency-Key."""
+        """Hash of the body and future of the answer, by API key, route and Idempotency-Key."""
 
     async def answer(self, caller: Caller) -> StoredResponse | None:
-        """Wait for the answer to the first request with this key; None if none is under way, and the caller must do the work.
+        """Wait for the answer to a request in progress with this key; None if there is none, so the caller must do the work.
 
-        Refused as `idempotency_key_reused` if the first one has another body.
+        Refuses with `idempotency_key_reused` if that request has a different body.
         """
         while (key := caller.answer_key) and (first := self._first.get(_name(caller, key))):
             body_hash, answer = first
             _check_body(key, body_hash)
+            # Several requests may wait for this future, so one that is cancelled must not cancel it.
             if (given := await asyncio.shield(answer)) is not None:
                 return given
         return None
 
     @asynccontextmanager
     async def first(self, caller: Caller) -> AsyncGenerator[asyncio.Future[StoredResponse | None]]:
-        """Register as the request that others wait for. The caller puts its answer, if any, into the future."""
+        """Register as the request that others with this key wait for. The caller sets its answer, if any, in the future."""
         answer: asyncio.Future[StoredResponse | None] = asyncio.get_running_loop().create_future()
         key = caller.answer_key
         if key is not None:

@@ -1,10 +1,10 @@
 """Sessions, models, samplers and calls of clients that train by verbs, with each call's outcome; see `groupwise.server.tinker`.
 
-A call is stored before its client hears that it was taken, and its result before the client gets it. So a client's loop goes on whatever
-ends: the engine's models are made again from the state that was kept last, by repeating the calls that came after it (`to_repeat`);
-a new server knows the sessions, models and samplers, and does what still waits.
+A call is stored before it is acknowledged, and its result before the client gets it. A client's loop therefore survives the end of any
+process: the engine's models are recreated from their last kept state by repeating the calls that followed it (`to_repeat`); a new server
+restores the sessions, models and samplers, and does the calls that still wait.
 
-A call's content is deleted once it will not be repeated; its outcome, when its session ends or too many are kept.
+A call's content is deleted once it will not be repeated; its outcome is deleted when its session ends or too many are kept.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call came to."""
+    """The result of a call."""
 
     state: CallState
     media_type: str
-    """Media type of an answer; for a failure, whose fault it was: `user` or `server`."""
+    """Media type of the answer; for a failure, the party at fault: `user` or `server`."""
     body: bytes
     """The answer; for a failure, the message."""
     changed: bool = False
-    """True if the call changed the model: then it is repeated, even if it failed."""
+    """True if the call changed the model; it is then repeated after an engine loss, even if it failed."""
     kept: int | None = None
-    """The call after which the model's state was kept, by this one."""
+    """The number of this call, if the model's state was kept after it."""
     step: StepRow | None = None
-    """The update that it was."""
+    """The update, if the call was one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +68,29 @@ CALL_COLUMNS = "id, session, line, sequence, kind, digest, content, state, media
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A model that was made."""
+    """A created model."""
 
     id: str
     session: str
     spec: dict[str, Any]
     kept: int | None
     done: int
-    """The number of its last call that has a result; -1: none has."""
+    """Number of its last call that has a result; -1 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerRow:
-    """A sampler that was made."""
+    """A created sampler."""
 
     id: str
     session: str
     base: str
     weights: dict[str, Any] | None
-    """Model, kind and name of what was saved; None: the base itself."""
+    """Model, kind and name of the saved weights; None: the base without an adapter."""
 
 
 def add_session(transaction: Transaction, id: str, name: str | None) -> str:
-    """A client opens a session, named by its Idempotency-Key; returns the id of the one that was opened under this name before."""
+    """Open a session. Returns the id of an earlier session with the same `name` (Idempotency-Key), if there is one."""
     before = transaction.value("SELECT id FROM verb_sessions WHERE name = ?", (name,))
     if before is None:
         transaction.insert("verb_sessions", id=id, name=name)
@@ -98,12 +98,12 @@ def add_session(transaction: Transaction, id: str, name: str | None) -> str:
 
 
 def end_session(transaction: Transaction, id: str) -> None:
-    """Forget it with its models, samplers and calls; the models' steps stay."""
+    """Delete a session with its models, samplers and calls; the models' steps stay."""
     transaction.execute("DELETE FROM verb_sessions WHERE id = ?", (id,))
 
 
 def add_model(transaction: Transaction, id: str, session: str, spec: Mapping[str, Any]) -> None:
-    """A model was made; the same again is harmless."""
+    """Record a created model; repeating it is harmless."""
     transaction.execute(
         "INSERT OR IGNORE INTO verb_models (id, session, spec) SELECT ?, id, ? FROM verb_sessions WHERE id = ?",
         (id, pack_json(spec), session),
@@ -113,7 +113,7 @@ def add_model(transaction: Transaction, id: str, session: str, spec: Mapping[str
 def add_sampler(
     transaction: Transaction, id: str, session: str, base: str, weights: Mapping[str, str] | None
 ) -> None:
-    """A sampler was made; the same again is harmless."""
+    """Record a created sampler; repeating it is harmless."""
     transaction.execute(
         "INSERT OR IGNORE INTO verb_samplers (id, session, base, weights) SELECT ?, id, ?, ? FROM verb_sessions WHERE id = ?",
         (id, base, None if weights is None else pack_json(weights), session),
@@ -130,7 +130,7 @@ def accept(transaction: Transaction, call: CallRow) -> None:
 
 
 def settle(transaction: Transaction, id: str, outcome: Outcome) -> None:
-    """Keep what a call came to, and forget what need not be repeated any more."""
+    """Store a call's outcome, and delete contents that need not be repeated any more."""
     row = transaction.first("SELECT line, sequence FROM verb_calls WHERE id = ?", (id,))
     if row is None:  # its session has ended
         return
@@ -162,7 +162,7 @@ def settle(transaction: Transaction, id: str, outcome: Outcome) -> None:
 
 
 def to_repeat(transaction: Transaction, model: str, after: int) -> list[tuple[str, bytes]]:
-    """Kind and content of the calls that made the model what it is since the call of this number, in order."""
+    """Kind and content of the calls after this number that changed the model, in order."""
     rows = transaction.all(
         """SELECT kind, content FROM verb_calls
         WHERE line = ? AND sequence > ? AND changed AND state <> 'waiting' ORDER BY sequence""",
@@ -172,8 +172,9 @@ def to_repeat(transaction: Transaction, model: str, after: int) -> list[tuple[st
 
 
 def forget_answers(transaction: Transaction, ids: Sequence[str]) -> None:
-    """Forget answers that are no longer needed. Calls to be repeated stay; so does the last call of each line, which says how far it
-    is."""
+    """Delete answers that are no longer needed. Calls that may be repeated stay, and so does the last call of each line, whose number
+    `all_models` reads.
+    """
     for id in ids:
         transaction.execute(
             """DELETE FROM verb_calls WHERE id = ? AND content IS NULL AND EXISTS
@@ -184,7 +185,7 @@ def forget_answers(transaction: Transaction, ids: Sequence[str]) -> None:
 
 
 def steps_of(transaction: Transaction, model: str) -> list[StepRow]:
-    """The record of a model."""
+    """The recorded updates of a model, in order."""
     rows = transaction.all(
         "SELECT learning_rate, grad_norm, metrics FROM verb_steps WHERE model = ? ORDER BY step",
         (model,),
@@ -193,11 +194,11 @@ def steps_of(transaction: Transaction, model: str) -> list[StepRow]:
 
 
 def steps_done(transaction: Transaction) -> dict[str, int]:
-    """How many updates each model has had."""
+    """Number of updates, by model."""
     return dict(transaction.all("SELECT model, count(*) FROM verb_steps GROUP BY model"))
 
 
-# --- what a new server opens again, each in order of arrival --------------------------------------
+# --- read by a new server, each in order of arrival -----------------------------------------------
 
 
 def all_sessions(transaction: Transaction) -> list[str]:

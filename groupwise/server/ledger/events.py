@@ -1,7 +1,7 @@
-"""Events: what has happened on the server, numbered, for clients that watch it live.
+"""Numbered events of the server, for clients that follow it live.
 
-An event is added in the transaction of the change that it reports, so no client hears of anything that is not on disk. Ids rise by one;
-a watcher that asks for those after an id and sees a gap knows that some are no longer kept.
+An event is added in the transaction of the change that it reports, so clients never see an event whose change is not on disk. Ids increase
+by one; a client that asks for events after an id and finds a gap knows that some are no longer kept.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from groupwise.runs.encoding import pack_json, unpack_json
 from groupwise.server.ledger.transaction import LARGEST_INTEGER, Transaction
 
 KEPT = 10_000
-"""Number of events kept; a watcher that was away for longer reads the status again."""
+"""Number of events kept; a client that was away for longer reads the status again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that has happened."""
+    """One event."""
 
     id: int
     run: str | None
@@ -40,7 +40,7 @@ def add_event(transaction: Transaction, run: str | None, kind: str, data: Mappin
 
 
 def add_event_once(transaction: Transaction, run: str, kind: str, data: Mapping[str, Any]) -> None:
-    """Add an event, unless the run has the same one already among the events that are still kept."""
+    """Add an event, unless the run already has an equal one among the kept events."""
     before = transaction.first(
         "SELECT 1 FROM events WHERE run = ? AND kind = ? AND data = ?", (run, kind, pack_json(data))
     )
@@ -49,7 +49,7 @@ def add_event_once(transaction: Transaction, run: str, kind: str, data: Mapping[
 
 
 def events_after(transaction: Transaction, event: int, limit: int) -> list[Event]:
-    """Up to `limit` events after this one, oldest first; 0 starts before the first."""
+    """Up to `limit` events after this one, oldest first; 0 starts with the first."""
     rows = transaction.all(
         "SELECT id, run, kind, data, at FROM events WHERE id > ? ORDER BY id LIMIT ?",
         (min(event, LARGEST_INTEGER), limit),
@@ -58,7 +58,7 @@ def events_after(transaction: Transaction, event: int, limit: int) -> list[Event
 
 
 def newest_events(transaction: Transaction, limit: int) -> list[Event]:
-    """The newest, the last one first."""
+    """The newest events, newest first."""
     return events_after(transaction, max(last_event(transaction) - limit, 0), limit)[::-1]
 
 

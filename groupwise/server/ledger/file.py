@@ -1,6 +1,6 @@
 """Opens `server.db`, and explains errors of the disk or of SQLite.
 
-One process has it open for writing: the HTTP side. Others may read it meanwhile.
+Only one process has it open for writing: the HTTP side. Others may read it at the same time.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ FORMAT = Format(
     if_another="Choose another --output-dir.",
 )
 BUSY_SECONDS = 5.0
-"""How long a commit waits for a foreign connection (a copy being made by hand). Clients wait with it, so it is short."""
+"""How long a commit waits for another connection's lock (e.g. a manual copy). Clients wait as well, so it is short."""
 
 
 class DiskFull(StoreError):
-    """Nothing was kept, because the disk has no room. Free some; what was acknowledged stands, and writing goes on by itself."""
+    """Nothing was stored, because the disk is full. Acknowledged data is safe, and writing continues once there is room."""
 
     code = "disk_full"
 
 
 def open_file(path: Path) -> sqlite3.Connection:
-    """Open or make the ledger; a connection without transactions of its own. StoreError if it cannot be used."""
+    """Open or create the ledger; the connection starts no transactions by itself. StoreError if it cannot be used."""
     with explained(path):
         return connect_writer(path, FORMAT, "server migration", BUSY_SECONDS)
 
 
 @contextmanager
 def explained(path: Path) -> Generator[None, None, None]:
-    """Turn what SQLite says into a StoreError that says what to do."""
+    """Convert errors of SQLite into a StoreError with a remedy."""
     try:
         yield
     except sqlite3.Error as error:

@@ -1,10 +1,10 @@
-"""The life of a group as the training server sees it, in one table.
+"""The life cycle of a group in the training server, in one table.
 
-A group is *open* from the moment it was sampled until its client posts rewards. Then it is *rewarded* and waits for a step, or *held*
-until a step names it. A step's plan takes it (*planned*), and the step's commit ends it as *trained*. What does not come that far ends
-as *expired* (its lease ran out), *given_up* (by its client), *stale* (the policy moved on) or *quarantined* (its step ended the engine
-twice). Every other move is a mistake of the server: `after` refuses it here, and a trigger that is made from the same table refuses it
-in the database (`groupwise.server.ledger.schema`).
+A group is *open* from its sampling until its client posts rewards. Then it is *rewarded* and waits for a step, or *held* until a step names
+it. A step's plan takes it (*planned*), and the step's commit ends it as *trained*. All other groups end as *expired* (the lease ran out),
+*given_up* (by the client), *stale* (the policy moved on) or *quarantined* (the step ended the engine twice). Every other transition is a
+bug in the server: `after` refuses it here, and a trigger made from the same table refuses it in the database
+(`groupwise.server.ledger.schema`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Event = Literal[
     "train",
     "quarantine",
 ]
-"""Events that move a group. `release` lets a held group wait for the next step after all."""
+"""Events that move a group. `release` returns a held group to those that wait for the next step."""
 
 TABLE: dict[State, dict[Event, State]] = {
     "open": {
@@ -47,7 +47,7 @@ TABLE: dict[State, dict[Event, State]] = {
     },
     "rewarded": {"plan": "planned", "go_stale": "stale"},
     "held": {
-        "plan": "planned",  # only where a step names it
+        "plan": "planned",  # only if a step names it
         "release": "rewarded",
         "give_up": "given_up",
         "go_stale": "stale",
@@ -59,20 +59,20 @@ TABLE: dict[State, dict[Event, State]] = {
     "stale": {},
     "quarantined": {},
 }
-"""State -> event -> the state afterwards. What is not here cannot happen."""
+"""State -> event -> next state. Missing entries are impossible transitions."""
 
 ENDS: tuple[State, ...] = tuple(state for state, events in TABLE.items() if not events)
-"""The states that nothing leads out of."""
+"""The final states."""
 
 
 class MoveError(UsageError, ValueError):
-    """An event that a group in this state cannot have. The message lists those that it can."""
+    """An event that is impossible in this state of a group. The message lists the possible ones."""
 
     code = "group_state"
 
 
 def after(state: State, event: Event) -> State:
-    """The state that an event leads to; MoveError if it cannot happen."""
+    """The state after an event; MoveError if the event is impossible."""
     events = TABLE[state]
     if event in events:
         return events[event]
@@ -84,10 +84,10 @@ def after(state: State, event: Event) -> State:
 
 
 def before(event: Event) -> tuple[State, ...]:
-    """The states in which an event can happen."""
+    """The states in which an event is possible."""
     return tuple(state for state, events in TABLE.items() if event in events)
 
 
 def moves() -> tuple[tuple[State, State], ...]:
-    """All pairs of states that follow one another, each once, in the order of the table."""
+    """All transitions as pairs of states, each once, in the order of the table."""
     return tuple(dict.fromkeys((old, new) for old in TABLE for new in TABLE[old].values()))

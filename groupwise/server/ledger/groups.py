@@ -1,8 +1,8 @@
-"""Groups: stored when they are sampled, before their client hears of them.
+"""Groups: stored when they are sampled, before their client receives them.
 
-The client gets a group's text and token ids; the ledger keeps the whole record, with log-probabilities and seeds, and trains from that
-alone. `groupwise.server.ledger.rewards` and `plans` move groups on; here they are opened, looked up, and ended where nothing comes of
-them.
+The client gets a group's text and token ids; the ledger keeps the full sampling record, with log-probabilities and seeds, and training uses
+only that record. `groupwise.server.ledger.rewards` and `plans` move groups to later states; this module opens them, finds them, and ends
+those that are not trained.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from groupwise.server.ledger.transaction import Row, Transaction
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
-    """A sampled group that is to be kept."""
+    """A sampled group to be stored."""
 
     id: str
     group: Group
-    """Its rollouts are pending."""
+    """The sampled group; its rollouts are not yet scored."""
     sampled_step: int
-    """Steps that were done when it was sampled."""
+    """Completed steps when it was sampled."""
     version: int
     fingerprint: str
-    """Fingerprint of the weights that drew it."""
+    """Fingerprint of the weights that sampled it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A group without its record."""
+    """A group without its sampling record."""
 
     id: str
     run: str
@@ -50,30 +50,30 @@ class GroupRow:
     members: int
     prompt: Prompt
     key_id: str
-    """The API key that asked for it."""
+    """Id of the API key that requested it."""
     opened_at: float
     """Seconds since 1970."""
     lease_end: float
-    """The uptime at which its lease is over, in seconds."""
+    """Server uptime in seconds at which its lease ends."""
     rewards: tuple[float | None, ...] | None
-    """A reward for each member, None for one that failed; None as a whole until they are accepted."""
+    """One reward per member, None for a member that failed; None instead of the tuple until rewards are accepted."""
     accepted: int | None
-    """Place in the order in which the server accepted rewards, from 1."""
+    """Position in the order in which the server accepted rewards, starting at 1."""
     reason: str | None
     """Why it is stale or quarantined."""
     plan: int | None
     position: int | None
-    """Place in its plan's training order, from 0."""
+    """Position in its plan's training order, starting at 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The contents of a group, which a client may send back in place of its id."""
+    """The contents of a group, which a client may send back instead of its id."""
 
     prompt: Prompt
     completions: tuple[str, ...]
     completion_tokens: tuple[tuple[int, ...], ...] | None = None
-    """None: they were not sent."""
+    """None: the client did not send them."""
 
 
 _FIELDS = tuple(field.name for field in fields(GroupRow))
@@ -83,9 +83,9 @@ _COLUMNS = ", ".join(_FIELDS)
 def add_groups(
     transaction: Transaction, run: str, groups: Sequence[NewGroup], *, key_id: str, lease: float
 ) -> list[GroupRow]:
-    """Keep groups that were sampled, open for `lease` seconds of uptime.
+    """Store sampled groups, open for `lease` seconds of uptime.
 
-    Refused as `draw_taken` if a living group has one of the draws, as `finished` if the run has ended meanwhile.
+    Refuses with `draw_taken` if a living group has one of the draws, with `finished` if the run has ended meanwhile.
     """
     need_active(transaction, run)
     for new in groups:
@@ -111,12 +111,12 @@ def add_groups(
 
 
 def first_unused_draw(transaction: Transaction, run: str) -> int:
-    """The draw after all that groups of the run have had."""
+    """The draw after the highest one that a group of the run has had."""
     return transaction.value("SELECT coalesce(max(draw) + 1, 0) FROM groups WHERE run = ?", (run,))
 
 
 def read_group(transaction: Transaction, group: str) -> GroupRow:
-    """One group; refused as `unknown_group` if there is none."""
+    """Read one group; refuses with `unknown_group` if it is missing."""
     row = transaction.first(f"SELECT {_COLUMNS} FROM groups WHERE id = ?", (label(group),))
     if row is None:
         raise Refusal("unknown_group", f"no group of this server has the id {group[:80]!r}.")
@@ -124,12 +124,12 @@ def read_group(transaction: Transaction, group: str) -> GroupRow:
 
 
 def read_record(transaction: Transaction, group: str) -> bytes | None:
-    """The group as it was sampled, for `from_json(Group, …)`; None if it was pruned."""
+    """The group as sampled, for `from_json(Group, …)`; None if the record was pruned."""
     return transaction.value("SELECT record FROM records WHERE id = ?", (group,))
 
 
 def groups_in(transaction: Transaction, run: str, states: Sequence[State]) -> list[GroupRow]:
-    """The run's groups in these states, in the order in which their rewards were accepted, those without by their draws."""
+    """The run's groups in these states, in the order in which their rewards were accepted; groups without rewards are sorted by draw."""
     return [
         _group(row)
         for row in transaction.all(
@@ -140,11 +140,11 @@ def groups_in(transaction: Transaction, run: str, states: Sequence[State]) -> li
 
 
 LIVING: tuple[State, ...] = ("open", "rewarded", "held", "planned")
-"""A step may still learn from them."""
+"""States of groups that a step may still train."""
 
 
 def living(transaction: Transaction, run: str, most: int) -> list[GroupRow]:
-    """The run's groups that have not ended, the oldest first."""
+    """The run's groups that have not ended, oldest first."""
     return _rows(
         transaction,
         f"run = ? AND state IN ({_marks(LIVING)}) ORDER BY opened_at, draw LIMIT ?",
@@ -155,7 +155,7 @@ def living(transaction: Transaction, run: str, most: int) -> list[GroupRow]:
 def count_groups(
     transaction: Transaction, run: str, states: Sequence[State] = tuple(TABLE)
 ) -> dict[State, int]:
-    """How many groups of the run are in each of these states."""
+    """Number of the run's groups in each of these states."""
     counted = transaction.all(
         f"SELECT state, count(*) FROM groups WHERE run = ? AND state IN ({_marks(states)}) GROUP BY state",
         (run, *states),
@@ -165,7 +165,7 @@ def count_groups(
 
 
 def matching(transaction: Transaction, run: str, echo: Echo) -> GroupRow | None:
-    """The group of the run that an echo means: the oldest open one of this content, else the one rewarded last, else the newest."""
+    """The group that an echo refers to: the oldest open one with this content, else the one rewarded last, else the newest."""
     rows = transaction.all(
         f"""SELECT {_COLUMNS} FROM groups WHERE content = ? AND run = ?
         ORDER BY state = 'open' AND lease_end > ? DESC,
@@ -175,7 +175,7 @@ def matching(transaction: Transaction, run: str, echo: Echo) -> GroupRow | None:
     )
     for row in map(_group, rows):
         record = None if echo.completion_tokens is None else read_record(transaction, row.id)
-        if record is None:  # the tokens of one side are unknown
+        if record is None:  # tokens are not sent, or no longer stored
             return row
         if echo_of(from_json(Group, record)).completion_tokens == echo.completion_tokens:
             return row
@@ -183,9 +183,9 @@ def matching(transaction: Transaction, run: str, echo: Echo) -> GroupRow | None:
 
 
 def give_up(transaction: Transaction, group: str) -> GroupRow:
-    """End a group that its client no longer wants; harmless when repeated.
+    """End a group that its client no longer needs; repeating it is harmless.
 
-    Refused as `group_in_use` if a step has it or it waits for one, as `lease_expired` if it is over anyway.
+    Refuses with `group_in_use` if a step has it or it waits for one, with `lease_expired` if it has expired.
     """
     row = read_group(transaction, group)
     if row.state == "given_up":
@@ -201,7 +201,7 @@ def give_up(transaction: Transaction, group: str) -> GroupRow:
 
 
 def expire_overdue(transaction: Transaction) -> list[GroupRow]:
-    """End all open groups whose lease is over, of every run; returns them."""
+    """End all open groups, of every run, whose lease has expired; returns them."""
     overdue = _rows(
         transaction, "state = 'open' AND lease_end <= ? ORDER BY lease_end", (transaction.uptime,)
     )
@@ -210,7 +210,7 @@ def expire_overdue(transaction: Transaction) -> list[GroupRow]:
 
 
 def go_stale(transaction: Transaction, run: str, sampled_before: int) -> list[GroupRow]:
-    """End the run's waiting and held groups that were sampled when fewer steps than these were done; returns them as they were."""
+    """End the run's waiting and held groups that were sampled at a step before `sampled_before`; returns them with their earlier states."""
     states = before("go_stale")
     outrun = _rows(
         transaction,
@@ -224,13 +224,13 @@ def go_stale(transaction: Transaction, run: str, sampled_before: int) -> list[Gr
 
 
 def prune_records(transaction: Transaction, run: str, before_step: int) -> int:
-    """Drop the sampling records of groups that no step will need; returns how many were dropped.
+    """Delete the sampling records of groups that no step will need; returns the number of deleted records.
 
-    These are groups trained in steps before this one, of which a checkpoint stands, or ended without training. Quarantined
-    records are kept, to be looked at. The rows of the groups stay.
+    These are groups trained in a step that a checkpoint covers (`before_step`), and groups that ended without training. Records of
+    quarantined groups are kept for inspection. The rows of the groups stay.
     """
     return transaction.execute(
-        # From the records, few of which are left at any time, to their groups.
+        # Start from the records, because few of them exist at any time.
         f"""DELETE FROM records WHERE id IN (
             SELECT records.id FROM records CROSS JOIN groups ON groups.id = records.id
             LEFT JOIN plans ON plans.id = groups.plan
@@ -248,7 +248,7 @@ _NEVER_TRAINED: tuple[State, ...] = (*FREE, "stale")
 def move(
     transaction: Transaction, groups: Iterable[GroupRow], state: State, reason: str | None = None
 ) -> None:
-    """Put groups into a state that `states.after` gave; the database refuses any other."""
+    """Set the state of groups, as computed by `group_states.after`; the database refuses impossible transitions."""
     transaction.connection.executemany(
         "UPDATE groups SET state = ?, reason = ? WHERE id = ?",
         [(state, None if reason is None else label(reason), each.id) for each in groups],
@@ -268,13 +268,13 @@ def echo_of(group: Group) -> Echo:
 
 
 def content_hash(echo: Echo) -> str:
-    """SHA-256 (hex) of the texts of an echo, independent of the order of messages' keys."""
+    """SHA-256 (hex) of the texts of an echo; the order of keys in messages does not matter."""
     content: list[Any] = [echo.prompt, echo.completions]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def need_free_draw(transaction: Transaction, run: str, draw: int) -> None:
-    """Refused as `draw_taken` if a living group of the run has the draw."""
+    """Refuse with `draw_taken` if a living group of the run has the draw."""
     holder = transaction.value(
         f"SELECT id FROM groups WHERE run = ? AND draw = ? AND state NOT IN ({listed(FREE)})",
         (run, draw),

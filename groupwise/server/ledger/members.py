@@ -1,13 +1,13 @@
-"""Groups whose members are given to one call each, and rewarded one by one.
+"""Groups whose members are handed out to one call each, and rewarded one by one.
 
-An algorithm compares the members of a group, but an agent asks for one completion at a time. So the first call of a name has a whole
-group sampled, and each call of that name gets the next member of it, until all are given and the next call begins another group. A
-completion is named after its group and place: `g-<id>-<place>`. Its reward is kept here, on disk before it is acknowledged; with that
-of the last member the group itself is rewarded, as if one client had posted for all. If the lease ends before, it is rewarded with
-what there is, and the members without a reward have failed: an acknowledged reward is never lost.
+An algorithm compares the members of a group, but an agent requests one completion at a time. So the first call with a name causes a whole
+group to be sampled, and each call with that name gets the group's next member, until all are handed out and the next call starts another
+group. A completion is named after its group and position: `g-<id>-<position>`. Its reward is stored here, on disk before it is
+acknowledged; with the reward of the last member the group itself is rewarded, as if one client had posted all rewards. If the lease ends
+first, the group is rewarded with the existing rewards, and members without one count as failed: an acknowledged reward is never lost.
 
-The group itself is like any other: it is opened with all of its members, moves along `group_states.TABLE`, and can be rewarded as
-a whole by a client that knows all of them.
+In all other respects it is an ordinary group: it is opened with all of its members, moves along `group_states.TABLE`, and can be rewarded
+as a whole by a client that knows all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from groupwise.server.ledger.runs import need_active
 from groupwise.server.ledger.transaction import Transaction
 
 GRACE = 1.0
-"""Seconds by which the lease of a group is extended so that it can be rewarded with what there is."""
+"""Seconds by which an expired lease is extended, so that the group can still be rewarded."""
 
 _ID = re.compile(r"(?:chatcmpl-|cmpl-)?(?P<group>g-[A-Za-z0-9]+)(?:-(?P<member>[0-9]{1,9}))?")
 
@@ -34,30 +34,30 @@ class Named:
 
     group: str
     member: int | None = None
-    """Its place, from 0."""
+    """Position in the group, starting at 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """The calls that share groups."""
+    """Identifies the calls that share groups: same run, API key and name."""
 
     run: str
     key_id: str
     name: str
     common: str
-    """Hash of the prompt and settings that all of them share."""
+    """Hash of the prompt and settings that all of these calls share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of a group, for a call."""
+    """A group's member, for one call."""
 
     row: GroupRow
     place: int
 
 
 def named(id: str) -> Named:
-    """The id of a group, also as the id of its completion (`chatcmpl-…`), or of one of its members."""
+    """Parse the id of a group, of its completion (`chatcmpl-…`), or of one of its members."""
     match = _ID.fullmatch(id)
     if match is None:
         return Named(id)
@@ -66,7 +66,7 @@ def named(id: str) -> Named:
 
 
 def share(transaction: Transaction, gathering: Gathering, group: str) -> Member:
-    """Let the calls that gather there have a group that was just opened; the first one has the first member."""
+    """Register a newly opened group to be shared by these calls; its first member goes to the current call."""
     transaction.insert(
         "handed_out",
         id=group,
@@ -80,10 +80,10 @@ def share(transaction: Transaction, gathering: Gathering, group: str) -> Member:
 
 
 def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> Member | None:
-    """The member that the next call gets; None if a new group is needed.
+    """The member for the next call; None if a new group is needed.
 
-    That is where all members are given, or the group is over, or was sampled when fewer than `oldest` steps were done. Refused as
-    `settings_conflict` if the calls that share the group have asked for something else.
+    A new group is needed if all members are handed out, the group has ended, or it was sampled before step `oldest`. Refuses with
+    `settings_conflict` if the calls that share the group had a different prompt or settings.
     """
     found = transaction.first(
         """SELECT handed_out.id, asked, given FROM handed_out JOIN groups ON groups.id = handed_out.id
@@ -105,7 +105,7 @@ def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> 
 
 
 def give(transaction: Transaction, member: Member) -> bool:
-    """Note that a call has the member; False if another call got it or the group ended meanwhile."""
+    """Record that a call gets the member; False if another call got it, or the group ended, meanwhile."""
     changed = transaction.execute(
         """UPDATE handed_out SET given = given + 1 WHERE id = ? AND given = ?
         AND (SELECT state FROM groups WHERE groups.id = handed_out.id) = 'open'""",
@@ -118,9 +118,9 @@ def give(transaction: Transaction, member: Member) -> bool:
 
 
 def accept(transaction: Transaction, run: str, post: Post) -> Posted:
-    """Accept rewards for a group, or the one of a member; see `rewards.accept_rewards`, whose refusals these are.
+    """Accept the rewards of a group, or the reward of one member; see `rewards.accept_rewards`, also for the refusals.
 
-    A post for the whole group must agree with rewards accepted for members before: otherwise it is refused as `already_rewarded`.
+    A post for the whole group must agree with rewards already accepted for members; otherwise it is refused with `already_rewarded`.
     """
     if not isinstance(post.group, str):
         return accept_rewards(transaction, run, post)
@@ -161,7 +161,7 @@ def _accept_one(transaction: Transaction, run: str, post: Post, member: int) -> 
 
 
 def _check_given(transaction: Transaction, post: Post, member: int) -> GroupRow:
-    """The group of a member that some call has."""
+    """The group of a member that was handed out to a call."""
     group = str(post.group)
     given = transaction.value("SELECT given FROM handed_out WHERE id = ?", (group,))
     if given is None or member >= given:
@@ -190,7 +190,7 @@ def _check_open(transaction: Transaction, row: GroupRow, member: int) -> None:
 
 
 def _complete(transaction: Transaction, run: str, row: GroupRow) -> GroupRow:
-    """Reward the group with what its members have; those without have failed."""
+    """Reward the group with its members' rewards; members without one count as failed."""
     found = _rewards(transaction, row.id)
     rewards = tuple(found[place][0] if place in found else None for place in range(row.members))
     is_held = any(include == "hold" for _, include in found.values())
@@ -204,9 +204,9 @@ def _complete(transaction: Transaction, run: str, row: GroupRow) -> GroupRow:
 
 
 def settle_overdue(transaction: Transaction) -> list[GroupRow]:
-    """Reward the open groups whose lease is over with what their members have, where any has a reward; returns them.
+    """Reward open groups whose lease has expired with their members' rewards, if any member has one; returns them.
 
-    To be called before groups without rewards expire.
+    Call this before `expire_overdue`, which ends groups without rewards.
     """
     overdue = transaction.all(
         """SELECT DISTINCT groups.id FROM groups JOIN member_rewards ON member_rewards.id = groups.id
@@ -216,6 +216,7 @@ def settle_overdue(transaction: Transaction) -> list[GroupRow]:
     )
     settled: list[GroupRow] = []
     for (group,) in overdue:
+        # `accept_rewards` refuses a group whose lease has expired.
         lease_end = transaction.uptime + GRACE
         transaction.execute("UPDATE groups SET lease_end = ? WHERE id = ?", (lease_end, group))
         row = read_group(transaction, group)

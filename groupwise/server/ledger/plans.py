@@ -1,8 +1,8 @@
 """Plans: which groups step n trains, in which order, with which parameters.
 
-A plan is made before the engine hears of it, so that an engine that ends is replaced by one that is given the same plans again, from
-its last checkpoint on. `train` caches what the engine's own record says of a committed step. A plan that ends the engine again and
-again is quarantined with its groups; its step is then free for another one.
+A plan is stored before the engine receives it. If an engine ends, its successor therefore gets the same plans again, starting at its last
+checkpoint. `mark_trained` copies the result of a committed step from the engine's own record. A plan that ends the engine repeatedly is
+quarantined with its groups; its step number can then be used by another plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Trained:
     version_out: int
     policy_path: str
     metrics: Mapping[str, float | None]
-    """A number that is not finite is kept as None."""
+    """Metrics of the step; None in place of a number that is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class PlanRow:
     id: int
     run: str
     step: int
-    """Index from 0."""
+    """Index, starting at 0."""
     state: PlanState
     parameters: dict[str, Any]
     """Optimiser parameters, as requested."""
     losses: int
-    """How often an engine was lost over it since it was trained last."""
+    """Number of engines lost while this step was taken, since it was last trained."""
     groups: tuple[str, ...]
-    """Their ids, in the order of training."""
+    """Group ids in training order."""
     reason: str | None
     """Why it was quarantined."""
     trained: Trained | None
@@ -63,11 +63,11 @@ def make_plan(
     groups: Sequence[str],
     parameters: Mapping[str, Any],
 ) -> PlanRow:
-    """Make the plan of a step of the active run from its rewarded and held groups, in this order.
+    """Create the plan of a step of the active run from its rewarded and held groups, in this order.
 
-    Refused as `unknown_group` (also of another run), `invalid_request` (no rewards yet), `group_in_use` (in a plan already, or named
-    twice), or by how the group ended; as `finished` if the run has. A second living plan of a step is a mistake of the caller:
-    MoveError.
+    Refuses with `unknown_group` (also for a group of another run), `invalid_request` (no rewards yet), `group_in_use` (already in a plan,
+    or named twice), or with the way in which the group ended; with `finished` if the run has ended. A second living plan of a step is a bug
+    in the caller: MoveError.
     """
     need_active(transaction, run)
     if (other := living_plan(transaction, run, step)) is not None:
@@ -91,14 +91,14 @@ def make_plan(
 
 
 def count_loss(transaction: Transaction, run: str, step: int) -> int:
-    """Count that an engine was lost over the plan of a step; returns how often, since it was trained last."""
+    """Count that an engine was lost while taking this step; returns the count since the step was last trained."""
     plan = _need(transaction, run, step)
     transaction.execute("UPDATE plans SET losses = losses + 1 WHERE id = ?", (plan.id,))
     return plan.losses + 1
 
 
 def mark_trained(transaction: Transaction, run: str, step: int, trained: Trained) -> PlanRow:
-    """Store the result of a step that the engine has committed; a step trained again gets its new result."""
+    """Store the result of a step that the engine has committed; a repeated step gets its new result."""
     plan = _need(transaction, run, step)
     transaction.execute(
         """UPDATE plans SET state = 'trained', losses = 0, fingerprint_out = ?, version_out = ?, policy_path = ?,
@@ -118,7 +118,7 @@ def mark_trained(transaction: Transaction, run: str, step: int, trained: Trained
 
 
 def quarantine(transaction: Transaction, run: str, step: int, reason: str) -> PlanRow:
-    """Put the plan of a step and its groups aside; the step's number is free again. MoveError if it was trained before."""
+    """Quarantine the plan of a step and its groups; the step number can be used again. MoveError if it was trained before."""
     plan = _need(transaction, run, step)
     if plan.state != "planned":
         raise MoveError(
@@ -132,7 +132,7 @@ def quarantine(transaction: Transaction, run: str, step: int, reason: str) -> Pl
 
 
 def living_plan(transaction: Transaction, run: str, step: int) -> PlanRow | None:
-    """The plan of a step that is to be trained or was."""
+    """The plan of a step that is planned or trained (not quarantined)."""
     found = transaction.value(
         "SELECT id FROM plans WHERE run = ? AND step = ? AND state <> 'quarantined'", (run, step)
     )
@@ -140,7 +140,7 @@ def living_plan(transaction: Transaction, run: str, step: int) -> PlanRow | None
 
 
 def plans_ahead(transaction: Transaction, run: str) -> list[PlanRow]:
-    """Plans that are made and not done, in order."""
+    """Plans that are not trained yet, in order."""
     found = transaction.all(
         "SELECT id FROM plans WHERE run = ? AND state = 'planned' ORDER BY step", (run,)
     )
@@ -148,7 +148,7 @@ def plans_ahead(transaction: Transaction, run: str) -> list[PlanRow]:
 
 
 def plans_from(transaction: Transaction, run: str, step: int) -> list[PlanRow]:
-    """The living plans of a run from a step on, in order. An engine whose checkpoint stands before this step has to take them again."""
+    """The living plans of a run from a step on, in order. An engine that resumes at `step` has to take them again."""
     found = transaction.all(
         "SELECT id FROM plans WHERE run = ? AND step >= ? AND state <> 'quarantined' ORDER BY step",
         (run, step),
@@ -157,7 +157,7 @@ def plans_from(transaction: Transaction, run: str, step: int) -> list[PlanRow]:
 
 
 def quarantined_plans(transaction: Transaction, run: str) -> list[PlanRow]:
-    """Plans that were put aside, in the order in which they were made."""
+    """Quarantined plans, in the order of their creation."""
     found = transaction.all(
         "SELECT id FROM plans WHERE run = ? AND state = 'quarantined' ORDER BY id", (run,)
     )
@@ -165,15 +165,15 @@ def quarantined_plans(transaction: Transaction, run: str) -> list[PlanRow]:
 
 
 def plan_of(transaction: Transaction, group: str) -> PlanRow | None:
-    """The plan that a group is or was part of."""
+    """The plan that a group is or was part of; None if there is none."""
     plan = read_group(transaction, group).plan
     return None if plan is None else _read(transaction, plan)
 
 
 def last_trained_step(transaction: Transaction, run: str) -> int | None:
-    """The highest step of the run that was trained; None before the first."""
+    """The last trained step of the run; None before the first."""
     return transaction.value(
-        # By the index of living plans, from its end.
+        # Uses the index of living plans, read from its end.
         """SELECT step FROM plans WHERE run = ? AND state <> 'quarantined' AND trained_at IS NOT NULL
         ORDER BY step DESC LIMIT 1""",
         (run,),

@@ -1,8 +1,8 @@
-"""Rewards: accepted once, kept before they are acknowledged, answered the same if they are sent again.
+"""Rewards: accepted once, stored before they are acknowledged; a repeated post gets the same answer.
 
-The natural key of a post is the group and its rewards. The first post decides; the same one again, an hour or a crash later, is a
-duplicate and gets the answer of the first. A held group is one that was posted with `include: hold`: the same rewards with
-`include: next` release it. Everything else is refused: other rewards, an unknown group, an expired lease.
+The natural key of a post is the group and its rewards. The first post counts; the same post again, an hour or a crash later, is a duplicate
+and gets the first answer. A group posted with `include: hold` is held: the same rewards with `include: next` release it. Everything else is
+refused: different rewards, an unknown group, an expired lease.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Post:
     """A client's rewards for one group."""
 
     group: str | Echo
-    """The group's id, or its content as given to the client; it must be of the run that the posts are for."""
+    """The group's id, or its content as sent to the client (then it must belong to the run of the post)."""
     rewards: tuple[float | None, ...]
-    """A finite number for each member, None for one that failed."""
+    """A finite number for each member, None for a member that failed."""
     answer: Mapping[str, Any]
-    """The answer if it is accepted now; kept for duplicates."""
+    """The answer if the post is accepted now; stored for duplicates."""
     include: Include = "next"
-    """`hold`: no step takes the group unless it is named, or released."""
+    """`hold`: no step takes the group until it is named or released."""
     field: str = "rewards"
-    """Path of the rewards in the request, for messages."""
+    """Path of the rewards in the request body, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Posted:
 
     group: str
     accepted: bool
-    """False: it is a duplicate of one that was accepted before."""
+    """False: it duplicates an accepted post."""
     state: State
-    """The group's state now."""
+    """The group's state after the post."""
     answer: dict[str, Any]
     """The answer to the first post of these rewards."""
 
@@ -54,9 +54,9 @@ class Posted:
 def accept_rewards(transaction: Transaction, run: str, post: Post) -> Posted:
     """Accept the rewards of a group of the active run.
 
-    Refused as `unknown_group`, `invalid_request` (wrong number of rewards), `already_rewarded` (others), `lease_expired`,
-    `group_given_up`, `group_stale` (release of a group that is) or `finished` (the group's run has ended). Duplicates are answered
-    whatever has become of their group and its run, unless it was given up.
+    Refuses with `unknown_group`, `invalid_request` (wrong number of rewards), `already_rewarded` (different rewards), `lease_expired`,
+    `group_given_up`, `group_stale` (release of a stale group) or `finished` (the group's run has ended). Duplicates are answered in any
+    state of the group and its run, unless the group was given up.
     """
     if isinstance(post.group, str):
         group = read_group(transaction, post.group)
@@ -103,7 +103,7 @@ def _accept_first(transaction: Transaction, group: GroupRow, post: Post) -> Post
 
 
 def _accept_again(transaction: Transaction, group: GroupRow, post: Post) -> Posted:
-    """A second post: a duplicate, the release of a held group, or refused."""
+    """Handle another post for a rewarded group: a duplicate, the release of a held group, or a refusal."""
     if group.rewards != post.rewards:
         raise Refusal(
             "already_rewarded",

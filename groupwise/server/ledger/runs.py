@@ -1,7 +1,6 @@
 """The runs that were started on a server, in order; at most one is active.
 
-A run is added before the client that started it gets its answer. When it ends, for whatever reason, its groups, plans and
-rewards stay readable.
+A run is added before the client that started it gets its answer. When it ends, for any reason, its groups, plans and rewards stay readable.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ RunState = Literal["active", "stopped", "finished", "failed", "replaced"]
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A training as the server knows it."""
+    """A run as the server stores it."""
 
     run: str
     folder: str
     settings: dict[str, Any]
-    """Settings as the client posted them."""
+    """Settings as posted by the client."""
     config: dict[str, Any]
     """Config as given to the engine."""
     state: RunState
     reason: str | None
-    """Why it is no longer active, where there is more to say than the state does."""
+    """Why it is no longer active, if there is more to say than the state."""
     incarnation: int
-    """+1 each time that steps were trained again without being equal to the last bit."""
+    """Number of times that steps were taken again and may have given different results."""
     started_at: float
-    """Seconds since 1970, as is the next."""
+    """Seconds since 1970, like `ended_at`."""
     ended_at: float | None
     tokenizer: Tokenizer | None = None
-    """None: it was begun by a version of the server that kept none."""
+    """None: the run was started by a server version that did not store it."""
 
 
 _COLUMNS = (
@@ -53,7 +52,7 @@ def add_run(
     config: Mapping[str, Any],
     tokenizer: Tokenizer | None = None,
 ) -> RunRow:
-    """Add a run, which is the active one from now on. Refused as `run_active` while there is another."""
+    """Add a run and make it the active one. Refuses with `run_active` if another run is active."""
     if (other := active_run(transaction)) is not None:
         raise Refusal(
             "run_active",
@@ -73,7 +72,7 @@ def add_run(
 
 
 def read_run(transaction: Transaction, run: str) -> RunRow:
-    """One run; refused as `unknown_run` if there is none of this name."""
+    """Read one run; refuses with `unknown_run` if there is none of this name."""
     row = transaction.first(f"SELECT {_COLUMNS} FROM runs WHERE run = ?", (label(run),))
     if row is None:
         known = ", ".join(each.run for each in list_runs(transaction)) or "none yet"
@@ -84,13 +83,13 @@ def read_run(transaction: Transaction, run: str) -> RunRow:
 
 
 def active_run(transaction: Transaction) -> RunRow | None:
-    """The run that groups are sampled for."""
+    """The run that groups are sampled for; None if there is none."""
     row = transaction.first(f"SELECT {_COLUMNS} FROM runs WHERE state = 'active'")
     return None if row is None else _run(row)
 
 
 def list_runs(transaction: Transaction) -> list[RunRow]:
-    """All runs, in the order of their beginning."""
+    """All runs, in the order in which they were started."""
     return [_run(row) for row in transaction.all(f"SELECT {_COLUMNS} FROM runs ORDER BY position")]
 
 
@@ -101,7 +100,7 @@ def go_on(
     config: Mapping[str, Any],
     tokenizer: Tokenizer | None = None,
 ) -> RunRow:
-    """Make a run active again, with these settings from now on. Refused as `run_active` while there is another."""
+    """Make a run active again, with these settings from now on. Refuses with `run_active` if another run is active."""
     set_run_state(transaction, run, "active")
     transaction.execute(
         "UPDATE runs SET settings = ?, config = ?, tokenizer = ? WHERE run = ?",
@@ -113,7 +112,7 @@ def go_on(
 def set_run_state(
     transaction: Transaction, run: str, state: RunState, reason: str | None = None
 ) -> RunRow:
-    """Make the run active again, or end it and say why. Refused as `run_active` if another one is."""
+    """Make the run active again, or end it with a reason. Refuses with `run_active` if another run is active."""
     read_run(transaction, run)
     other = active_run(transaction)
     if state == "active" and other is not None and other.run != run:
@@ -131,13 +130,13 @@ def set_run_state(
 
 
 def new_incarnation(transaction: Transaction, run: str) -> int:
-    """Count that steps of the run were trained again and may differ in their last bits; returns how often."""
+    """Count that steps of the run were taken again and may differ in their last bits; returns the count."""
     transaction.execute("UPDATE runs SET incarnation = incarnation + 1 WHERE run = ?", (run,))
     return read_run(transaction, run).incarnation
 
 
 def need_active(transaction: Transaction, run: str) -> None:
-    """Refused as `finished` if the run is not the active one."""
+    """Refuse with `finished` if the run is not the active one."""
     row = read_run(transaction, run)
     if row.state != "active":
         raise Refusal(

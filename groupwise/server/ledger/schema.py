@@ -1,14 +1,12 @@
-"""The tables of `server.db`, as a list of migrations that only ever go forward.
+"""The tables of `server.db`, as a list of migrations that only go forward.
 
-`PRAGMA user_version` counts the migrations that a file has been through. A change of the schema is a new entry at the end of
-`MIGRATIONS`; an entry that was released is never edited. A change of `group_states.TABLE` is such a change too: a new entry drops the
-trigger `group_moves` and creates it again.
+`PRAGMA user_version` counts the migrations applied to a file. A change of the schema is a new entry at the end of `MIGRATIONS`; a released
+entry is never edited. A change of `group_states.TABLE` needs a new entry, too: it drops the trigger `group_moves` and creates it again.
+SQLite itself enforces the invariants, so that no code path can break them: a group only moves along the table of states, its rewards are
+written once, a draw has one living group, a step of a run has one living plan, one run is active.
 
-SQLite itself enforces the invariants, so that no path through the code can break them: a group only moves along the table of
-states, its rewards are written once, one draw has one living group, one step of a run has one living plan, one run is active.
-
-Conventions: times are seconds since 1970, leases are seconds of the server's uptime, steps are indices from 0. What a group was
-sampled with (tokens, log-probabilities, seeds) is in `records`, apart from `groups`, because SQLite rewrites a whole row whenever
+Conventions: times are seconds since 1970, leases are seconds of the server's uptime, steps are indices starting at 0. The sampling record
+of a group (tokens, log-probabilities, seeds) is stored in `records`, separate from `groups`, because SQLite rewrites a whole row whenever
 one column changes.
 """
 
@@ -29,7 +27,7 @@ IN_A_PLAN: tuple[State, ...] = ("planned", "trained", "quarantined")
 
 
 def listed(states: tuple[State, ...]) -> str:
-    """States as the inside of SQL's `IN (…)`."""
+    """States for SQL's `IN (…)`, without the parentheses."""
     return ", ".join(f"'{state}'" for state in states)
 
 

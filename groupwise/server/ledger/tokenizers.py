@@ -1,4 +1,4 @@
-"""Builds the answer to GET /tokenizer from the files that the engine gave."""
+"""Builds the answer to GET /tokenizer from the engine's tokenizer files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Tokenizer:
     """A run's tokenizer, stored so that it can be described without an engine."""
 
     hash: str
-    """Names the folder with its files."""
+    """Name of the folder with its files."""
     stop_token_ids: tuple[int, ...]
 
     @classmethod
     def of(cls, opened: Opened) -> Tokenizer:
-        """The one that an engine has opened its run with."""
+        """The tokenizer of a run that an engine has opened."""
         return cls(opened.tokenizer_hash, opened.stop_token_ids)
 
 

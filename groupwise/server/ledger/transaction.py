@@ -1,7 +1,7 @@
-"""The open transaction and the current time, as passed to each operation on the ledger.
+"""The open transaction and the current time, passed to each operation on the ledger.
 
-An operation is a plain function whose first parameter is a `Transaction`. It calls other operations as it likes; all that they do is
-committed as one, or not at all. It must not keep the transaction, begin or end one, or wait for anything.
+An operation is a plain function whose first parameter is a `Transaction`. It may call other operations; all their changes are committed
+together, or not at all. It must not keep a reference to the transaction, start or end one, or wait for anything.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ LARGEST_INTEGER = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Source of times; tests bring their own."""
+    """Source of times; tests pass their own."""
 
     wall: Callable[[], float] = time.time
     """Seconds since 1970."""
     monotonic: Callable[[], float] = time.monotonic
-    """Seconds that never go back, from any beginning."""
+    """Seconds that never go back, from an arbitrary start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,18 @@ class Transaction:
     now: float
     """Seconds since 1970."""
     uptime: float
-    """Seconds that a server has been up with this ledger, over all its processes. Leases count these."""
+    """Seconds for which a server has been up with this ledger, over all its processes. Leases are measured in this time."""
 
     def execute(self, statement: str, values: Row = ()) -> sqlite3.Cursor:
         """Run one statement."""
         return self.connection.execute(statement, values)
 
     def all(self, query: str, values: Row = ()) -> list[Row]:
-        """All rows that a query yields."""
+        """All rows of a query."""
         return self.connection.execute(query, values).fetchall()
 
     def first(self, query: str, values: Row = ()) -> Row | None:
-        """The first row that a query yields, if any."""
+        """The first row of a query, or None."""
         return self.connection.execute(query, values).fetchone()
 
     def value(self, query: str, values: Row = ()) -> Any:

@@ -1,7 +1,7 @@
-"""Tracks how long a server has been up with this ledger, over all its processes. Leases are measured by it.
+"""Tracks how long a server has been up with this ledger, over all its processes. Leases are measured in this time.
 
-It continues from the last stored value, so that nothing expires while a server is down. The server calls `tick` every few seconds; a
-kill -9 loses the time since the last one, in the clients' favour.
+It continues from the last stored value, so nothing expires while a server is down. The server calls `tick` every few seconds; after a kill
+-9 the time since the last tick is not counted, so leases last slightly longer.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sqlite3
 from groupwise.server.ledger.transaction import Transaction
 
 TICK_SECONDS = 2.0
-"""How often a server should call `tick`: so much of a lease is given away for nothing by a kill -9."""
+"""Seconds between calls of `tick`: a kill -9 extends leases by at most this much."""
 
 
 def tick(transaction: Transaction) -> float:
-    """Keep the uptime as it is now; returns it."""
+    """Store the current uptime; returns it."""
     transaction.execute(
         "INSERT OR REPLACE INTO meta (key, value) VALUES ('uptime', ?)",
         (json.dumps(transaction.uptime),),

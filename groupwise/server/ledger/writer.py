@@ -1,16 +1,15 @@
-"""One thread owns `server.db`; all others hand it operations and wait for its commits.
+"""One thread owns `server.db`; all other code passes it operations and waits for its commits.
 
-Callers run on an asyncio loop: `await ledger.do(operation, …)` queues the operation and waits. The thread takes all that are queued,
-runs each within a savepoint of one transaction, commits once, and only then resolves the callers' futures: every result that a caller gets
-is on the disk. So a flush to the disk, which takes milliseconds, is shared by all who came meanwhile (group commit), and reads see one
+Callers run on an asyncio loop: `await ledger.do(operation, …)` queues the operation and waits. The thread takes all queued operations, runs
+each within a savepoint of one transaction, commits once, and only then resolves the callers' futures: every result that a caller gets is on
+disk. A disk flush, which takes milliseconds, is thus shared by all operations that were queued meanwhile (group commit), and reads see one
 consistent state, because they are operations like any other.
-
-- An operation that raises is rolled back alone; its caller gets the error, the others of the batch stand.
-- A commit that fails (disk full, locked, input or output) fails every caller of its batch with a StoreError, and nothing of the batch
-  is kept; the next batch is tried afresh.
+- An operation that raises is rolled back alone; its caller gets the error, the others of the batch are kept.
+- A commit that fails (disk full, locked, I/O error) fails every caller of its batch with a StoreError, and nothing of the batch is kept;
+the next batch starts from scratch.
 - A batch that changed nothing commits nothing.
-- A caller that goes away does not take its operation with it: what was queued is done.
-- `close` refuses what comes later and finishes what came before.
+- If a caller is cancelled, its queued operation is still done.
+- `close` refuses later operations and finishes earlier ones.
 
 Each commit is a crash point `commit:<names of the operations that changed something, sorted, joined by +>` (`groupwise.core.atomic_files`).
 """
@@ -36,10 +35,11 @@ from groupwise.server.ledger.transaction import Clock, Transaction
 logger = logging.getLogger(__name__)
 
 LARGEST_BATCH = 500
-"""Operations of one commit: enough for the disk's flush to cost little, few enough that the first callers do not wait long."""
+"""Maximum number of operations per commit: enough to spread the cost of the disk flush, few enough that the first callers do not wait long.
+"""
 
 RETRY_SECONDS = 1.0
-"""Between two attempts to write to a disk that refuses."""
+"""Seconds between two attempts to write to a failing disk."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A queued operation, and what has become of it."""
+    """A queued operation and its outcome."""
 
     name: str
     work: Callable[[Transaction], Any]
@@ -57,7 +57,7 @@ class _Job:
 
 
 class Ledger:
-    """The open `server.db`. `do` is called from asyncio; the thread that writes belongs to it."""
+    """The open `server.db`. `do` is called from asyncio; the Ledger owns the writing thread."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, clock: Clock) -> None:
         """Use `open`."""
@@ -74,7 +74,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path, clock: Clock | None = None) -> Ledger:
-        """Open or make the file and start its writer. StoreError if it cannot be used."""
+        """Open or create the file and start its writer thread. StoreError if it cannot be used."""
         return cls(path, open_file(path), clock or Clock())
 
     async def do(
@@ -83,10 +83,9 @@ class Ledger:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Run an operation in the next transaction; returns what it returned once that is on the disk.
+        """Run an operation in the next transaction; returns its result once it is on disk.
 
-        Raises what the operation raised (nothing of it was kept), or StoreError (DiskFull among them) where the batch could not be
-        committed.
+        Raises the operation's error (none of its changes are kept), or StoreError (including DiskFull) if the batch could not be committed.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         name = getattr(operation, "__name__", "operation")
@@ -103,7 +102,7 @@ class Ledger:
     async def do_when_writable(
         self, operation: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Like `do`, but if the disk refuses, try again every second until it is written."""
+        """Like `do`, but if the write fails, try again every `RETRY_SECONDS` until it succeeds."""
         while True:
             try:
                 return await self.do(operation, *args, **kwargs)
@@ -112,7 +111,7 @@ class Ledger:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def close(self) -> None:
-        """Finish what is queued, keep the uptime, and close the file. Harmless when repeated."""
+        """Finish the queued operations, store the uptime, and close the file. Repeating it is harmless."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -127,14 +126,14 @@ class Ledger:
                 self._changed.wait_for(lambda: self._queue or self._closing)
                 batch = self._queue[:LARGEST_BATCH]
                 del self._queue[:LARGEST_BATCH]
-            if not batch:  # the ledger is closed and all are done
+            if not batch:  # closed, and all operations are done
                 break
             self._settle(batch)
             _resolve(batch)
         self._leave()
 
     def _settle(self, batch: Sequence[_Job]) -> None:
-        """Give each job its result or its error; never raises, because the thread must live."""
+        """Set the result or error of each job; never raises, because the thread must survive."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             transaction = self._transaction()
@@ -146,9 +145,9 @@ class Ledger:
         except sqlite3.Error as error:
             self._undo()
             for job in batch:
-                # One each: an exception that several tasks raise collects the tracebacks of all.
+                # One exception per job: an exception raised in several tasks would collect the tracebacks of all.
                 job.error = explanation(self.path, error)
-        except BaseException as error:  # noqa: BLE001 — whatever it is, a caller waits for it
+        except BaseException as error:  # noqa: BLE001 — the callers wait for any error
             self._undo()
             for job in batch:
                 job.error = error
@@ -161,16 +160,16 @@ class Ledger:
         )
 
     def _perform(self, job: _Job, transaction: Transaction) -> bool:
-        """Run one operation, which alone is undone if it raises; True if it changed anything."""
+        """Run one operation, undoing only its changes if it raises; True if it changed anything."""
         changes = self._connection.total_changes
         self._connection.execute("SAVEPOINT operation")
         try:
             job.result = job.work(transaction)
-        except Exception as error:  # whatever it is, it is the caller's, who gets it
-            if not self._connection.in_transaction:  # SQLite has given up the whole transaction
+        except Exception as error:  # any error belongs to the caller
+            if not self._connection.in_transaction:  # SQLite rolled back the whole transaction
                 raise
             self._connection.execute("ROLLBACK TO operation")
-            # A constraint that an operation broke is a mistake of the code and stays what it is; the rest is the disk's.
+            # A violated constraint is a bug in the code and is raised as it is; operational errors come from the disk.
             of_disk = isinstance(error, sqlite3.OperationalError)
             job.error = explanation(self.path, error) if of_disk else error
         self._connection.execute("RELEASE operation")
@@ -180,11 +179,11 @@ class Ledger:
         try:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-        except sqlite3.Error:  # SQLite was faster; if not, the next BEGIN fails and tells
+        except sqlite3.Error:  # already rolled back; if not, the next BEGIN fails and reports it
             return
 
     def _leave(self) -> None:
-        """Store the uptime if the disk allows it; a lost second of it is in the clients' favour."""
+        """Store the uptime if the disk allows it; otherwise leases last slightly longer."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             uptime.tick(self._transaction())
@@ -196,11 +195,11 @@ class Ledger:
 
 
 def _resolve(batch: Sequence[_Job]) -> None:
-    """Wake the callers, each loop once."""
+    """Resolve the callers' futures, with one call per event loop."""
 
     def resolve(jobs: Sequence[_Job]) -> None:
         for job in jobs:
-            if job.future.done():  # its caller went away
+            if job.future.done():  # its caller was cancelled
                 continue
             if job.error is not None:
                 job.future.set_exception(job.error)
@@ -209,5 +208,5 @@ def _resolve(batch: Sequence[_Job]) -> None:
 
     for loop in dict.fromkeys(job.future.get_loop() for job in batch):
         jobs = [job for job in batch if job.future.get_loop() is loop]
-        with suppress(RuntimeError):  # the loop is closed, so no caller waits any more
+        with suppress(RuntimeError):  # the loop is closed, so no caller waits
             loop.call_soon_threadsafe(resolve, jobs)

@@ -1,7 +1,7 @@
-"""Completions in OpenAI's forms: as one answer, or as the pieces of a stream.
+"""Completions in OpenAI's formats: as one response, or as the chunks of a stream.
 
-What was never shown before the end of a stream comes with the piece that ends its choice: tokens and log-probabilities, which are known
-when the choice is complete, what the answer says of itself, and the calls of tools, each in a piece.
+Some data is sent only with the chunk that ends its choice: tokens and log-probabilities, which are known when the choice is complete, the
+response's metadata, and tool calls, each in a chunk of its own.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from groupwise.server.openai.completed import Completed, Written
 
 Kind = Literal["chat", "text"]
 PREFIX: dict[Kind, str] = {"chat": "chatcmpl-", "text": "cmpl-"}
-"""Prefixes of answer ids."""
+"""Prefixes of response ids."""
 DONE = b"data: [DONE]\n\n"
 INCOMPLETE = "\ufffd"
-"""In the text of a token that holds only part of a character."""
+"""Contained in the text of a token that holds only part of a character."""
 
 
 def whole(kind: Kind, completed: Completed) -> ChatCompletion | TextCompletion:
-    """Everything at once."""
+    """The complete response, without streaming."""
     common: dict[str, Any] = {**_about(kind, completed), "usage": _usage(completed)}
     if kind == "text":
         texts = [
@@ -123,10 +123,10 @@ def _text_logprobs(each: Written) -> TextLogprobs | None:
 
 
 class Pieces:
-    """The pieces of one stream, each as it is sent."""
+    """The encoded chunks of one stream."""
 
     def __init__(self, kind: Kind, model: str, created: int, *, usage: bool) -> None:
-        """`model` is the name that was asked for; `usage`: whether the last piece has numbers of tokens."""
+        """`model` is the requested model name; `usage`: whether the last chunk contains token counts."""
         self._kind: Kind = kind
         self._usage = usage
         self._id = ""
@@ -134,18 +134,18 @@ class Pieces:
         self._created = created
 
     def begin(self, id: str, choices: int) -> Iterator[bytes]:
-        """Send the pieces that precede all text."""
+        """The chunks that precede all text."""
         self._id = PREFIX[self._kind] + id
         if self._kind == "chat":
             for place in range(choices):
                 yield self._piece([self._choice(place, "", role="assistant")])
 
     def more(self, place: int, text: str) -> bytes:
-        """More text of a choice."""
+        """A chunk with more text of a choice."""
         return self._piece([self._choice(place, text)])
 
     def end(self, completed: Completed) -> Iterator[bytes]:
-        """How each choice ended, and that everything has."""
+        """The final chunk of each choice, then the end of the stream."""
         about = _about(self._kind, completed)
         for place, each in enumerate(completed.choices):
             logprobs = _chat_logprobs(each) if self._kind == "chat" else _text_logprobs(each)
@@ -185,5 +185,5 @@ class Pieces:
 
 
 def event(data: Any) -> bytes:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"

@@ -1,6 +1,6 @@
-"""Converts a request in OpenAI's form into an `Ask` for the engine.
+"""Converts a request in OpenAI's format into an `Ask` for the engine.
 
-Whether a completion is kept may be said in the body or by headers, because not every client lets its user add to the body.
+Whether a completion is stored can be set in the body or by headers, because not every client library allows extra fields in the body.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from groupwise.tasks.data.messages import with_arguments
 
 @dataclass(frozen=True, slots=True)
 class StorageHeaders:
-    """The headers that say whether a completion is stored for training, and in which group."""
+    """The headers that control whether a completion is stored for training, and in which group."""
 
     store: bool = False
     group: str | None = None
@@ -31,12 +31,12 @@ class StorageHeaders:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Calls whose completions are compared with each other: they share groups, of which each gets a member."""
+    """Calls whose completions are compared with each other: they share groups, and each call gets one member."""
 
     name: str | None
-    """None: those that ask the same."""
+    """None: calls with the same prompt and settings share groups."""
     size: int | None
-    """Members of a group; None: as many as the run's groups have."""
+    """Members per group; None: the run's group size."""
 
 
 ReadCalls = Literal["none", "first", "all"]
@@ -44,30 +44,30 @@ ReadCalls = Literal["none", "first", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Prompts to be completed."""
+    """The prompts to complete, and how."""
 
     model: str
     prompts: tuple[Prompt, ...]
     n: int
-    """Completions of each."""
+    """Number of completions per prompt."""
     sampling: Sampling
     columns: Mapping[str, Any]
     """See `SampleOrder.columns`."""
     logprobs: bool
     store: bool
-    """True if the completions are kept, to be rewarded; then there is one prompt."""
+    """True if the completions are stored, to be rewarded; there is then exactly one prompt."""
     gather: Gather | None
-    """None: the completions are a group by themselves, or are not kept."""
+    """None: the completions form a group of their own, or are not stored."""
     read_calls: ReadCalls = "none"
-    """Format of the tool calls to extract from a completion's text."""
+    """Tool calls to extract from a completion's text: none, only the first, or all."""
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end a completion and that its client does not get."""
+        """Texts that end a completion; they are not part of the text sent to the client."""
         return self.sampling.stop or ()
 
     def hash_with(self, size: int) -> str:
-        """Hash of everything that the members of a group of this size have in common (SHA-256, hex)."""
+        """Hash of everything that the members of a group of this size share (SHA-256, hex)."""
         content: list[Any] = [list(self.prompts), size, asdict(self.sampling)]
         if self.columns:
             content.append(dict(self.columns))
@@ -75,7 +75,7 @@ class Ask:
 
 
 def ask_of(request: ChatRequest | TextRequest, headers: StorageHeaders) -> Ask:
-    """Convert a request. Raises a refusal that names the field if the completions cannot be kept as requested."""
+    """Convert a request. Raises a refusal that names the field if the completions cannot be stored as requested."""
     columns: dict[str, Any] = {}
     read_calls: ReadCalls = "none"
     if isinstance(request, ChatRequest):

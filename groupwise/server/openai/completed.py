@@ -1,4 +1,4 @@
-"""Completions as the service has them, before they take OpenAI's form."""
+"""Completions as the service holds them, before conversion to OpenAI's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from groupwise.server.openai.texts import cut, showable
 from groupwise.tasks.tools import HermesCalls, ToolCall
 
 TokenTexts = tuple[str, ...]
-"""Each token of a completion as text by itself."""
+"""Each token of a completion as text of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,27 +19,27 @@ class Written:
     """One completion."""
 
     text: str
-    """Text without the stop that ended it, and without `calls`."""
+    """Text without the stop text that ended it, and without `calls`."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     token_texts: TokenTexts | None
     """None if log-probabilities were not requested."""
     calls: tuple[ToolCall, ...] = ()
-    """Tool calls."""
+    """Tool calls extracted from the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The content of one request's answer."""
+    """The content of the response to one request."""
 
     id: str
-    """Id without the prefix of its kind."""
+    """Id without the prefix (`chatcmpl-` or `cmpl-`)."""
     group: str | None
-    """The id of the group, if it is kept."""
+    """Id of the group, if the completions are stored."""
     run: str
     step: int
-    """Steps done when it was sampled."""
+    """Completed steps when it was sampled."""
     fingerprint: str
     created: float
     """Seconds since 1970."""
@@ -48,7 +48,7 @@ class Completed:
 
     @property
     def model(self) -> str:
-        """The policy that has written it, as it is addressed."""
+        """Model name of the policy that wrote it."""
         return f"{self.run}@{self.step}"
 
     @property
@@ -58,7 +58,7 @@ class Completed:
 
 
 def written(rollout: Rollout, ask: Ask, texts: TokenTexts | None) -> Written:
-    """A completion that was sampled."""
+    """Convert a sampled completion: cut it at the stop text, and extract tool calls if requested."""
     logprobs = (
         logprob for segment in rollout.segments for logprob in segment.sampling_logprobs or ()
     )
@@ -77,7 +77,7 @@ def written(rollout: Rollout, ask: Ask, texts: TokenTexts | None) -> Written:
 
 
 def showable_of(text: str, ask: Ask) -> str:
-    """The part of an unfinished text that is certain to begin its choice's final text."""
+    """The part of an unfinished text that is certain to be a prefix of the choice's final text."""
     if ask.read_calls == "none":
         return showable(text, ask.stops)
     return showable(text, (*ask.stops, HermesCalls.BEGIN)).rstrip()

@@ -1,9 +1,9 @@
-"""Refusals in the form that OpenAI's clients read, for every answer of the routes under /v1.
+"""Refusals in the format that OpenAI's clients read, for every response of the routes under /v1.
 
-They are the problems of the table (`groupwise.api.schemas.problems`), converted where they leave the server, so that a
-refusal of the framework, of the key check and of the service all look the same. The statuses are the table's, except that an invalid
-request is 400, as with OpenAI. Its clients send a request again after 408, 409, 429 and 5xx, unless `x-should-retry` says otherwise: it
-is set as the table says.
+They are the problems of the table (`groupwise.api.schemas.problems`), converted just before they leave the server, so refusals of the
+framework, of the key check and of the service all look the same. The statuses are those of the table, except that an invalid request is
+400, as with OpenAI. OpenAI's clients repeat a request after 408, 409, 429 and 5xx, unless `x-should-retry` says otherwise; the header is
+set from the table.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from groupwise.api.schemas.problems import KINDS, MEDIA_TYPE, Problem, Refusal
 
 PREFIX = "/v1/"
 AS_OPENAI = {422: 400}
-"""Statuses of the table that are others there."""
+"""Statuses that OpenAI's API replaces by others."""
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-"""OpenAI's error types by status; other statuses are the request's or the server's fault."""
+"""OpenAI's error types by status; for other statuses the type depends on whether the request or the server is at fault."""
 SHOULD_RETRY = "x-should-retry"
 
 
 def status_of(status: int) -> int:
-    """The status of a problem's row, as OpenAI has it."""
+    """OpenAI's status for the status of a problem."""
     return AS_OPENAI.get(status, status)
 
 
 def error_of(problem: Problem) -> ErrorAnswer:
-    """A problem in the other form."""
+    """Convert a problem to OpenAI's error format."""
     status = status_of(problem.status)
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     param = problem.errors[0].field or None if problem.errors else None
@@ -41,23 +41,23 @@ def error_of(problem: Problem) -> ErrorAnswer:
 
 
 def error_of_refusal(refusal: Refusal) -> ErrorAnswer:
-    """The same of what was not rendered yet, because an answer is under way."""
+    """Convert a refusal within a stream that has already started, so that no status can be sent."""
     return error_of(refusal.problem())
 
 
 class OpenAIErrors:
-    """Outside of everything else: makes problems of these routes into errors. Whatever is no problem goes through as it is."""
+    """Outermost middleware: converts the problems of the /v1 routes to OpenAI's errors. All other responses pass unchanged."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the request."""
+        """Handle a request; a problem response is held back and converted."""
         if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
             await self._app(scope, receive, send)
             return
         start: Message | None = None
-        """The start of a problem, held back until its body is complete."""
+        """The start of a problem response, held back until its body is complete."""
         body = b""
 
         async def translate(message: Message) -> None:
@@ -87,7 +87,7 @@ async def _send_error(send: Send, start: Message, problem: Problem) -> None:
 
 
 def as_documented(document: dict[str, Any]) -> None:
-    """Say of the routes in an OpenAPI document how they are refused, in place of problems."""
+    """In an OpenAPI document, replace the problem responses of the /v1 routes by OpenAI's errors."""
     schemas = ErrorAnswer.model_json_schema(ref_template="#/components/schemas/{model}")
     document["components"]["schemas"].update(schemas.pop("$defs"))
     document["components"]["schemas"]["ErrorAnswer"] = schemas

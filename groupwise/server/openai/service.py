@@ -1,12 +1,11 @@
-"""Completions in the way of OpenAI, without HTTP: sampled only, or kept to be rewarded.
+"""Completions for the OpenAI protocol, without HTTP: only sampled, or stored to be rewarded.
 
-Those only sampled need just the engine; their seeds are random, or follow from the client's seed. What is kept goes the way of
-/completions: it waits for room, has a draw, and is in the ledger before the answer is complete. A call for one completion that is kept
-shares a group with the calls that ask the same (`groupwise.server.ledger.members`): the first one has the group sampled, while the others
-wait for it, and each gets a member.
+Completions that are only sampled need just the engine; their seeds are random, or derived from the client's seed. Stored completions are
+treated as in /completions: the request waits for admission, gets a draw, and is in the ledger before the response is complete. A call for
+one stored completion shares a group with calls of the same name or prompt (`groupwise.server.ledger.members`): the first call samples the
+group, while the others wait for it, and each gets one member.
 
-A stream asks the engine every few hundredths of a second how far the texts are. What it shows is the beginning of the same answer that
-a call without a stream gets.
+A stream polls the engine for the texts written so far. It sends prefixes of the same response that a call without a stream gets.
 """
 
 from __future__ import annotations
@@ -43,18 +42,19 @@ from groupwise.server.settings import ServerConfig
 T = TypeVar("T")
 
 POLL = 0.03
-"""Seconds between two looks at how far the texts are: a reader sees no steps, and a look costs the engine next to nothing."""
+"""Seconds between two polls of the texts so far: short enough that a reader sees smooth text, and a poll costs the engine almost nothing.
+"""
 MOST_SAMPLING = 512
-"""Limit on completions that are sampled at once without being stored; requests beyond it are refused and may be sent again."""
+"""Limit on completions sampled at once without being stored; requests beyond it are refused and may be sent again."""
 TRY_AGAIN = 1.0
-"""Seconds after which there may be room for them."""
+"""Seconds after which a refused client may try again."""
 
 
 class Host(Protocol):
     """The part of the server's service that is used here."""
 
     def active(self) -> Conductor:
-        """The run that takes something new; refused where there is none."""
+        """The run that accepts new requests; raises a Refusal if there is none."""
         ...
 
     async def await_engine(self, work: Awaitable[T], conductor: Conductor) -> T:
@@ -64,7 +64,7 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More text of one choice of a stream."""
+    """More text of one choice, in a stream."""
 
     choice: int
     text: str
@@ -72,27 +72,27 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A stream that is about to show something; from now on it has an id."""
+    """The first item of a stream, with its id; sent just before the first text."""
 
     id: str
 
 
 @dataclass(slots=True)
 class _Progress:
-    """Tracks where to read a request's texts while they are written."""
+    """Where to read the texts of a request while they are written."""
 
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     engine: Engine | None = None
-    """None: nothing can be seen yet."""
+    """None: nothing can be read yet."""
     draws: tuple[int, ...] = ()
     n: int = 0
-    """Choices of each."""
+    """Number of choices per draw."""
 
     async def texts(self) -> list[str]:
-        """The texts so far, one for each choice that is under way; empty if they are not known."""
+        """The texts so far, one for each choice; empty if they are not known."""
         if self.engine is None:
             return []
-        with suppress(GroupwiseError):  # the caller that waits for the completions gets the error
+        with suppress(GroupwiseError):  # raised where the completions are awaited
             found = await gather_all(self.engine.partial(draw) for draw in self.draws)
             if all(len(each) >= self.n for each in found):
                 return [text for each in found for text in each[: self.n]]
@@ -100,22 +100,22 @@ class _Progress:
 
 
 class OpenAIService:
-    """The work behind the routes under /v1."""
+    """The service of the routes under /v1."""
 
     def __init__(self, host: Host, ledger: Ledger, config: ServerConfig) -> None:
         self._host = host
         self._ledger = ledger
         self._config = config
         self._draws = itertools.count(MAX_DRAW)
-        """Draws for completions that are only sampled: beyond those of groups."""
+        """Draws for completions that are only sampled: above the largest draw of groups."""
         self._sampling = 0
         self._turns: dict[Gathering, tuple[asyncio.Lock, int]] = {}
-        """A lock for each gathering, and how many calls use it."""
+        """For each gathering a lock and the number of calls that use it."""
 
     # --- models ----------------------------------------------------------------------------------
 
     async def models(self) -> list[ModelData]:
-        """The models served now: the newest policy, under its address and as `latest`. Empty if nothing is served."""
+        """The models now served: the newest policy, under its versioned name and as `latest`. Empty if nothing is served."""
         now = self._now()
         if now is None:
             return []
@@ -131,7 +131,7 @@ class OpenAIService:
         ]
 
     async def model(self, name: str) -> ModelData:
-        """One of the models; refused as `unknown_model`."""
+        """One of the models; refuses with `unknown_model`."""
         for each in await self.models():
             if each.id == name:
                 return each
@@ -156,13 +156,13 @@ class OpenAIService:
     # --- completions -----------------------------------------------------------------------------
 
     async def answer(self, ask: Ask, caller: Caller, render: Render) -> StoredResponse:
-        """The answer as a whole. What is kept is on the disk with it."""
+        """The complete response. Stored completions are on disk before it is returned."""
         return (await self._sample_and_store(ask, caller, render, _Progress())).answer
 
     async def stream(self, ask: Ask, caller: Caller) -> AsyncGenerator[Begun | Piece | Completed]:
-        """`Begun`, then texts as they are written, and at last everything. What is kept is on the disk before that.
+        """Yields `Begun`, then texts as they are written, then the complete result. Stored completions are on disk before the last item.
 
-        What is refused before any text is there is raised at the first step. Closing it ends the sampling.
+        Refusals before the first text are raised by the first iteration. Closing the generator ends the sampling.
         """
         assert caller.answer_key is None, "a stream is not sent again"
         progress = _Progress()
@@ -193,7 +193,7 @@ class OpenAIService:
         self, ask: Ask, caller: Caller, render: Render, progress: _Progress
     ) -> Kept:
         conductor = self._host.active()
-        _ = conductor.engine  # refused before waiting
+        _ = conductor.engine  # raises early if the engine is unavailable
         if ask.model not in _names(conductor.now):
             raise self._unknown_model(ask.model)
         keeping = Keeping(caller, conductor.request.lease_seconds, render)
@@ -211,7 +211,7 @@ class OpenAIService:
                 kept = await self._group(ask, size, gathering, conductor, keeping, progress)
             return kept
 
-    # --- what is only sampled ---------------------------------------------------------------------
+    # --- completions that are only sampled --------------------------------------------------------
 
     async def _only_sampled(
         self, ask: Ask, conductor: Conductor, keeping: Keeping, progress: _Progress
@@ -229,7 +229,7 @@ class OpenAIService:
             draw, columns = next(self._draws), ask.columns
             if (
                 ask.sampling.seed is None
-            ):  # a random one, so that a restarted server does not repeat itself
+            ):  # random, so that a restarted server does not repeat itself
                 sampling = replace(sampling, seed=secrets.randbits(63))
             orders.append(SampleOrder(draw, prompt, ask.n, sampling, columns=columns, trains=False))
         self._sampling += completions
@@ -253,7 +253,7 @@ class OpenAIService:
             return Kept(completed, keeping.render(completed))
         return await self._ledger.do(storing.keep_answer, keeping, completed)
 
-    # --- what is kept -----------------------------------------------------------------------------
+    # --- stored completions -----------------------------------------------------------------------
 
     async def _group(
         self,
@@ -264,7 +264,7 @@ class OpenAIService:
         keeping: Keeping,
         progress: _Progress,
     ) -> Kept:
-        """A new group; with `gathering` the call gets the first member alone."""
+        """Sample and store a new group; with `gathering` the call gets only the first member."""
         group = f"g-{secrets.token_hex(10)}"
         progress.id = group if gathering is None else f"{group}-0"
         wait = self._config.completions_wait
@@ -287,7 +287,7 @@ class OpenAIService:
     async def _member(
         self, ask: Ask, gathering: Gathering, conductor: Conductor, keeping: Keeping
     ) -> Kept | None:
-        """A member of a group that calls share; None if there is none to be had."""
+        """The next member of an open shared group; None if a new group is needed."""
         now = conductor.now
         oldest = now.step if ask.model != LATEST else now.step - conductor.request.staleness
         found = await self._ledger.do(storing.next_member, gathering, oldest)
@@ -301,12 +301,12 @@ class OpenAIService:
 
     @asynccontextmanager
     async def _turn(self, gathering: Gathering) -> AsyncGenerator[None]:
-        """Let one call of a gathering through at a time, as long as it takes to sample their group."""
+        """Admit one call of a gathering at a time, so that the first can sample their group while the others wait."""
         lock, calls = self._turns.get(gathering, (asyncio.Lock(), 0))
         self._turns[gathering] = (lock, calls + 1)
         try:
             async with asyncio.timeout(self._config.sampling_time_limit) as limit, lock:
-                limit.reschedule(None)  # what is done in it has limits of its own
+                limit.reschedule(None)  # the work inside has its own limits
                 yield
         except TimeoutError:
             raise Refusal("timed_out") from None
@@ -327,7 +327,7 @@ class OpenAIService:
         conductor: Conductor,
         progress: _Progress,
     ) -> list[Sampled]:
-        """Sample the orders; meanwhile the first `shown` members of each can be seen."""
+        """Sample the orders; meanwhile `progress` gives access to the texts of the first `shown` members of each."""
         engine = conductor.engine
         progress.draws, progress.n = tuple(order.draw for order in orders), shown
         progress.engine = engine
@@ -339,7 +339,7 @@ class OpenAIService:
         if ask.model != LATEST and steps != {int(ask.model.rpartition("@")[2])}:
             raise self._unknown_model(
                 ask.model
-            )  # it has moved on before the prompts had their turn
+            )  # a step changed the policy before the prompts were sampled
         if len(steps) > 1:
             raise Refusal(
                 "engine_recovering",
@@ -360,12 +360,12 @@ class OpenAIService:
 
 
 def _names(now: RunStatus) -> tuple[str, ...]:
-    """Under which the policy that serves can be asked for."""
+    """Model names of the policy now served."""
     return f"{now.run}@{now.step}", LATEST
 
 
 def _news(texts_sent: list[str], texts: Sequence[str]) -> list[Piece]:
-    """The new text since `shown`, which is updated to include it."""
+    """The text added since `texts_sent`, which is updated to include it."""
     pieces: list[Piece] = []
     for choice, text in enumerate(texts):
         if len(text) > len(texts_sent[choice]) and text.startswith(texts_sent[choice]):
@@ -375,5 +375,5 @@ def _news(texts_sent: list[str], texts: Sequence[str]) -> list[Piece]:
 
 
 def _nothing(_: Completed) -> StoredResponse:
-    """A stream renders its pieces itself."""
+    """A stream needs no rendered response: `Pieces` encodes its chunks."""
     return StoredResponse(200, b"")

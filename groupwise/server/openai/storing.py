@@ -1,4 +1,4 @@
-"""Stores completions that are to be rewarded: operations on the ledger, each one transaction with its answer and its count."""
+"""Stores completions that are to be rewarded: operations on the ledger, each one transaction with its response and its count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Render = Callable[[Completed], StoredResponse]
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """How something is kept."""
+    """How a request's completions are stored: for which caller, with which lease in seconds, and how the response is built."""
 
     caller: Caller
     lease: float
@@ -33,12 +33,12 @@ class Kept:
     """The stored result of a request."""
 
     completed: Completed | None
-    """None: the request was answered before, and that answer stands."""
+    """None: the request was answered before, and `answer` is the stored response."""
     answer: StoredResponse
 
 
 def keep_answer(transaction: Transaction, keeping: Keeping, completed: Completed) -> Kept:
-    """Completions that are not kept; only the answer is, if the request has an Idempotency-Key."""
+    """Store only the response, if the request has an Idempotency-Key; the completions themselves are not stored."""
     stored = _store_once(transaction, keeping, lambda: completed)
     assert stored is not None
     return stored
@@ -53,7 +53,7 @@ def keep_group(
     gathering: Gathering | None,
     keeping: Keeping,
 ) -> Kept:
-    """A group that was sampled, under this id. With `gathering` its members go to one call each, and this call has the first."""
+    """Store a sampled group under this id. With `gathering` its members are handed out to one call each, and this call gets the first."""
 
     def work() -> Completed:
         new = NewGroup(group, sampled.group, sampled.step, sampled.version, sampled.fingerprint)
@@ -73,7 +73,7 @@ def keep_group(
 def next_member(
     transaction: Transaction, gathering: Gathering, oldest: int
 ) -> tuple[Member, Rollout] | None:
-    """The member that the next call there gets, and its completion; None if a new group is needed."""
+    """The member for the next call, and its completion; None if a new group is needed."""
     member = members.next_member(transaction, gathering, oldest)
     if member is None:
         return None
@@ -85,7 +85,7 @@ def next_member(
 def give_member(
     transaction: Transaction, member: Member, prompt_tokens: int, choice: Written, keeping: Keeping
 ) -> Kept | None:
-    """Let a call have the member; None if the group has ended meanwhile."""
+    """Hand out the member to a call; None if another call got it, or the group ended, meanwhile."""
 
     def work() -> Completed | None:
         if not members.give(transaction, member):

@@ -1,8 +1,9 @@
-"""The calls of some parts: each is done once, however often it is sent, and those of the learner in their order.
+"""The calls of some parts: each is done once, even if it is sent several times, and the learner's calls are done in order.
 
-A call goes on whether or not its client waits. Its answer is kept until the client has it. The answer of a call in the order is kept until
-a later call names it, or one behind it, in `after`; any other may be done twice without harm, and its answer is kept for some time after
-the client got it. All of it is in memory and ends with the engine, which holds all that the calls have changed.
+A call continues whether or not its client waits. Its answer is kept until the client has it. Ordered calls (the learner's) name an earlier
+call in `after`; their answers are kept until a later call names the same or a higher number. Any other call may be done twice without harm,
+and its answer is kept for some time after delivery. Everything is in memory and ends with the engine, which holds all the state that the
+calls have changed.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from groupwise.core.condition import Pulse
 from groupwise.core.errors import GroupwiseError, UsageError
 
 MOST_CALLS = 4096
-"""Under way, or not fetched yet."""
+"""Limit on calls in progress and answers not yet fetched."""
 MOST_BODIES = 8
-"""Largest bodies that may be in memory at once, of calls that are not over."""
+"""Limit on the size of unfinished calls in memory, in multiples of the largest body."""
 KEPT_AFTER_DELIVERY = 900.0
-"""Seconds for which the answer of a call without order is kept after its client got it: for as long as clients ask again."""
+"""Seconds for which the answer of an unordered call is kept after delivery: as long as clients repeat requests."""
 FREED = frozenset({"generate"})
-"""Verbs whose calls end when they are given up; the others have changed something by then, and go on."""
+"""Verbs whose calls are cancelled when given up. Any other call may have changed something by then, so it continues."""
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
     content: bytes
-    """Hash of the request."""
+    """Hash (SHA-256) of the request."""
     task: asyncio.Task[Any] | None
     """None: the client gave the call up before it arrived."""
     ordered: bool
     verb: str = ""
     size: int = 0
-    """Bytes of the request."""
+    """Size of the request in bytes."""
     delivered: float | None = None
-    """When the client last got the answer, in seconds of the clock; None: it has not."""
+    """Time of the last delivery to the client, by `clock`; None: not delivered yet."""
 
     @property
     def over(self) -> bool:
@@ -48,7 +49,7 @@ class _Call:
 
 
 class Calls:
-    """See the module. What a client can get wrong is a `Refusal`."""
+    """See the module. Client errors are raised as `Refusal`."""
 
     def __init__(
         self,
@@ -57,25 +58,25 @@ class Calls:
         most_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`do` does one. `longest_wait`: seconds for which a call waits for the one before. `most_bytes` of a body."""
+        """`do` does one call. `longest_wait`: seconds for which a call waits for earlier calls. `most_bytes`: largest request body."""
         self._do = do
         self._longest_wait = longest_wait
         self._most_bytes = MOST_BODIES * most_bytes
         self._clock = clock
         self._calls: dict[int, _Call] = {}
         self._reached = 0
-        """The highest number in the order that is over, or will not come."""
+        """The highest ordered number that is over, or was given up before it arrived."""
         self._named = 0
-        """The highest number that a call has named in `after`: the client knows what became of it."""
+        """The highest number that a call has named in `after`: the client knows the outcome of all calls up to it."""
         self._forgotten = 0
-        """The highest number in the order that is over and whose answer is kept no longer."""
+        """The highest ordered number whose answer is no longer kept."""
         self._over = Pulse()
-        """Beats when one in the order is."""
+        """Beats when an ordered call is over."""
 
     async def make(
         self, number: int, request: CallRequest, content: bytes, wait: float
     ) -> CallAnswer:
-        """Have it done; its answer, if it is there within `wait` seconds. `content`: the request as it came."""
+        """Start a call, or find the same earlier one; returns its state after at most `wait` seconds. `content`: the raw request body."""
         digest = hashlib.sha256(content).digest()
         call = self._calls.get(number)
         if call is None:
@@ -99,13 +100,13 @@ class Calls:
         return await self._state_of(number, call, wait)
 
     async def answer(self, number: int, wait: float) -> CallAnswer:
-        """The state of a call."""
+        """The state of a call, after at most `wait` seconds."""
         if number not in self._calls:
             raise _unknown_call(number)
         return await self._state_of(number, self._calls[number], wait)
 
     async def give_up(self, number: int) -> CallAnswer:
-        """Give up waiting for a call. One that changes something goes on; one that has not come yet will not be done."""
+        """Give up a call. A call that may have changed something continues; a call that has not arrived yet will not be done."""
         call = self._calls.get(number)
         if call is None:
             if number <= self._forgotten:
@@ -119,7 +120,7 @@ class Calls:
         return await self._state_of(number, call, 0.0)
 
     async def end(self) -> None:
-        """Cancel those that are under way."""
+        """Cancel all calls in progress."""
         tasks = [call.task for call in self._calls.values() if call.task is not None]
         for task in tasks:
             task.cancel()
@@ -127,11 +128,11 @@ class Calls:
 
     @property
     def pending(self) -> int:
-        """Number of calls that wait or are under way."""
+        """Number of calls that wait or are in progress."""
         return sum(not call.over for call in self._calls.values())
 
     def forget(self) -> None:
-        """Release answers that the client has."""
+        """Delete answers that the client has received."""
         before = self._clock() - KEPT_AFTER_DELIVERY
         for number, call in [*self._calls.items()]:
             if not call.over:
@@ -161,7 +162,7 @@ class Calls:
             return await self._do(request.do)
         finally:
             if request.after is not None:
-                asyncio.get_running_loop().call_soon(self._note_over, number)  # when it is done
+                asyncio.get_running_loop().call_soon(self._note_over, number)  # once it is done
 
     async def _after(self, number: int) -> None:
         try:

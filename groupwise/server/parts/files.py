@@ -1,4 +1,4 @@
-"""Folders exchanged between a loop and its parts: all within one folder of the server, by names that cannot lead out of it."""
+"""Folders exchanged between a training loop and its parts: all within one folder of the server; names cannot lead out of it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _PATH = re.compile(PATH_PATTERN)
 
 
 class Files:
-    """Files of some parts."""
+    """The files of one client's parts."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.root = root
         self._changing = threading.Lock()
-        """Requests write in threads, also while the parts are ended."""
+        """Requests write in threads, even while the parts are being ended."""
         self._removed = False
         self._sealed: Counter[str] = Counter()
-        """Folders that were loaded or are being loaded, and how often."""
+        """Folders that are loaded or being loaded, with the number of loads."""
 
     @staticmethod
     def check(path: str) -> None:
-        """Refuse a path that is none; see `PATH_PATTERN`."""
+        """Refuse an invalid path; see `PATH_PATTERN`."""
         if len(path) > MAX_PATH or not _PATH.fullmatch(path):
             problem = (
                 f"must be up to four names with `/` between them, of letters, digits, `.`, `_` and `-`, none of which begins with a dot; "
@@ -49,21 +49,21 @@ class Files:
         return self.root / path
 
     def folder(self, path: str) -> Path:
-        """A folder that is there."""
+        """An existing folder; refuses with `unknown_file` if it is missing."""
         place = self.place(path)
         if not place.is_dir():
             raise _not_there(path)
         return place
 
     def file(self, path: str) -> Path:
-        """A file that is there."""
+        """An existing file; refuses with `unknown_file` if it is missing."""
         place = self.place(path)
         if not place.is_file():
             raise _not_there(path)
         return place
 
     def list(self, path: str) -> FolderAnswer:
-        """The files of a folder, by name."""
+        """The files of a folder, sorted by name, with their sizes."""
         folder = self.folder(path)
         return FolderAnswer(
             files=[
@@ -74,13 +74,15 @@ class Files:
         )
 
     def read(self, path: str, offset: int) -> bytes:
-        """A piece of a file, of at most `PIECE` bytes; nothing behind its end."""
+        """A piece of a file, of at most `PIECE` bytes; empty at or after the end."""
         with self.file(path).open("rb") as file:
             file.seek(min(offset, os.fstat(file.fileno()).st_size))
             return file.read(PIECE)
 
     def seal(self, *paths: str | None) -> list[str]:
-        """Take no more files in these folders: what was checked there is loaded, maybe several times. Returns them, for `unseal`."""
+        """Accept no more files in these folders, because their checked contents are being loaded, possibly several times. Returns them, for
+        `unseal`.
+        """
         given = [path for path in paths if path is not None]
         for path in given:
             self.check(path)
@@ -89,13 +91,13 @@ class Files:
         return given
 
     def unseal(self, paths: Iterable[str]) -> None:
-        """Undo a seal after loading failed: the files may be replaced unless another call has loaded them, or is about to."""
+        """Undo a seal after a failed load: the files may be replaced again, unless another call has loaded them or is loading them."""
         with self._changing:
             self._sealed.subtract(paths)
             self._sealed = +self._sealed
 
     def write(self, path: str, offset: int, content: bytes) -> FolderAnswer:
-        """A piece of a file, at `offset`, which must not be beyond what is there; what was behind it is cut off. The file's size."""
+        """Write a piece of a file at `offset`, at most at its end; the file then ends with this piece. Returns the new size."""
         place = self.place(path)
         with self._changing:
             if self._removed:
@@ -127,11 +129,11 @@ class Files:
         return FolderAnswer(files=[FileFacts(path=place.name, size=offset + len(content))])
 
     def delete(self, path: str) -> None:
-        """A folder; one that is not there is no error."""
+        """Delete a folder; a missing one is no error."""
         shutil.rmtree(self.place(path), ignore_errors=True)
 
     def remove(self) -> None:
-        """All of them, for good."""
+        """Delete all files, and accept no more."""
         with self._changing:
             self._removed = True
             shutil.rmtree(self.root, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""Sampler and learner for one loop that runs elsewhere: opened under an id, called by numbers, and released after silence.
+"""Sampler and learner for one training loop in another process: opened under an id, called by numbers, and released after silence.
 
-    open       starts an engine of its own, unless a run or models have the machine
-    call       has the engine do something; it goes on even if the client stops waiting, and its answer is kept until the client has it
-    end        comes from the client, from the next loop of the same owner, or after silence; engine and files go
+    open       starts an engine of its own, unless a run or models use the machine
+    call       calls the engine; it continues if the client stops waiting, and its answer is kept until the client has it
+    end        by the client, by the next loop of the same owner, or after silence; engine and files are removed
 
-`calls.py` keeps the calls. All of it ends with the engine, and with this process: the loop has its run, record and
-checkpoints on its own disk, and resumes from there.
+`calls.py` manages the calls. All state ends with the engine, and with this process: the loop has its run, record and checkpoints on its own
+disk, and resumes from there.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from groupwise.server.run.run_config import Allowed, allowed_model
 logger = logging.getLogger(__name__)
 
 NAME = "parts"
-"""Name of the parts among the machine's users, and of their folder."""
+"""Name under which the parts ask for the machine (see `Service.beside`), and of their folder."""
 GONE_KEPT = 100
 """Number of ended parts for which the reason of their end is kept."""
 LOOK_EVERY = 5.0
-"""Seconds between two looks for parts whose client is silent."""
+"""Seconds between two checks for parts whose client is silent."""
 
 
 GoneCode = Literal["parts_gone", "parts_taken"]
@@ -75,7 +75,7 @@ class Called(Protocol):
 
     @property
     def reason(self) -> str | None:
-        """How it ended; None: it has not."""
+        """How the engine ended; None: it has not."""
         ...
 
     async def call(self, verb: str, *arguments: Any) -> Any: ...
@@ -85,7 +85,7 @@ class Called(Protocol):
 class _Gone:
     why: str
     code: GoneCode
-    """Tells whether the parts were lost or ended on purpose."""
+    """Code of later refusals: whether the parts were lost (`parts_gone`) or ended on purpose (`parts_taken`)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +100,7 @@ class _Parts:
 
 
 class PartsService:
-    """See the module. What a client can get wrong is a `Refusal`."""
+    """See the module. Client errors are raised as `Refusal`."""
 
     def __init__(
         self,
@@ -114,8 +114,9 @@ class PartsService:
         most_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`make_engine` begins one in which nothing is open. Seconds: `silence` after which parts are ended, `longest_wait` for the call
-        before. `most_bytes` of a request."""
+        """`make_engine` starts an engine in which nothing is open. `silence`: seconds without a request after which parts are ended;
+        `longest_wait`: seconds for which a call waits for the calls before it; `most_bytes`: size limit of a request.
+        """
         self._runs = runs
         self._make_engine = make_engine
         self._supervisor = EngineSupervisor(make_engine)
@@ -127,7 +128,7 @@ class PartsService:
         self._clock = clock
         self._parts: _Parts | None = None
         self._spare: Called | None = None
-        """An engine in which nothing is open yet."""
+        """A running engine in which nothing is open yet, e.g. one started for a plan."""
         self._spare_until = 0.0
         self._planning = asyncio.Lock()
         """Held while a plan is made: one at a time."""
@@ -136,12 +137,12 @@ class PartsService:
         self._cleaning: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Forget what an earlier process has left."""
+        """Delete the files of an earlier process, and start checking for silent parts."""
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         self._watch = asyncio.create_task(self._look(), name="silent parts")
 
     async def shut_down(self) -> None:
-        """The server ends."""
+        """End the parts and all engines, because the server shuts down."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -150,14 +151,16 @@ class PartsService:
         await self._supervisor.end()
 
     async def make_way(self) -> None:
-        """A run or models are to begin. Refused as `run_active` while there are parts; see `groupwise.server.run.service.Beside`."""
+        """Called before a run or models start. Refuses with `run_active` while there are parts; see
+        `groupwise.server.run.lifecycle.Beside`.
+        """
         await self._end_if_silent()
         if self._parts is not None:
             raise _taken_refusal(self._parts)
         await self._end_spare()
 
     async def let_go(self) -> None:
-        """A run is started with `replace: true`; see `groupwise.server.run.lifecycle.Beside`."""
+        """Called before a run is started with `replace: true`; see `groupwise.server.run.lifecycle.Beside`."""
         await self._end("a run of the server was started in their place", "parts_taken")
 
     async def _end_spare(self) -> None:
@@ -178,7 +181,7 @@ class PartsService:
     # --- opening and ending ----------------------------------------------------------------------
 
     async def open(self, id: str, request: PartsRequest) -> PartsAnswer:
-        """Have an engine under this id; again, to hear of it."""
+        """Open parts under this id, with an engine; repeating it returns their state."""
         async with self._runs.turn:
             known = self._parts
             if known is not None and known.id == id:
@@ -194,7 +197,7 @@ class PartsService:
                 raise _run_is_active()
             await self._runs.make_room(NAME)
             if self._planning.locked():
-                self._spare = None  # planning may take long
+                self._spare = None  # planning may take long, so use another engine
             engine, self._spare = await self._fresh_engine(), None
             files = Files(self._folder / id)
             parts = self._parts = _Parts(id, request.owner, files, engine, self._clock())
@@ -205,7 +208,7 @@ class PartsService:
             return self._answer(parts)
 
     async def plan(self, request: PlanRequest) -> PlanAnswer:
-        """How the work would be laid out here. An engine that is begun for it is kept for who opens parts next."""
+        """How the work would be laid out on this machine. An engine started for this is kept for the next parts."""
         async with self._planning:
             async with self._runs.turn:
                 engine = await self._engine_to_plan()
@@ -214,7 +217,7 @@ class PartsService:
                 with self._model_description(request.described) as folder:
                     return await self._plan_answer(engine, request, folder)
             finally:
-                # Parts may have been opened in this engine meanwhile.
+                # Parts may have been opened in this engine meanwhile; it must then stay.
                 of_parts = self._parts is not None and self._parts.engine is engine
                 if engine is not self._spare and not of_parts:
                     await cast("Engine", engine).close()
@@ -237,7 +240,7 @@ class PartsService:
 
     @contextmanager
     def _model_description(self, text: str | None) -> Generator[str | None]:
-        """A folder with nothing but the description of a model."""
+        """A temporary folder that contains only the description of a model."""
         if text is None:
             yield None
             return
@@ -246,7 +249,7 @@ class PartsService:
             yield folder
 
     async def _engine_to_plan(self) -> Called:
-        """The one that is opened next; beside other parts one of its own, because a plan may take long, or take an engine with it."""
+        """The spare engine; if parts are open, a separate engine, because a plan may take long or crash its engine."""
         if self._parts is not None:
             return await _started(self._make_engine())
         if self._runs.conducted() is not None:
@@ -255,18 +258,18 @@ class PartsService:
         return await self._fresh_engine()
 
     async def _fresh_engine(self) -> Called:
-        """An engine in which nothing is open."""
+        """A running engine in which nothing is open."""
         if self._spare is None or self._spare.reason is not None:
             self._spare = None
             self._spare = await _started(self._supervisor.begin())
         return self._spare
 
     def look(self, id: str) -> PartsAnswer:
-        """The client is there."""
+        """The state of parts; the request also counts as a sign of life."""
         return self._answer(self._of(id))
 
     async def close(self, id: str) -> None:
-        """The loop needs them no longer. Repeating it is harmless."""
+        """End parts that their loop no longer needs. Repeating it is harmless."""
         async with self._runs.turn:
             if self._parts is not None and self._parts.id == id:
                 await self._end("they were closed", "parts_taken")
@@ -274,7 +277,7 @@ class PartsService:
                 raise self._ended_refusal(id)
 
     def files(self, id: str) -> Files:
-        """Files sent, saved and published."""
+        """The files of some parts: sent, saved and published."""
         return self._of(id).files
 
     async def _look(self) -> None:
@@ -360,7 +363,7 @@ class PartsService:
         return await self._await_answer(parts, parts.calls.give_up(number))
 
     async def _await_answer(self, parts: _Parts, work: Awaitable[CallAnswer]) -> CallAnswer:
-        """Await an answer; if the parts have ended meanwhile, raise how."""
+        """Await an answer; if the parts have ended meanwhile, raise the reason."""
         try:
             answer = await work
         except EngineLost:
@@ -371,12 +374,12 @@ class PartsService:
         return answer
 
     def forget_delivered(self) -> None:
-        """Release answers that clients have."""
+        """Delete answers that the client has received."""
         if self._parts is not None:
             self._parts.calls.forget()
 
     async def _do(self, parts: _Parts, do: AnyVerb) -> Any:
-        """Have the engine do a call, with the folders sealed that it loads files of the client from."""
+        """Pass a call to the engine. Folders with client files that the call loads are sealed first."""
         call = parts.engine.call
         loads: tuple[str | None, ...] = ()
         if isinstance(do, wire.Open):
@@ -405,7 +408,7 @@ class PartsService:
             self._lose(self._parts, why)
 
     def _lose(self, parts: _Parts, why: str) -> None:
-        """The engine has ended, and what it held with it. Calls that are under way hear of it, too."""
+        """The engine has ended, with all the state of the parts. Calls in progress fail with the same reason."""
         if self._parts is parts:
             self._parts = None
             self._note_gone(parts, why, "parts_gone")
@@ -433,7 +436,7 @@ class PartsService:
         described_model: str | None = None,
         adapter: str | None = None,
     ) -> dict[str, Any]:
-        """The sections of the client's config that parts are made by, with models that it may have the server load."""
+        """The sections of the client's config that the parts are built from. Only models that clients may load are accepted."""
         config = {key: given[key] for key in SECTIONS[kind] if key in given}
         of_run = _section(given, "run")
         model = dict(_section(given, "model"))
@@ -450,7 +453,7 @@ class PartsService:
             )
         elif isinstance(model.get("name"), str):
             model["name"] = allowed_model("model.name", model["name"], self._allowed)
-        # Prompts come as tokens, and adapters as files.
+        # Prompts are sent as tokens, and adapters as files.
         model |= {"adapter": adapter, "adapter_revision": None, "chat_template": None}
         run = {key: of_run[key] for key in OF_RUN if key in of_run}
         return {**config, "model": model, "run": run}
@@ -459,7 +462,7 @@ class PartsService:
 async def _started(engine: Awaitable[Engine]) -> Called:
     try:
         return cast("Called", await engine)
-    except GroupwiseError as error:  # there may be memory for it in a moment
+    except GroupwiseError as error:  # memory for it may be free again soon
         raise refusal_of(error, otherwise="engine_recovering", retry_after=5.0) from None
 
 

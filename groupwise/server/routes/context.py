@@ -1,9 +1,9 @@
-"""What handlers of routes receive: the context of a request, and the protocol of the service behind them.
+"""The inputs of route handlers: the context of a request, and the protocol of the service that handles it.
 
 Each module of this folder has a tuple `ROUTES`.
 
-A handler takes `RequestContext`: the service, and the caller. It returns bytes that the service may have stored before, so that a request
-that comes twice gets the same answer to the byte.
+A handler takes a `RequestContext`: the service and the caller. It returns bytes that the service may have stored before, so a repeated
+request gets the same answer, byte for byte.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from groupwise.server.settings import ServerConfig
 logger = logging.getLogger(__name__)
 
 REPLAYED = "Idempotency-Replayed"
-"""Header of an answer that was given before."""
+"""Header of a response that repeats an earlier one."""
 
 
 class ServiceLike(Protocol):
     """Everything that the routes call. Errors for the client are raised as `Refusal`.
 
-    Calls may be cancelled at any point, because their client has gone; what has been committed stands all the same.
+    Calls may be cancelled at any point, because their client has disconnected; committed changes stay.
     """
 
     async def begin(self) -> None:
-        """Open the run that the last server left. An engine that it needs is started in the background."""
+        """Open the run that was active when the last server ended. An engine that it needs is started in the background."""
         ...
 
     async def shut_down(self, seconds: float) -> None:
@@ -66,11 +66,11 @@ class ServiceLike(Protocol):
         ...
 
     def ready(self) -> str | None:
-        """Why requests are not answered; None if they are."""
+        """Why requests are refused; None if they are served."""
         ...
 
     async def start(self, request: StartRequest, caller: Caller) -> StartAnswer:
-        """Begin a run."""
+        """Start a run."""
         ...
 
     async def stop(self) -> StopAnswer:
@@ -96,7 +96,7 @@ class ServiceLike(Protocol):
     async def rewards_trained(
         self, answers: Sequence[RewardAnswer], seconds: float
     ) -> Sequence[RewardAnswer]:
-        """The answers to a post that came before, after the step that learns from it, or after `seconds`."""
+        """The answers to earlier posted rewards: after the step that learns from them, or after `seconds`."""
         ...
 
     async def step(self, request: StepRequest, caller: Caller) -> StepAnswer:
@@ -104,7 +104,7 @@ class ServiceLike(Protocol):
         ...
 
     async def step_taken(self, answer: StepAnswer, seconds: float) -> StepAnswer:
-        """The answer about a step that was planned before: after it, or after `seconds`."""
+        """The answer about an earlier planned step: after it was taken, or after `seconds`."""
         ...
 
     async def status(self) -> StatusAnswer:
@@ -112,7 +112,7 @@ class ServiceLike(Protocol):
         ...
 
     async def activity(self) -> ActivityAnswer:
-        """The state at this instant, without the clients."""
+        """Current activity, without the clients."""
         ...
 
     async def last_event(self) -> int:
@@ -120,15 +120,15 @@ class ServiceLike(Protocol):
         ...
 
     async def events(self, after: int | None, limit: int) -> Sequence[EventData]:
-        """The events after this one, the oldest first."""
+        """The events after this one, oldest first."""
         ...
 
     async def next_event(self, after: int, seconds: float) -> None:
-        """Return when there is a newer event, or when the time is over."""
+        """Wait until there is a newer event, or the time is over."""
         ...
 
     async def open_version(self, version: str | None) -> OpenVersion:
-        """The files of a version."""
+        """Open the files of a version."""
         ...
 
     async def checkpoints(self) -> CheckpointsAnswer:
@@ -144,16 +144,16 @@ class ServiceLike(Protocol):
         ...
 
     async def count_refusal(self, code: str) -> None:
-        """Count a refused request for work; `status` shows the number."""
+        """Count a refused request; `status` shows the count."""
         ...
 
     async def remembered(self, caller: Caller) -> StoredResponse | None:
-        """The stored answer to the request with this Idempotency-Key."""
+        """The stored answer to an earlier request with this Idempotency-Key; None if there is none."""
         ...
 
 
 class Serving(Shared):
-    """State that all requests to one server share."""
+    """State shared by all requests to one server."""
 
     def __init__(self, service: ServiceLike, config: ServerConfig) -> None:
         limits = Limits(config.max_body_bytes, config.requests_per_second, config.burst)
@@ -163,19 +163,19 @@ class Serving(Shared):
         self.under_way = UnderWay()
 
     async def activity(self) -> ActivityAnswer:
-        """The state at this instant, with the clients."""
+        """Current activity, including the clients."""
         clients = known_clients(self.clients.all(), self.clients.clock())
         return (await self.service.activity()).model_copy(update={"clients": clients})
 
     def refusal_of(self, error: Exception) -> Refusal | None:
-        """A full disk is no mistake of the server's."""
+        """Convert a full disk to a refusal, because it is no error of the server's code."""
         if not isinstance(error, DiskFull):
             return None
         logger.error("%s", error)
         return Refusal("disk_full", retry_after=FULL_SECONDS)
 
     async def refused(self, facts: Facts) -> None:
-        """Count the refusal with the run, which writes to the disk: only refusals of work, to callers who may ask for it."""
+        """Count a refusal in the run's counters. This writes to the disk, so only refused work of authorised callers counts."""
         known = facts.caller is not None and facts.route is not None and facts.route.works
         if known and facts.code not in ("", "forbidden", "rate_limited", "internal"):
             await self.service.count_refusal(facts.code)
@@ -183,7 +183,7 @@ class Serving(Shared):
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """The context of one request, which its handler is given."""
+    """The context of one request, passed to its handler."""
 
     serving: Serving
     caller: Caller
@@ -198,11 +198,11 @@ class RequestContext:
         work: Callable[[], Awaitable[StoredResponse]],
         wait_on: Callable[[StoredResponse], Awaitable[StoredResponse]] | None = None,
     ) -> Response:
-        """Answer with what the work returns. A request with an Idempotency-Key that was answered before, or is being answered, gets
-        that answer.
+        """Answer with the result of `work`. A request with an Idempotency-Key that was answered before, or is being answered, gets that
+        answer instead.
 
-        `wait_on`: for a request that waits for more than its work. It makes the answer to a repeated request of the one that was stored
-        when the work was done.
+        `wait_on`: for requests that may wait after their work is done. For a repeated request it waits again, and builds
+        the answer from the stored one.
         """
         if (given := await self.serving.under_way.answer(self.caller)) is not None:
             return response_of(given, replayed=True)
@@ -220,7 +220,7 @@ class RequestContext:
 
 
 async def request_context(request: Request) -> RequestContext:
-    """The context of a request: its caller, and the name under which its answer is remembered."""
+    """The context of a request: its caller, and the key under which its answer is stored."""
     facts = facts_of(request.scope)
     assert facts.caller is not None, "the middleware let it through"
     caller, route = facts.caller, facts.route
@@ -234,6 +234,6 @@ Context = Annotated[RequestContext, Depends(request_context)]
 
 
 def response_of(answer: StoredResponse, *, replayed: bool = False) -> Response:
-    """An answer as a response."""
+    """Convert a stored answer to an HTTP response."""
     headers = {REPLAYED: "true"} if replayed else None
     return Response(answer.body, answer.status, headers, "application/json")

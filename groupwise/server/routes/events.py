@@ -1,7 +1,7 @@
-"""Server-sent events. A client whose stream was cut off resumes it by the id of the last event that it received.
+"""Server-sent events. A client whose stream was interrupted resumes it with the id of the last event that it received.
 
-A stream sends what is there, then waits for the next; a comment every few seconds keeps proxies from closing it. It ends when the server
-does. Each one holds a connection, so that their number is bounded.
+A stream sends the existing events, then waits for the next; a comment every few seconds keeps proxies from closing it. It ends when the
+server shuts down. Each stream holds a connection, so their number is limited.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from groupwise.server.routes.context import Context, Serving
 
 TAG = "training"
 AT_ONCE = 100
-"""Events that are read from the ledger at a time."""
+"""Number of events read from the ledger at a time."""
 LONGEST_WAIT = 60.0
 """Seconds after which the ledger is read again, even if no event was announced."""
 TRY_AGAIN = 5.0
-"""Seconds after which there may be room for another stream."""
+"""Seconds after which a refused client may try again."""
 RECONNECT = 2000
-"""Milliseconds after which a browser that was cut off comes back."""
+"""Milliseconds after which a disconnected browser reconnects."""
 
 
 LastEventId = Annotated[
@@ -40,9 +40,9 @@ LastEventId = Annotated[
 
 
 async def stream_slot(context: Context, last_event_id: LastEventId = None) -> AsyncGenerator[int]:
-    """One of the streams that may be open at once, held until the answer is over; yields the event after which it begins.
+    """Reserve one of the streams that may be open at once, until the response is over; yields the event after which the stream starts.
 
-    Refusals are raised here: once a stream has begun, it is too late.
+    Refusals are raised here, because after the start of a stream the status can no longer be changed.
     """
     metrics, most = context.serving.metrics, context.serving.config.max_event_streams
     if context.serving.ending.is_set():
@@ -79,7 +79,7 @@ async def events(
 
 
 async def _next(serving: Serving, after: int) -> None:
-    """Return when there is another event, or the server ends."""
+    """Wait until there is another event, or the server shuts down."""
     waits: list[asyncio.Task[Any]] = [
         asyncio.create_task(serving.service.next_event(after, LONGEST_WAIT)),
         asyncio.create_task(serving.ending.wait()),

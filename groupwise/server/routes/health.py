@@ -1,4 +1,4 @@
-"""Whether the server lives and answers, for machines that look after it and have no key; and its metrics, for Prometheus."""
+"""Health and readiness of the server, for monitors without a key, and its metrics, for Prometheus."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ async def metrics(context: Context) -> Response:
 
 
 GROUP_STATES = "open rewarded held planned trained expired given_up stale quarantined".split()
-"""States of groups: fields of `Counters`."""
+"""States of groups, which are fields of `Counters`."""
 
 
 def render(requests: RequestMetrics, status: StatusAnswer) -> str:
-    """The metrics: what the service says of its run, and what was counted of requests."""
+    """The metrics text: the state of the run, and the counters of requests."""
     return "\n".join([*_run_lines(status), *requests.lines()]) + "\n"
 
 

@@ -30,7 +30,7 @@ from groupwise.server.run.responses import answer_of
 
 TAG = "models"
 VERSION_HEADER = "X-Model-Version"
-"""`run@step` of the files."""
+"""The version of the files, as `run@step`."""
 FINGERPRINT_HEADER = "X-Model-Fingerprint"
 KIND_HEADER = "X-Model-Kind"
 """`adapter` or `full`."""
@@ -39,7 +39,7 @@ STALLED = 120.0
 
 
 class ZipResponse(Response):
-    """A version as a zip file. Its files are closed whatever happens: sent, refused, or the client gone."""
+    """A version as a zip file. Its files are closed in every case: sent, refused, or the client disconnected."""
 
     media_type = "application/zip"
 

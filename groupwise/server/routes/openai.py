@@ -1,8 +1,8 @@
-"""The OpenAI-compatible routes: models, chats and plain completions, whole or as streams.
+"""The OpenAI-compatible routes: models, chats and plain completions, complete or as streams.
 
-`openai_routes` gives the routes over a service, for `make_app(…, also=…)`; `attach` then has everything under /v1 answered with OpenAI's
-errors. A stream begins when there is something to show: what is refused before is an ordinary error, what goes wrong later an error
-within the stream, which then lacks its `[DONE]`.
+`openai_routes` returns the routes of a service, for `make_app(…, also=…)`; `attach` then converts the errors of everything under /v1 to
+OpenAI's format. A stream starts with the first text: earlier refusals are ordinary errors; a later failure is an error within the stream,
+which then has no final `[DONE]`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ async def _complete(
 
 
 class StreamedResponse(Response):
-    """A stream. It is closed whatever happens, which ends the sampling: sent, refused, or the client gone."""
+    """A streamed response. The stream is closed in every case (sent, refused, or the client disconnected), which ends the sampling."""
 
     media_type = "text/event-stream"
 
@@ -110,7 +110,7 @@ class StreamedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._stream) as stream:
-            first = await anext(stream)  # refused: an ordinary error
+            first = await anext(stream)  # a refusal here is an ordinary error response
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
             await self._send(send, first)
@@ -208,6 +208,6 @@ def _sampling(path: str, handler: Any, answer: Any, example: Any) -> Route:
 
 
 def attach(app: FastAPI) -> None:
-    """Answer refusals under /v1 in OpenAI's form. Call it before the first request."""
+    """Answer refusals under /v1 in OpenAI's format. Call it before the first request."""
     app.add_middleware(cast("Any", OpenAIErrors))
     as_documented(app.openapi())

@@ -1,7 +1,7 @@
-"""Sampler and learner for a loop that runs elsewhere: `groupwise rl` with `run.server`, or a loop of your own.
+"""Sampler and learner for a training loop in another process: `groupwise rl` with `run.server`, or a custom loop.
 
-Everything is named by the client (the id of the parts, the number of a call, the path and offset of a piece of a file), so that what is
-sent again is done once. A call answers 202 while it is under way; then the client asks for it again.
+The client chooses all names (the id of the parts, the number of a call, the path and offset of a piece of a file), so a repeated request is
+done only once. A call answers 202 while it is in progress; the client then asks for it again.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _Handlers:
 
 
 def _call_response(answer: CallAnswer) -> Response:
-    """The answer as JSON, with numbers that are not finite as texts; see `groupwise.api.schemas.parts`."""
+    """The answer as JSON, with non-finite numbers as strings; see `groupwise.api.schemas.parts`."""
     status = 202 if answer.state == "working" else 200
     plain = {
         "number": answer.number,

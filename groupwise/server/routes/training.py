@@ -1,8 +1,7 @@
-"""Ask and post: begin and end a run, ask for completions, post rewards, take steps, see how it goes.
+"""Ask and post: start and end a run, request completions, post rewards, take steps, read the state.
 
-Asking and posting end with their client: when the client of a request for completions disconnects, its place is free, and so it is with a
-wait for a step. What the service has committed by then stands. Beginning and ending a run go on to their end even if the client
-disconnects.
+Asking and posting end with their client: if the client of a request for completions disconnects, its place becomes free; a wait for a step
+ends in the same way. Anything the service has committed by then stays. Starting and ending a run continue even if the client disconnects.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The run that is, or was last: shared by everything that serves clients.
+"""The current or most recent run: state shared by all parts that serve clients.
 
-`lifecycle.py` puts a run here and takes it away, `service.py` says when the server ends; the others only look.
+`lifecycle.py` sets and clears the run, `service.py` sets `shutting_down`; the others only read.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from groupwise.server.run.policy_versions import Versions
 from groupwise.server.settings import ServerConfig
 
 TOKENIZERS = "tokenizers"
-"""Folder of the server's output that holds tokenizers by their hash."""
+"""Subfolder of the server's output with tokenizers, by their hash."""
 ENDED = ("finished", "stopped", "failed")
-"""Phases of a run that takes nothing more."""
+"""Phases of a run that accepts nothing more."""
 
 
 class Current:
-    """The run that is, or was last, and whether the server takes anything new for it."""
+    """The current or most recent run, and whether the server accepts anything new for it."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.conductor: Conductor | None = None
-        """Conductor of the run since the server began."""
+        """The conductor of the newest run that this process has run; None before the first."""
         self.latest: RunRow | None = None
-        """The run that is, or was last."""
+        """The current or most recent run; None before the first."""
         self.changed = Pulse()
-        """Beats whenever a client may want to look again."""
+        """Beats at every change that a waiting client may be interested in."""
         self.shutting_down = False
 
     def conducted(self) -> Conductor | None:
-        """The run that has an engine, or is about to have one again."""
+        """The conductor of a run that has an engine, or will soon have one again."""
         conductor = self.conductor
         return None if conductor is None or conductor.phase in ENDED else conductor
 
     def active(self) -> Conductor:
-        """The run that takes something new. Refused as `not_started`, or as what has become of it."""
+        """The run that accepts new requests. Refuses with `not_started`, or with the reason why the run has ended."""
         self.refuse_when_shutting_down()
         if self.conductor is None:
             raise Refusal("not_started" if self.latest is None else "finished")
@@ -53,23 +53,23 @@ class Current:
         return self.conductor
 
     def any_run(self) -> RunRow:
-        """The run that is, or was last. Refused as `not_started` before the first."""
+        """The current or most recent run. Refuses with `not_started` before the first."""
         if self.latest is None:
             raise Refusal("not_started")
         return self.latest
 
     def refuse_when_shutting_down(self) -> None:
-        """Raise Refusal `shutting_down` if the server is."""
+        """Raise Refusal `shutting_down` if the server is shutting down."""
         if self.shutting_down:
             raise Refusal("shutting_down", retry_after=5)
 
     @property
     def standing(self) -> RunStatus | None:
-        """The run's status; None if no engine has opened it since the server began."""
+        """The run's status; None if no engine has opened it since the server started."""
         return self.conductor.standing if self.conductor else None
 
     async def next_beat(self, beat: asyncio.Event, deadline: float) -> bool:
-        """Wait for a beat of `changed`; False if the deadline, by the monotonic clock, comes first."""
+        """Wait for a beat of `changed`; False if the deadline (monotonic clock) comes first."""
         try:
             async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
                 await beat.wait()
@@ -87,7 +87,7 @@ class Current:
         return self.shutting_down or conductor is None or conductor.phase in ENDED
 
     def versions(self, row: RunRow) -> Versions:
-        """Versions of a run that can be read."""
+        """The readable policy versions of a run."""
         standing = self.standing
         named_checkpoints = NamedCheckpoints(self.config.folder).of_run(row.run)
         if standing is None or standing.run != row.run:
@@ -100,5 +100,5 @@ class Current:
         return Versions(row.run, folder, steps, published, named_checkpoints, tokenizer_folder)
 
     def tokenizer_folder(self, tokenizer_hash: str) -> Path:
-        """Folder in which a tokenizer is kept, so that it can be served without an engine."""
+        """Folder with the files of a tokenizer, stored so that it can be served without an engine."""
         return self.config.folder / TOKENIZERS / tokenizer_hash

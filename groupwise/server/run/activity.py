@@ -1,4 +1,4 @@
-"""Builds the answer to /activity: living groups with their leases, waiting requests, steps to come, and clients' open sessions."""
+"""Builds the answer to /activity: living groups with their leases, waiting requests, planned steps, and clients' open sessions."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from groupwise.server.run.queries import event_data
 async def activity_of(
     current: Current, ledger: Ledger, sessions: Sequence[Session]
 ) -> ActivityAnswer:
-    """Activity of the current or last run, and of what clients have open beside it.
+    """Activity of the current or last run, and of the clients' open sessions.
 
-    `clients` is missing: the HTTP side knows them. `sessions`: as they stand, without their models' steps.
+    `clients` is left empty; the HTTP layer fills it in. `sessions` are passed without their models' steps, which are added here.
     """
     run = None if current.latest is None else current.latest.run
     conductor = current.conductor
@@ -69,7 +69,7 @@ async def activity_of(
 
 
 def known_clients(seen: Sequence[Seen], now: float) -> list[KnownClient]:
-    """Known clients, for people; `now` by the clock that they were noted with."""
+    """Convert seen clients for the answer; `now` must be read from the clock that stamped `Seen.last`."""
     return [
         KnownClient(
             key_id=each.key_id,
@@ -102,7 +102,7 @@ def _group(row: GroupRow, uptime: float) -> LivingGroup:
 
 
 def _with_steps(sessions: Sequence[Session], steps: Mapping[str, int]) -> list[Session]:
-    """Sessions with the number of steps that each of their models has taken."""
+    """Add to each model of the sessions the number of steps that it has taken."""
     return [
         session.model_copy(
             update={

@@ -1,14 +1,14 @@
-"""The waiting room of /completions: keeps requests back if their groups could not be trained in time.
+"""The waiting room of /completions: holds requests back if their groups could not be trained in time.
 
-A group that is sampled now must be trained within `staleness` steps after the one that is due. So no more groups may be under way
-(being sampled, open, rewarded or planned) than those steps take; further requests wait here, in the order of arrival, until a step
-is done or a group is gone, and are refused when the wait gets long: before the work, not after it.
+A group that is sampled now must be trained within `staleness` steps after the one that is due. So the number of groups in progress (being
+sampled, open, rewarded or planned) is limited to what those steps take. Further requests wait here, in the order of arrival, until a step
+is done or a group is gone, and are refused when the wait gets too long: before the sampling, not after it.
 
 A request that names a draw waits for the draw's turn instead: draw d belongs to step d // groups_per_step, or to a later one if draws
-before it were lost. So the groups of a step are the same, and sampled by the same policy, whatever the number of clients and the order in
-which they ask. A draw whose turn comes no nearer is refused soon.
+before it were lost. The groups of a step are therefore the same, and sampled by the same policy, for any number of clients and any order of
+their requests. A request is refused soon if nothing is in progress that would bring its draw's turn nearer.
 
-With `steps: manual` only the client knows what a step will take; then only the number of groups under way is bounded.
+With `steps: manual` only the client knows what a step will take, so only the number of groups in progress is limited.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from dataclasses import dataclass, field
 from groupwise.api.schemas.problems import FieldError, Refusal
 
 RETRY_SECONDS = 2.0
-"""Seconds after which a refused client may ask again: a step of a small model takes about as long."""
+"""Seconds after which a refused client may ask again; about the duration of a step of a small model."""
 IDLE_SECONDS = 3.0
-"""Time in seconds to wait for a draw whose turn comes no nearer: many clients that begin at once arrive within less."""
+"""Seconds to wait for a draw if nothing brings its turn nearer; clients that start at the same time all arrive within less."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Room:
-    """How much may be under way."""
+    """Limits on the groups in progress."""
 
     groups_per_step: int
     staleness: int
     manual: bool
     most: int
-    """Groups under way with `steps: manual`."""
+    """Limit on groups in progress with `steps: manual`."""
 
     @property
     def capacity(self) -> int:
-        """Groups that may be under way at once."""
+        """Maximum number of groups in progress at once."""
         return self.most if self.manual else self.groups_per_step * (self.staleness + 1)
 
     def first_too_early(self, steps_done: int, lost: int) -> int:
@@ -48,7 +48,7 @@ class Room:
         return (steps_done + 1 + self.staleness) * self.groups_per_step + lost
 
     def in_time(self, draw: int, steps_done: int, lost: int) -> bool:
-        """True if it is the turn of a named draw."""
+        """True if the draw's turn has come."""
         return self.manual or draw < self.first_too_early(steps_done, lost)
 
 
@@ -60,7 +60,7 @@ class Traffic:
     under_way: int = 0
     """Groups that are open, rewarded or planned."""
     lost: int = 0
-    """Groups that no step will take: too old, or put aside."""
+    """Groups that no step will take: too old, or quarantined."""
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +69,7 @@ class Waiting:
 
     draws: tuple[int | None, ...]
     who: str
-    """The id of the key that asks."""
+    """Id of the API key of the request."""
     since: float = field(default_factory=time.monotonic)
     let_in: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -77,13 +77,13 @@ class Waiting:
 
 
 class Admission:
-    """Lets requests for completions of one run in. All in one event loop."""
+    """Admits requests for completions of one run. Used in one event loop only."""
 
     def __init__(self, room: Room, traffic: Traffic, next_draw: int) -> None:
-        """`next_draw`: the first draw that no group has had."""
+        """`next_draw`: the first draw that is not assigned to a group yet."""
         self.room = room
         self.sampling = 0
-        """Groups that are being sampled."""
+        """Number of groups being sampled."""
         self._traffic = traffic
         self._next_draw = next_draw
         self._queue: deque[Waiting] = deque()
@@ -91,20 +91,20 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return len(self._queue)
 
     def in_line(self) -> tuple[Waiting, ...]:
-        """The waiting requests, in the order in which they came."""
+        """The waiting requests, in order of arrival."""
         return tuple(self._queue)
 
     def now(self, traffic: Traffic) -> None:
-        """A step is done, or groups have come or gone."""
+        """Update the counts after a step, or after groups were added or removed."""
         self._traffic = traffic
         self._let_in()
 
     def end(self, refusal: Refusal) -> None:
-        """Admit no more requests, and raise this refusal for those that wait."""
+        """Admit no more requests, and raise this refusal in those that wait."""
         self._ended = refusal
         for waiting in self._queue:
             if not waiting.let_in.done():
@@ -115,10 +115,10 @@ class Admission:
     async def admitted(
         self, draws: Sequence[int | None], limit: float, who: str
     ) -> AsyncGenerator[tuple[int, ...]]:
-        """Wait for room for these groups, at most `limit` seconds; yields their draws, and chooses those that are None. `who`: the id of
-        the API key.
+        """Wait for room for these groups, at most `limit` seconds; yields their draws, with free ones chosen for None. `who`: id of the API
+        key.
 
-        While it is open they count as being sampled; a caller that has kept groups reports them by `now` before leaving. Raises Refusal:
+        Within the context the groups count as being sampled; a caller that has kept groups calls `now` before leaving it. Raises Refusal:
         `too_busy` when the time is over, or nothing brings the turn of a named draw nearer; `invalid_request` for more groups than there
         can ever be room for.
         """
@@ -157,15 +157,15 @@ class Admission:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(first):
-                    await asyncio.shield(waiting.let_in)
+                    await asyncio.shield(waiting.let_in)  # a timeout must not cancel it
             under_way = self._traffic.under_way + self.sampling + self._expected()
             if not waiting.let_in.done() and not under_way:
-                raise TimeoutError  # nothing could bring the draw's turn nearer
+                raise TimeoutError  # nothing can bring the draw's turn nearer
             async with asyncio.timeout(limit - first):
                 await waiting.let_in
         except BaseException as error:
             self._leave_queue(waiting)
-            self._let_in()  # it may have been let in already
+            self._let_in()  # this request may have been admitted already, so its room is free again
             if isinstance(error, TimeoutError):
                 raise self._too_busy(waiting) from None
             raise
@@ -192,7 +192,7 @@ class Admission:
             self._queue.remove(waiting)
 
     def _let_in(self) -> None:
-        """Admit all that fit, in order of arrival; a request whose named draws are not due yet does not hold up others."""
+        """Admit all requests that fit, in order of arrival; one whose named draws are not due yet does not block others."""
         room = self.room.capacity - self._traffic.under_way - self.sampling - self._expected()
         for waiting in list(self._queue):
             if waiting.let_in.done():
@@ -205,7 +205,7 @@ class Admission:
             waiting.let_in.set_result(None)
 
     def _expected(self) -> int:
-        """Groups of requests that were let in and have not begun yet."""
+        """Groups of requests that were admitted but have not resumed yet."""
         return sum(
             len(waiting.draws)
             for waiting in self._queue

@@ -1,4 +1,4 @@
-"""All that can be gone on from: the automatic checkpoints of every run, and those that clients have saved by name."""
+"""All states that a run can be started or resumed from: the automatic checkpoints of every run, and those that clients saved by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Checkpoints:
         self._named = NamedCheckpoints(current.config.folder)
 
     async def listed(self) -> CheckpointsAnswer:
-        """All that can be gone on from: the automatic ones of every run, then those with a name."""
+        """All checkpoints: the automatic ones of every run, then the named ones."""
         rows = await self._ledger.do(runs.list_runs)
 
         def look() -> list[CheckpointAnswer]:
@@ -42,11 +42,11 @@ class Checkpoints:
         return CheckpointsAnswer(checkpoints=await asyncio.to_thread(look))
 
     async def save(self, name: str, caller: Caller) -> CheckpointAnswer:
-        """Keep the run as it is now under a name: after the step under way, or as it was left."""
+        """Save the run's current state under a name: after the step in progress, or as the run ended."""
         row = self._current.any_run()
         earlier = self._named.kept_for(
             name, caller
-        )  # by a server that ended before it could answer
+        )  # saved for this same request by a server that ended before it could answer
         if earlier is None:
             self._named.refuse_taken(name)
         while earlier is None:
@@ -55,13 +55,13 @@ class Checkpoints:
                 earlier = await asyncio.to_thread(self._named.keep, name, path, row, caller)
             except (FileNotFoundError, CheckpointError):
                 if path.is_dir():
-                    raise  # it was not pruned meanwhile: it is damaged
+                    raise  # the folder was not pruned meanwhile, so the checkpoint is damaged
         await self._ledger.do(ledger_operations.keep_checkpoint, earlier, caller)
         self._current.changed.beat()
         return earlier
 
     async def _newest(self, row: RunRow) -> Path:
-        """The newest state of the run, on disk."""
+        """Path of the run's newest state on disk; an active run is saved first."""
         conductor = self._current.conductor
         if conductor is not None and conductor.phase not in ENDED:
             saved = await await_engine(
@@ -75,7 +75,7 @@ class Checkpoints:
         return automatic[-1].path
 
     def beginning(self, name: str, rows: Mapping[str, RunRow]) -> Beginning:
-        """The checkpoint that a new run begins with: one with a name, or `run@step`. Refused as `unknown_checkpoint`."""
+        """The checkpoint that a new run starts from: a named one, or `run@step`. Refuses with `unknown_checkpoint`."""
         found = self._named.find(name)
         run, _, step = name.rpartition("@")
         if found is None and run in rows:

@@ -1,7 +1,7 @@
-"""Serves completions, takes their rewards, and takes steps by hand.
+"""Serves completions, accepts their rewards, and takes manual steps.
 
-What is posted is in the ledger before it is answered; the conductor is nudged, and requests that wait for a step read the ledger again at
-each beat of the run.
+Posts are in the ledger before they are answered. After a post the conductor is nudged; requests that wait for a step read the ledger again
+at each beat of the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class AskPost:
-    """Ask/post operations on the current run."""
+    """The ask/post operations on the current run."""
 
     def __init__(self, current: Current, ledger: Ledger) -> None:
         self._current = current
@@ -45,9 +45,9 @@ class AskPost:
     # --- completions -----------------------------------------------------------------------------
 
     async def completions(self, request: CompletionsRequest, caller: Caller) -> list[GroupAnswer]:
-        """Sample, keep, and only then answer."""
+        """Sample groups, store them, and only then answer."""
         conductor = self._current.active()
-        _ = conductor.engine  # refused before waiting
+        _ = conductor.engine  # raises early if the engine is unavailable
         own = conductor.now.opened.tokenizer_hash
         if request.tokenizer_hash not in (None, own):
             message = (
@@ -84,7 +84,7 @@ class AskPost:
         return answers
 
     async def give_up(self, group: str) -> None:
-        """End a group that its client no longer wants."""
+        """End a group that its client no longer needs."""
         await self._ledger.do(groups.give_up, group)
         if self._current.conductor is not None:
             await self._current.conductor.recount()
@@ -94,12 +94,12 @@ class AskPost:
     async def rewards(
         self, request: RewardsOfOne | RewardsOfSeveral, caller: Caller
     ) -> list[RewardAnswer]:
-        """Keep rewards, and only then answer; with `wait` after the step that learns from them."""
+        """Store rewards, and only then answer; with `wait`, after the step that learns from them."""
         run = self._current.any_run()
         if request.wait and self._current.is_manual():
             raise Refusal("manual_mode")
         standing = self._current.standing
-        steps_done = standing.step if standing else None  # no engine has opened it yet
+        steps_done = standing.step if standing else None  # None: no engine has opened the run yet
         answers = await self._ledger.do(
             ledger_operations.keep_rewards, run.run, steps_done, request, caller
         )
@@ -112,7 +112,7 @@ class AskPost:
     async def rewards_trained(
         self, answers: Sequence[RewardAnswer], seconds: float
     ) -> list[RewardAnswer]:
-        """Answers as they are after the step that learnt from them, or when the time is over."""
+        """The answers after the step that learnt from the groups, or as they are when the time is over."""
         return await self._wait_until(
             lambda: self._ledger.do(ledger_operations.after_step, answers),
             lambda found: all(each.status == "trained" for each in found),
@@ -120,7 +120,7 @@ class AskPost:
         )
 
     async def step(self, request: StepRequest, caller: Caller) -> StepAnswer:
-        """Take a step with the groups that are named, or with those that wait."""
+        """Take a step with the named groups, or with the rewarded ones that wait."""
         conductor = self._current.active()
         if request.group_ids is None and not self._current.is_manual():
             raise Refusal("auto_mode")
@@ -147,7 +147,7 @@ class AskPost:
         return await self.step_taken(answer, deadline - time.monotonic())
 
     async def step_taken(self, answer: StepAnswer, seconds: float) -> StepAnswer:
-        """The answer as it is after the step that was planned, or when the time is over."""
+        """The answer after the planned step was taken, or as it is when the time is over."""
         return await self._wait_until(
             lambda: self._ledger.do(ledger_operations.step_after, answer),
             lambda found: found.status == "trained",
@@ -157,7 +157,7 @@ class AskPost:
     async def _wait_until(
         self, look: Callable[[], Awaitable[T]], done: Callable[[T], bool], seconds: float
     ) -> T:
-        """Look again at each beat, and return the result once it is done, the time is over, or no more steps will be taken."""
+        """Call `look` at each beat, and return its result once it is done, the time is over, or no more steps will be taken."""
         deadline = time.monotonic() + seconds
         while True:
             beat = self._current.changed.next
@@ -169,7 +169,7 @@ class AskPost:
 
 
 def _fields(request: CompletionsRequest, place: int) -> Mapping[OrderField, str]:
-    """The request's names for the fields of an order."""
+    """The request's field names for the fields of a `SampleOrder`."""
     return {
         "prompt": "prompt" if request.prompts is None else f"prompts.{place}",
         "prompt_ids": "prompt_tokens",

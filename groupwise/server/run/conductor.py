@@ -1,15 +1,15 @@
-"""Takes the steps of one run: decides when one is due, keeps its plan, hands it to the engine, and keeps the result.
+"""Takes the steps of one run: decides when a step is due, stores its plan, passes it to the engine, and stores the result.
 
     clients' rewards → ledger → nudge → due? → plan in the ledger → engine.step → trained in the ledger → waiting clients get answers
 
-One task does all of this, so that there is never more than one step under way. Everything that the engine is asked for is stored in the
-ledger first; its results stand in its own record, and the ledger keeps a copy. So any process may end at any time:
+A single task does all of this, so there is never more than one step in progress. Every request to the engine is stored in the ledger first;
+its results are in the run's own record, and the ledger keeps a copy. So any process may end at any time:
 
-    the engine     another one is started. It goes back to its last checkpoint and says which steps it had committed; the plans after
+    the engine     a new one is started. It resumes from its last checkpoint and reports which steps it had committed; the plans after
                    the checkpoint are taken again, in order, with the same groups.
-    this process   the next one does the same once it has started.
+    this process   the next server process does the same when it starts.
 
-A plan that ends its engine twice is put aside with its groups, and the run goes on without it.
+A plan that ends its engine twice is quarantined with its groups, and the run continues without it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from groupwise.server.run.engine_supervisor import EngineSupervisor, TooManyRest
 logger = logging.getLogger(__name__)
 
 RECENT = 0.2
-"""Weight of the newest step in the running mean of seconds per step."""
+"""Weight of the newest step in the moving average of seconds per step."""
 
 Leaving = Literal["stop", "replace", "shut down"]
-"""Why no further step is taken. `shut down`: the run goes on when the server starts again."""
+"""Why no further step is taken. `shut down`: the run resumes when the server starts again."""
 
 _STATES: Mapping[Leaving, RunState] = {"stop": "stopped", "replace": "replaced"}
 
@@ -56,16 +56,16 @@ class RunStatus:
 
     opened: Opened
     step: int
-    """Steps done."""
+    """Number of completed steps."""
     policy: Policy
-    """The policy that serves."""
+    """The policy now served."""
     versions: dict[int, Policy]
-    """The last policies, by the steps done, whose files the engine keeps."""
+    """The last policies whose files the engine keeps, by step count."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of the last step."""
     seconds_per_step: float | None = None
     stepped_at: float | None = None
-    """When the last step was done, by the monotonic clock."""
+    """Time of the last step (monotonic clock)."""
 
     @property
     def run(self) -> str:
@@ -81,11 +81,11 @@ class RunStatus:
 
     @property
     def version(self) -> tuple[str, int]:
-        """[run, steps done] of the policy that serves."""
+        """Version of the policy now served: run, and number of completed steps."""
         return self.run, self.step
 
     def move_on(self, done: StepDone, checkpoints_kept: int) -> None:
-        """A step is done; `kept` policies before the newest one keep their files."""
+        """Update the status after a step; the files of `checkpoints_kept` policies before the newest one are kept."""
         now = time.monotonic()
         if self.stepped_at is not None:
             took = now - self.stepped_at
@@ -99,7 +99,7 @@ class RunStatus:
 
 
 class Conductor:
-    """Conducts one run, from the engine that opens it to its end."""
+    """Conducts one run, from the engine that first opens it to its end."""
 
     def __init__(
         self,
@@ -111,7 +111,9 @@ class Conductor:
         most_open: int,
         changed: Pulse,
     ) -> None:
-        """`most_open`: groups that may be under way with manual steps; `changed` beats whenever a client may want to look again."""
+        """`most_open`: maximum number of groups in progress with manual steps. `changed` beats at every change that a waiting client may be
+        interested in.
+        """
         self.request = request
         self.phase: Phase = "starting"
         self.last_error: str | None = None
@@ -127,41 +129,41 @@ class Conductor:
         self._leaving: Leaving | None = None
         self._task: asyncio.Task[None] | None = None
 
-    # --- what the service asks -------------------------------------------------------------------
+    # --- called by the service --------------------------------------------------------------------
 
     @property
     def engine(self) -> Engine:
-        """The engine, while it can be asked; refused otherwise, with the reason."""
+        """The engine, if it accepts calls; otherwise raises the reason as a Refusal."""
         if self._engine is None or self.phase != "running":
             raise self.refusal()
         return self._engine
 
     @property
     def model(self) -> str:
-        """The base of the run, as its client named it."""
+        """The run's base model, as the client named it."""
         return self.request.model_id
 
     @property
     def loads(self) -> str:
-        """Name or folder that its model is loaded from."""
+        """Name or folder that the model is loaded from."""
         return self._order.config["model"]["name"]
 
     @property
     def now(self) -> RunStatus:
-        """The run's status; refused as long as no engine has opened it."""
+        """The run's status; raises a Refusal until an engine has opened the run."""
         if self.standing is None:
             raise self.refusal()
         return self.standing
 
     @property
     def room(self) -> Admission:
-        """Admits requests for completions; refused as long as no engine has opened the run."""
+        """Admits requests for completions; raises a Refusal until an engine has opened the run."""
         if self.admission is None:
             raise self.refusal()
         return self.admission
 
     def refusal(self) -> Refusal:
-        """Why the engine cannot be asked now."""
+        """Why the engine accepts no calls now."""
         if self.phase == "failed":
             return Refusal("engine_failed", self.last_error)
         if self.phase in ("stopping", "stopped", "finished"):
@@ -170,16 +172,16 @@ class Conductor:
         return Refusal("engine_recovering", retry_after=2)
 
     def nudge(self) -> None:
-        """Something was posted: a step may be due."""
+        """Something was posted: check whether a step is due."""
         self._nudged.set()
 
     async def recount(self) -> None:
-        """Recount the groups, since some have come or gone: waiting requests may be admitted."""
+        """Count the groups again after some were added or removed: waiting requests may be admitted."""
         if self.standing is not None and self.admission is not None:
             self.admission.now(await self._ledger.do(steps.traffic, self.standing.run))
 
     async def begin(self) -> RunStatus:
-        """Open the run with its first engine. Raises what is wrong with it; of a new one nothing is left then."""
+        """Open the run with its first engine. On an error nothing of a new run remains."""
         if self._order.run is None:
             self._engine, opened = await self._supervisor.open(self._order)
             self._order = replace(self._order, run=opened.run)
@@ -190,7 +192,7 @@ class Conductor:
         return self.now
 
     async def tokenizer_files(self) -> Mapping[str, bytes]:
-        """Tokenizer files of the engine that has begun."""
+        """Tokenizer files of the started engine."""
         assert self._engine is not None, "it has begun"
         return await self._engine.tokenizer_files()
 
@@ -199,12 +201,12 @@ class Conductor:
         self._task = asyncio.create_task(self._conduct(), name="conductor")
 
     async def last_words(self) -> None:
-        """Return at once, unless all steps are done: then when the run has its final weights."""
+        """If all steps are done, wait until the final weights are written; otherwise return at once."""
         if self._task is not None and self.now.step >= self.now.max_steps:
             await asyncio.wait((self._task,))
 
     async def leave(self, why: Leaving, seconds: float) -> None:
-        """Finish the step under way and take no other. If that takes longer than `seconds`, the engine is killed."""
+        """Finish the step in progress and take no other. If that takes longer than `seconds`, the engine is killed."""
         if self.phase in ("finished", "stopped", "failed"):
             return
         self._leaving, self.phase = why, "stopping"
@@ -222,11 +224,11 @@ class Conductor:
             await asyncio.gather(self._task, return_exceptions=True)
         state = _STATES.get(why)
         if self.phase == "stopping" and state is not None:
-            self.phase = "stopped"  # without its engine, which could not be asked to
+            self.phase = "stopped"  # stopped without its engine, which is gone
             step = self.standing.step if self.standing else 0
             await self._ledger.do(steps.ended, self._run, state, EventKind.STOPPED, step)
 
-    # --- the run's one task ----------------------------------------------------------------------
+    # --- the run's single task --------------------------------------------------------------------
 
     async def _conduct(self) -> None:
         try:
@@ -242,7 +244,7 @@ class Conductor:
             self._changed.beat()
 
     async def _by_one_engine(self) -> bool:
-        """Take steps as long as the engine lasts; whether the run is over, or is left."""
+        """Take steps until the engine is lost, or the run is over or left; returns False if another engine should continue."""
         try:
             engine = self._engine or await self._recover()
             await self._ready()
@@ -274,7 +276,7 @@ class Conductor:
         except TooManyRestarts as too_many:
             await self._fail(str(too_many))
             return False
-        except StoreError as full:  # again: the next engine would find the same
+        except StoreError as full:  # the disk is full again, as it would be for the next engine
             return await self._may_begin_another(full)
         return True
 
@@ -284,11 +286,11 @@ class Conductor:
         step = self.standing.step if self.standing else 0
         with suppress(
             StoreError
-        ):  # clients hear of it all the same, and the next server tries again
+        ):  # clients see the failure anyway, and the next server tries again
             await self._ledger.do(steps.ended, self._run, "failed", EventKind.FAILED, step, reason)
 
     async def _end(self, engine: Engine) -> None:
-        """Leave the run as it was asked for, or finished."""
+        """Close the run as `leave` asked for, or as finished."""
         now = self.now
         if now.step >= now.max_steps:
             await engine.close_run(finished=True)
@@ -306,10 +308,10 @@ class Conductor:
             state = _STATES[self._leaving]
             await self._ledger.do(steps.ended, now.run, state, EventKind.STOPPED, now.step)
 
-    # --- beginning again --------------------------------------------------------------------------
+    # --- recovery ---------------------------------------------------------------------------------
 
     async def _recover(self) -> Engine:
-        """A new engine that stands where the run stood."""
+        """Start a new engine and bring the run back to where it was."""
         self.phase = "recovering"
         engine, opened = await self._supervisor.open(self._order)
         self._place(opened)
@@ -325,7 +327,7 @@ class Conductor:
         return engine
 
     async def _note_committed(self, engine: Engine, opened: Opened) -> None:
-        """Steps that were committed when the engine, or this process, ended before clients could hear of them."""
+        """Record steps that were committed when the engine, or this process, ended before the ledger was updated."""
         known = await self._ledger.do(steps.next_step, opened.run)
         for manifest in opened.manifests:
             if manifest.step >= known:
@@ -344,7 +346,7 @@ class Conductor:
             self.standing.metrics = before.metrics
 
     async def _ready(self) -> None:
-        """Be ready for clients."""
+        """Update the admission, and accept requests again."""
         run = self.now.run
         traffic = await self._ledger.do(steps.traffic, run)
         if self.admission is None:
@@ -364,8 +366,8 @@ class Conductor:
     # --- steps ------------------------------------------------------------------------------------
 
     async def _take_steps(self, engine: Engine) -> None:
-        """Whenever one is due, until the last one is done or the run is to be left."""
-        # Rewarded groups that make a step by themselves.
+        """Take steps when they are due, until the last one is done or the run is to be left."""
+        # Number of rewarded groups that make a step due; None: only clients request steps.
         size = None if self.request.steps == "manual" else self.request.prompts_per_step
         while self._leaving is None and self.now.step < self.now.max_steps:
             self._nudged.clear()
@@ -378,7 +380,7 @@ class Conductor:
                 await self._take(engine, plan)
 
     async def _take(self, engine: Engine, plan: PlanRow) -> bool:
-        """Take one step, on disk before and after; False if a step taken again came out differently."""
+        """Take one step, stored in the ledger before and after; False if a repeated step gave a different result."""
         learnt_from = await self._ledger.do(steps.groups_to_train, plan)
         rate = plan.parameters.get(steps.LEARNING_RATE)
         try:
@@ -396,11 +398,11 @@ class Conductor:
         return exact
 
     def _log_step(self) -> None:
-        """A line for people, now and then."""
+        """Log one line about the step, every `logging_steps` steps."""
         now, metrics = self.now, self.now.metrics
         if now.step % self.request.logging_steps and now.step != now.max_steps:
             return
-        loss = metrics.get("loss", math.nan)  # where nothing was learnt there is none
+        loss = metrics.get("loss", math.nan)  # no loss is reported if nothing was learnt
         logger.info(
             "%s: step %d/%d  reward %.3f ±%.3f  %s%.1f s",
             now.run,
@@ -413,7 +415,7 @@ class Conductor:
         )
 
     async def _nudged_or_lost(self, engine: Engine) -> None:
-        """Return when something was posted. Raises what the engine has ended of."""
+        """Wait for a nudge. Raises EngineLost if the engine ends first."""
         nudged = asyncio.ensure_future(self._nudged.wait())
         lost = asyncio.ensure_future(engine.lost())
         try:
@@ -435,7 +437,7 @@ class Conductor:
             self.admission.end(self.refusal())
 
     async def _tell_checkpoint(self) -> None:
-        """Tell clients if a checkpoint of the steps done exists; the engine writes one when it is due."""
+        """Report the checkpoint of the current step to clients, if the engine has written one."""
         now = self.now
         if (now.folder / CHECKPOINTS / f"step-{now.step}").is_dir():
             await self._ledger.do(steps.note_checkpoint, now.run, now.step)

@@ -1,8 +1,8 @@
-"""A version of the policy as one zip file, made while it is sent: nothing of it is ever whole in memory or on disk.
+"""A policy version as one zip file, created while it is sent: it is never completely in memory or on disk.
 
-The service hands over open files, so that a version that is deleted meanwhile can still be read to its end. Weights are stored as they
-are, because compressing numbers costs seconds and saves nothing; texts are deflated. Names, order and dates are fixed: the same version
-is the same file, byte for byte.
+The service passes open files, so a version that is deleted meanwhile can still be read to its end. Weights are stored uncompressed, because
+compressing them costs seconds and saves nothing; texts are deflated. Names, order and dates are fixed, so the same version always gives the
+same file, byte for byte.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
 CHUNK = 1 << 20
-"""Bytes that are read at once, and about as many are sent."""
+"""Bytes per read; about the same amount is sent at a time."""
 STORED = (".safetensors", ".gguf", ".bin")
-"""Endings of files that do not get smaller."""
+"""Extensions of files that compression does not make smaller."""
 FIRST_DATE = (1980, 1, 1, 0, 0, 0)
-"""The earliest that a zip file knows; a version has no other date."""
+"""The earliest date that a zip file can hold; a fixed one keeps the file reproducible."""
 LARGE = 1 << 31
 """Size in bytes from which a zip file needs 64-bit sizes."""
 READABLE = 0o644
@@ -26,18 +26,18 @@ READABLE = 0o644
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A file of a version."""
+    """One open file of a version."""
 
     name: str
     """Name in the zip file; `/` between folders."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     file: BinaryIO
 
 
 @dataclass(frozen=True, slots=True)
 class OpenVersion:
-    """A version of the policy whose files are open; the holder closes it."""
+    """A policy version with open files; its holder closes it."""
 
     model_version: tuple[str, int]
     fingerprint: str
@@ -57,14 +57,14 @@ class OpenVersion:
 
 
 async def zipped(version: OpenVersion) -> AsyncGenerator[bytes]:
-    """The zip file in pieces of about `CHUNK`. Files are read in a thread, so that a slow disk does not block the event loop."""
+    """The zip file in pieces of about `CHUNK` bytes. Files are read in a thread, so a slow disk does not block the event loop."""
     pieces = _pieces(version.files)
     while True:
         reading = asyncio.ensure_future(asyncio.to_thread(next, pieces, None))
         try:
             piece = await asyncio.shield(reading)
         except asyncio.CancelledError:
-            await asyncio.wait((reading,))  # or the files would be closed while they are read
+            await asyncio.wait((reading,))  # else the files would be closed during the read
             raise
         if piece is None:
             return
@@ -93,7 +93,7 @@ def _info(entry: OpenFile) -> zipfile.ZipInfo:
 
 
 class _Pipe:
-    """A file for `zipfile` to write to: it cannot seek, and hands out what was written."""
+    """A file object for `zipfile` to write to: it cannot seek, and `taken` returns the written bytes."""
 
     def __init__(self) -> None:
         self._held: list[bytes] = []
@@ -103,10 +103,10 @@ class _Pipe:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """There is nothing to close."""
 
     def taken(self) -> bytes:
         """Bytes written since the last call."""

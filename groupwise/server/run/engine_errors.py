@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 async def await_engine(work: Awaitable[T], conductor: Conductor, seconds: float) -> T:
-    """Await an engine's answer for at most `seconds`; refused requests are the client's fault, a lost engine is not."""
+    """Await an engine's answer for at most `seconds`. A request that the engine refuses is the client's fault, a lost engine is not."""
     try:
         async with asyncio.timeout(seconds):
             return await work
@@ -32,7 +32,7 @@ async def await_engine(work: Awaitable[T], conductor: Conductor, seconds: float)
 
 
 def refusal_of(error: GroupwiseError, otherwise: str, retry_after: float | None = None) -> Refusal:
-    """Convert an error of the package to a problem, under its own code if the table has it."""
+    """Convert an error of the package to a problem: under its own code if `KINDS` has it, else as `otherwise`."""
     if isinstance(error, Refusal):
         return error
     if is_full(error):

@@ -1,8 +1,8 @@
-"""Starts engines, one after another, and gives up after too many restarts.
+"""Starts engines, one after another, and stops after too many restarts.
 
-An engine may end at any instant: killed, out of memory, hanging, or with a disk that is full. Its driver asks here for the next
-one. Restarts are counted within a window, with a growing pause between them; beyond the limit the reason is reported and no further one is
-begun. A full disk is waited for, and not counted.
+An engine may end at any moment: killed, out of memory, hanging, or because of a full disk. Its driver then requests the next one here.
+Restarts are counted within a time window, with a growing pause between them; beyond the limit the reason is reported and no further engine
+is started. A full disk is waited for, and not counted.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ FIRST_PAUSE = 0.5
 """Seconds before the second restart in a window; doubled with each one, up to LONGEST_PAUSE."""
 LONGEST_PAUSE = 30.0
 LOOK_AT_DISK = 5.0
-"""Seconds between two attempts to write to a disk that was full."""
+"""Seconds between two attempts to write to a full disk."""
 SOME = 1 << 20
-"""Bytes that must go there before an engine is begun again; a step of a small run writes about as many."""
+"""Bytes that must be writable before an engine is started again; about what a step of a small run writes."""
 
 
 class TooManyRestarts(RunError):
-    """The engine ended too often; the message says how it ended last."""
+    """The engine ended too often; the message contains the last reason."""
 
     code = "engine_failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How often an engine is begun again."""
+    """How often an engine may be restarted."""
 
     restarts: int = 5
     """Restarts allowed within the window."""
     window: float = 600.0
-    """Seconds."""
+    """Length of the window in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """Source of time; tests bring their own."""
+    """Source of time; tests pass their own."""
 
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
 class EngineSupervisor:
-    """Has at most one engine."""
+    """Runs at most one engine at a time."""
 
     def __init__(
         self,
@@ -65,24 +65,24 @@ class EngineSupervisor:
         limits: Limits = Limits(),
         clock: Time = Time(),
     ) -> None:
-        """`make` begins an engine in which nothing is open yet."""
+        """`make` starts an engine in which nothing is open yet."""
         self.restarts = 0
-        """Restarts of this server's engines since it began."""
+        """Number of engine restarts since this server started."""
         self._make = make
         self._limits = limits
         self._clock = clock
         self._ends: deque[float] = deque()
-        """When engines have ended, within the window."""
+        """Times (monotonic) at which engines ended, within the window."""
         self._engine: Engine | None = None
 
     async def begin(self) -> Engine:
-        """A new engine in which nothing is open; the one before has ended."""
+        """Start a new engine in which nothing is open; the previous one is ended first."""
         await self.end()
         engine = self._engine = await self._make()
         return engine
 
     async def open(self, order: OpenRun) -> tuple[Engine, Opened]:
-        """A new engine with this run open. Raises what `Engine.open` raises; the engine has ended then."""
+        """Start a new engine and open this run in it. If `Engine.open` raises, the engine is ended."""
         engine = await self.begin()
         try:
             return engine, await engine.open(order)
@@ -97,7 +97,7 @@ class EngineSupervisor:
             await engine.close()
 
     async def pause(self, why: Exception) -> None:
-        """After an engine has ended: wait until the next one may be begun. Raises TooManyRestarts."""
+        """Call after an engine has ended: waits until the next one may be started. Raises TooManyRestarts."""
         await self.end()
         now = self._clock.monotonic()
         self._ends.append(now)
@@ -114,7 +114,7 @@ class EngineSupervisor:
             await self._clock.sleep(min(FIRST_PAUSE * 2 ** (pauses - 1), LONGEST_PAUSE))
 
     async def room_on(self, folder: Path) -> None:
-        """Wait until something can be written to a disk that was full; any other reason to refuse is not waited for."""
+        """Wait until a full disk can be written to again. If the write fails for another reason, return at once."""
         while _is_still_full(folder):
             await self._clock.sleep(LOOK_AT_DISK)
 

@@ -1,4 +1,4 @@
-"""Records what clients do: operations on the ledger, each one transaction with its answer, its event and its count."""
+"""Records clients' requests: operations on the ledger, each one transaction with its answer, its event and its count."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def started(
     caller: Caller,
     answer: StoredResponse,
 ) -> RunRow:
-    """A run that an engine has opened, as the active one."""
+    """Record a run that an engine has opened as the active one."""
     tokenizer = Tokenizer.of(opened)
 
     def work() -> StoredResponse:
@@ -73,7 +73,7 @@ def started(
 
 
 def check_draws(transaction: Transaction, run: str, draws: Sequence[int | None]) -> None:
-    """Refused as `draw_taken` if a group has one of them, before it is waited for."""
+    """Check that the draws are free, before waiting for their turn. Refuses with `draw_taken`."""
     for draw in draws:
         if draw is not None:
             groups.need_free_draw(transaction, run, draw)
@@ -87,7 +87,7 @@ def keep_groups(
     request: CompletionsRequest,
     caller: Caller,
 ) -> list[GroupAnswer]:
-    """Groups that were sampled, and the answer about them."""
+    """Store sampled groups and the answer about them; returns the answers."""
     answers: list[GroupAnswer] = []
 
     def work() -> StoredResponse:
@@ -109,7 +109,7 @@ def keep_groups(
 
 
 def group_answer(transaction: Transaction, row: GroupRow, group: Group) -> GroupAnswer:
-    """A group in the form that its client receives."""
+    """A group in the form sent to its client."""
     rollouts = group.rollouts
     return GroupAnswer(
         group_id=row.id,
@@ -134,10 +134,10 @@ def keep_rewards(
     request: RewardsOfOne | RewardsOfSeveral,
     caller: Caller,
 ) -> list[RewardAnswer]:
-    """Rewards of groups, all or none, and the answers about them. `steps_done` by the run; None: as many as the ledger knows of.
+    """Store the rewards of one or more groups, all or none, and the answers about them. `steps_done`: the run's step count; None: as
+    recorded in the ledger.
 
-    Where the client waits for the step, what is kept for its key says that they are accepted: a repeated request goes on waiting
-    from there.
+    If the client waits for the step, the answer stored under its key says `accepted`: a repeated request continues to wait from there.
     """
     answers: list[RewardAnswer] = []
 
@@ -158,7 +158,7 @@ def keep_rewards(
                     "rewards" if isinstance(request, RewardsOfOne) else f"groups.{number}.rewards",
                 ),
             )
-            # That of the first time, if the rewards were posted before.
+            # For rewards posted before, the answer of the first post.
             first_run, first_done = posted.answer["model_version"]
             answers.append(
                 RewardAnswer(
@@ -186,7 +186,7 @@ def _echo(given: GroupRewards) -> Echo:
 
 
 def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
-    """Compare the texts sent along with an id to what was sampled, as far as that is still kept."""
+    """Compare the texts sent along with an id to the sampled ones, if these are still stored."""
     assert given.group_id is not None
     record = groups.read_record(transaction, members.named(given.group_id).group)
     if record is None or (given.prompt, given.completions, given.completion_tokens) == (None,) * 3:
@@ -209,7 +209,7 @@ def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
 
 
 def after_step(transaction: Transaction, answers: Sequence[RewardAnswer]) -> list[RewardAnswer]:
-    """The answers as they are now: trained if a step has learnt from the group. Refused by how a group ended without."""
+    """The answers as of now: `trained` if a step has learnt from the group. Refuses if a group ended without training."""
     now: list[RewardAnswer] = []
     for answer in answers:
         row = groups.read_group(transaction, answer.group_id)
@@ -242,7 +242,7 @@ def keep_plan(
     staleness: int,
     caller: Caller,
 ) -> StepAnswer | None:
-    """A step that is asked for, and the answer about it; None if another one waits already."""
+    """Store the plan of a requested step and the answer about it; None if another plan is waiting already."""
     made: list[StepAnswer] = []
     rate = request.learning_rate
     parameters = {} if rate is None else {steps.LEARNING_RATE: rate}
@@ -260,7 +260,7 @@ def keep_plan(
 
 
 def step_after(transaction: Transaction, answer: StepAnswer) -> StepAnswer:
-    """The answer as it is now. Refused as `group_quarantined` if the step was put aside."""
+    """The answer as of now. Refuses with `group_quarantined` if the step was quarantined."""
     plan = plans.plan_of(transaction, answer.group_ids[0])
     assert plan is not None, "it was planned"
     if plan.state == "quarantined":
@@ -284,7 +284,7 @@ def _step_answer(plan: PlanRow) -> StepAnswer:
 
 
 def keep_checkpoint(transaction: Transaction, checkpoint: CheckpointAnswer, caller: Caller) -> None:
-    """Record that a checkpoint exists under a name, and the answer about it."""
+    """Record a named checkpoint and the answer about it."""
 
     def work() -> StoredResponse:
         steps.note_named_checkpoint(
@@ -299,7 +299,7 @@ def keep_checkpoint(transaction: Transaction, checkpoint: CheckpointAnswer, call
 
 
 def tick(transaction: Transaction) -> bool:
-    """Keep the uptime, and end groups whose lease is over; True if there were any."""
+    """Store the uptime, and end groups whose lease has expired; True if there were any."""
     uptime.tick(transaction)
     settled = members.settle_overdue(transaction)
     overdue = groups.expire_overdue(transaction)
@@ -316,7 +316,7 @@ class RunSnapshot:
 
     row: RunRow
     step: int
-    """Steps trained."""
+    """Number of trained steps."""
     groups: dict[State, int]
     counters: dict[str, int]
     quarantined: list[PlanRow]
@@ -324,14 +324,14 @@ class RunSnapshot:
 
     @property
     def refused(self) -> dict[str, int]:
-        """Requests that were refused, by code."""
+        """Number of refused requests, by code."""
         begin = "refused/"
         found = self.counters.items()
         return {name.removeprefix(begin): n for name, n in found if name.startswith(begin)}
 
 
 def snapshot_of(transaction: Transaction, run: str) -> RunSnapshot:
-    """Everything at one instant."""
+    """The facts about a run, all from one transaction."""
     return RunSnapshot(
         runs.read_run(transaction, run),
         steps.next_step(transaction, run),

@@ -1,8 +1,8 @@
 """Starts runs, resumes earlier ones, and ends them: one at a time.
 
-    what is asked (`run_config.py`) → what is in the way makes way → an engine opens the run → its row in the ledger → its conductor goes on
+    request → order (`run_config.py`) → other users of the machine make room → an engine opens the run → ledger row → the conductor starts
 
-The answer to POST /start comes when the run is in the ledger; if a new run cannot begin, nothing of it is left.
+POST /start is answered when the run is in the ledger; if a new run cannot start, nothing of it remains.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ logger = logging.getLogger(__name__)
 
 
 class Beside(Protocol):
-    """Training beside runs, or in their place: models that clients drive by verbs, parts that a loop drives from elsewhere."""
+    """Another user of the machine: models that clients drive by verbs, or parts for a training loop in another process."""
 
     async def make_way(self) -> None:
-        """Something else is to have the machine. Refused as `run_active` if there is no room for it."""
+        """Release the machine for something else. Refuses with `run_active` if this is in use."""
         ...
 
     async def let_go(self) -> None:
-        """End everything that is in the way of a run started with `replace: true`. Called within the turn."""
+        """End everything that would prevent a run started with `replace: true`. Called while `turn` is held."""
         ...
 
 
 class StartStop:
-    """The beginning and the end of runs."""
+    """Starting and ending of runs."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class StartStop:
         self._checkpoints = checkpoints
         self._allowed = Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models))
         self.turn = asyncio.Lock()
-        """Held while a run is begun or ended, or an engine for something else is."""
+        """Held while a run, or an engine for something else, is started or ended."""
 
-    # --- beginning -------------------------------------------------------------------------------
+    # --- starting --------------------------------------------------------------------------------
 
     async def go_on(self) -> None:
-        """Resume the run that was active when the server ended; in the background, because it takes a while."""
+        """Resume the run that was active when the last server ended; in the background, because it takes a while."""
         known = await self._ledger.do(runs.list_runs)
         self._current.latest = known[-1] if known else None
         active = await self._ledger.do(runs.active_run)
@@ -89,7 +89,7 @@ class StartStop:
     async def start(
         self, request: StartRequest, caller: Caller, beside: Sequence[Beside]
     ) -> StartAnswer:
-        """Begin a run, or go on with one. `beside`: what may have to make way."""
+        """Start or resume a run. `beside`: other users of the machine, which may have to make room."""
         async with self.turn:
             self._current.refuse_when_shutting_down()
             replacing = request.replace
@@ -127,7 +127,9 @@ class StartStop:
             return answer
 
     async def _order(self, request: StartRequest) -> tuple[OpenRun, StartRequest, RunRow | None]:
-        """The order for the engine; a resumed run gets its own settings, overlaid with those of the request."""
+        """The order for the engine, the effective request, and the ledger row if a run is resumed. A resumed run keeps its own settings,
+        overridden by those of the request.
+        """
         if request.resume_from is None:
             order = await self._checked_order(request)
             return self._open_under_free_name(order), request, None
@@ -151,11 +153,11 @@ class StartStop:
         return replace(order, start_from=str(beginning.folder)), merged, None
 
     async def _checked_order(self, request: StartRequest) -> OpenRun:
-        """Convert the request to an order. Runs in a thread, because checking a whole config takes a while."""
+        """Convert the request to an order. Runs in a thread, because checking a config takes a while."""
         return await asyncio.to_thread(order_of, request, self._allowed, self._config.folder)
 
     def _open_under_free_name(self, order: OpenRun) -> OpenRun:
-        """Under a name that no run has had: one that was stopped is gone on with by `resume_from`, not by chance."""
+        """Give a new run a name that no run has had: a stopped run is resumed only by `resume_from`, not because a name was reused."""
         wanted = order.config["run"]["name"]
         name, number = wanted, 1
         while (self._config.folder / RUNS / name).exists():
@@ -164,7 +166,7 @@ class StartStop:
         return replace(order, config=_with_run(order.config, name=name))
 
     def _here(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config of a run in this output folder, which may have been moved since."""
+        """Point the config to this output folder, which may have been moved since."""
         return _with_run(config, dir=str(self._config.folder / RUNS))
 
     async def _make_way(self, replacing: bool) -> None:
@@ -195,14 +197,14 @@ class StartStop:
         except UsageError as error:
             raise refusal_of(error, otherwise="settings_conflict") from None
         except EngineLost as error:
-            # It may have been killed because memory was short that is free again.
+            # It may have been killed for lack of memory that is free again.
             raise Refusal("engine_recovering", str(error), retry_after=2) from None
         except GroupwiseError as error:
             await self._supervisor.end()
             raise refusal_of(error, otherwise="engine_failed") from None
 
     async def _keep_tokenizer(self, conductor: Conductor, standing: RunStatus) -> None:
-        """Beside the runs, so that it can be had when no engine is there."""
+        """Store the tokenizer in the server's output, so that it can be served without an engine."""
         place = self._current.tokenizer_folder(standing.opened.tokenizer_hash)
         if place.is_dir():
             return
@@ -228,7 +230,7 @@ class StartStop:
     # --- ending ----------------------------------------------------------------------------------
 
     async def stop(self) -> StopAnswer:
-        """End the run after the step under way, with a checkpoint; harmless when repeated."""
+        """End the run after the step in progress, with a checkpoint; repeating it is harmless."""
         async with self.turn:
             if self._current.conductor is not None:
                 await self._leave(self._current.conductor, "stop")
@@ -243,12 +245,14 @@ class StartStop:
 
 
 def _with_run(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    """The config with another name or folder of its run."""
+    """The config with another name or folder of the run."""
     return {**config, "run": {**config["run"], **changes}}
 
 
 def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: StartRequest) -> None:
-    """A checkpoint of all weights holds no adapter, and one of an adapter nothing else. Checked before anything is loaded."""
+    """Refuse a change between training all weights and an adapter: their checkpoints do not fit each other. Checked before anything is
+    loaded.
+    """
     had_all = _merge_settings(settings, StartRequest()).trains_all
     if had_all != request.trains_all:
         was, now = ("all weights", "an adapter") if had_all else ("an adapter", "all weights")
@@ -262,17 +266,17 @@ def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: Start
 
 
 _OURS = ("resume_from", "replace")
-"""Keys of a start request that are no settings of the run."""
+"""Keys of a start request that are not settings of the run."""
 _REPLACED: Mapping[str, tuple[str, ...]] = {
     "groups_per_step": ("training_batch_size", "gradient_accumulation_steps"),
     "training_batch_size": ("groups_per_step",),
     "gradient_accumulation_steps": ("groups_per_step",),
 }
-"""Equivalent settings: if the key is given, these settings of the earlier run are dropped."""
+"""Alternative settings: if the key is given, these settings of the earlier run are dropped."""
 
 
 def _merge_settings(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:
-    """Overlay an earlier run's settings with those of the request. Refused as `settings_conflict` if they do not go together."""
+    """Override an earlier run's settings with those of the request. Refuses with `settings_conflict` if the result is invalid."""
     given = request.model_dump(mode="json", exclude_unset=True)
     fresh = {key: value for key, value in given.items() if key not in _OURS}
     gone = {

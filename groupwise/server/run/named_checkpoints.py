@@ -1,7 +1,7 @@
-"""Checkpoints that a client has saved by name: kept until they are deleted, whatever becomes of the run.
+"""Checkpoints that clients saved by name: kept until they are deleted, even if the run is.
 
-D/checkpoints/<name>/       the files of the checkpoint, linked if the disk can
-D/checkpoints/<name>/saved.json   the run that it is of, the settings that a new run from it begins with, and by which request it was made
+D/checkpoints/<name>/             the files of the checkpoint, hard-linked if the disk supports it
+D/checkpoints/<name>/saved.json   its run and step, the settings for a new run from it, and the request that made it
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ SAVED = "saved.json"
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """A checkpoint from which a new run can begin."""
+    """A checkpoint that a new run can start from."""
 
     folder: Path
     settings: Mapping[str, Any]
-    """Settings of the checkpoint's run, as they were posted."""
+    """Settings of the checkpoint's run, as posted."""
     run: str
     step: int
 
 
 class NamedCheckpoints:
-    """Named checkpoints of one server, beside the automatic ones of its runs."""
+    """The named checkpoints of one server, and access to the automatic ones of its runs."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
         self._root = output / CHECKPOINTS
 
     def refuse_taken(self, name: str) -> None:
-        """Refused as `checkpoint_exists` if the name is taken."""
+        """Refuse with `checkpoint_exists` if the name is taken."""
         if (self._root / name).exists():
             raise Refusal(
                 "checkpoint_exists",
@@ -51,7 +51,7 @@ class NamedCheckpoints:
             )
 
     def kept_for(self, name: str, caller: Caller) -> CheckpointAnswer | None:
-        """The checkpoint of this name, if this very request, by its Idempotency-Key, has made it."""
+        """The checkpoint of this name, if this same request (by its Idempotency-Key) has made it."""
         file = self._root / name / SAVED
         if caller.answer_key is None or not file.is_file():
             return None
@@ -61,7 +61,7 @@ class NamedCheckpoints:
         return CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
 
     def keep(self, name: str, checkpoint: Path, row: RunRow, caller: Caller) -> CheckpointAnswer:
-        """Keep a checkpoint under a name. FileNotFoundError if it is pruned meanwhile."""
+        """Save a checkpoint under a name. FileNotFoundError if it is pruned meanwhile."""
         self.refuse_taken(name)
         found = checkpoints.read(checkpoint)
 
@@ -78,7 +78,7 @@ class NamedCheckpoints:
         return CheckpointAnswer(name=name, run_id=row.run, step=found.step, address=name)
 
     def listed(self) -> Iterator[CheckpointAnswer]:
-        """All of them, by name."""
+        """All named checkpoints, sorted by name."""
         for file in sorted(self._root.glob(f"*/{SAVED}")):
             try:
                 facts, name = json.loads(file.read_text()), file.parent.name
@@ -87,11 +87,11 @@ class NamedCheckpoints:
             yield CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
 
     def automatic(self, row: RunRow) -> list[Checkpoint]:
-        """The checkpoints of a run that stand in its folder, the oldest first."""
+        """The automatic checkpoints in a run's folder, oldest first."""
         return list(checkpoints.complete(self._output / row.folder / CHECKPOINTS))
 
     def find(self, name: str) -> Beginning | None:
-        """The checkpoint of a name; None if there is none."""
+        """The named checkpoint; None if it does not exist."""
         folder = self._root / name
         if folder.parent != self._root or not (folder / SAVED).is_file():
             return None
@@ -99,12 +99,12 @@ class NamedCheckpoints:
         return Beginning(folder, facts["settings"], facts["run"], facts["step"])
 
     def of_run(self, run: str) -> list[Path]:
-        """The folders of a run's checkpoints that have a name."""
+        """The folders of a run's named checkpoints."""
         return [self._root / each.address for each in self.listed() if each.run_id == run]
 
 
 def _request_name(caller: Caller) -> list[str] | None:
-    """API key and Idempotency-Key of the request that makes a checkpoint."""
+    """API key id and Idempotency-Key of the request that makes a checkpoint."""
     return None if caller.answer_key is None else [caller.key_id, caller.answer_key.key]
 
 

@@ -1,4 +1,4 @@
-"""Regular tasks of a server, every few seconds: keeping the time, ending what is overdue, and probing the engine."""
+"""Periodic tasks of a server: storing the uptime, ending expired groups, deleting old answers, and probing the engine."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from groupwise.server.run import ledger_operations
 from groupwise.server.run.active_run import Current
 
 FORGET_EVERY = 600.0
-"""Seconds between two looks for answers that are kept no longer."""
+"""Seconds between two deletions of expired answers."""
 PROBE_EVERY = 2.0
-"""Seconds between two questions to the engine how it is doing."""
+"""Seconds between two probes of the engine."""
 
 
 class PeriodicTasks:
-    """Two tasks beside the requests."""
+    """Two background tasks, independent of requests."""
 
     def __init__(self, current: Current, ledger: Ledger) -> None:
         self.probed: Probe | None = None
-        """The engine's last report on itself."""
+        """The engine's latest probe; None if there is none."""
         self._current = current
         self._ledger = ledger
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     def start(self) -> None:
-        """Begin both."""
+        """Start both tasks."""
         self._tasks = tuple(
             asyncio.create_task(work, name="periodic tasks")
             for work in (self._tick(), self._probe())
         )
 
     async def stop(self) -> None:
-        """End both."""
+        """Stop both tasks."""
         for each in self._tasks:
             each.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _tick(self) -> None:
-        """Every few seconds: keep the uptime, end groups whose lease is over, and forget old answers."""
+        """Every few seconds store the uptime and end groups whose lease has expired; from time to time delete old answers."""
         forgotten = time.monotonic()
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            with suppress(GroupwiseError):  # a full disk is reported to those who write
+            with suppress(GroupwiseError):  # a full disk is reported to callers that write
                 if await self._ledger.do(ledger_operations.tick):
                     self._current.changed.beat()
                     if self._current.conductor is not None:
@@ -59,11 +59,11 @@ class PeriodicTasks:
                     forgotten = time.monotonic()
 
     async def _probe(self) -> None:
-        """Probe the engine every few seconds, so that status requests need not wait for an engine that is computing."""
+        """Probe the engine every few seconds, so that status requests need not wait for a busy engine."""
         while True:
             conductor, probed = self._current.conductor, None
             if conductor is not None and conductor.phase == "running":
-                with suppress(GroupwiseError):  # its loss is noticed elsewhere
+                with suppress(GroupwiseError):  # its loss is handled by the conductor
                     probed = await conductor.engine.probe()
             self.probed = probed
             await asyncio.sleep(PROBE_EVERY)

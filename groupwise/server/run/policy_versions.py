@@ -1,8 +1,8 @@
-"""Lists the versions of a policy that can be read, and opens their files.
+"""Lists the readable versions of a policy, and opens their files.
 
-The last few policies are in the engine's publication folder, checkpoints and the final weights in the run's folder, and named
-checkpoints beside the runs. All files of a version are opened at once: the engine deletes old publications, and a file that is open
-can be read to its end.
+The last few policies are in the engine's publication folder, checkpoints and the final weights in the run's folder, and named checkpoints
+in the server's output. All files of a version are opened at once: the engine deletes old publications, but an open file can be read to its
+end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LATEST = "latest"
 OTHERS = "GET /checkpoints lists those of earlier runs, and those with a name."
 
 Place = tuple[Path, str]
-"""A folder with weights, and their fingerprint."""
+"""A folder with weights, and the fingerprint of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +36,23 @@ class Versions:
     run: str
     folder: Path
     step: int
-    """Steps done."""
+    """Number of completed steps."""
     published: Mapping[int, Policy]
-    """Published policies, by the steps done."""
+    """Published policies, by step count."""
     named: Sequence[Path]
-    """The folders of its checkpoints that were saved by name."""
+    """Folders of the run's named checkpoints."""
     tokenizer: Path
-    """The folder with its tokenizer, which goes with every version."""
+    """Folder with the run's tokenizer, which is part of every version."""
 
     def steps(self) -> list[int]:
-        """All that can be read, in order."""
+        """Step counts of all readable versions, in order."""
         published = (step for step, policy in self.published.items() if Path(policy.path).is_dir())
         return sorted({*published, *self._saved_places()})
 
     def open(self, version: str | None) -> OpenVersion:
-        """A version with its files open: its weights, the tokenizer, and a model card.
+        """Open the files of a version: its weights, the tokenizer, and a model card.
 
-        Refused as `unknown_version` if there was none of that name, as `version_gone` if it is no longer kept.
+        Refuses with `unknown_version` if it never existed, with `version_gone` if it is no longer kept.
         """
         step = self.step
         if version is not None and version != LATEST:
@@ -82,7 +82,7 @@ class Versions:
         return None if policy is None else (Path(policy.path), policy.fingerprint)
 
     def _saved_places(self) -> dict[int, Place]:
-        """Checkpoints, and the final weights in place of the one after the same steps."""
+        """Folders by step count: checkpoints, or the final weights in place of the checkpoint at the same step."""
         named = [found for path in self.named if (found := _whole(path)) is not None]
         automatic = checkpoints.complete(self.folder / CHECKPOINTS)
         saved = {
@@ -99,7 +99,7 @@ class Versions:
 
     def _open_version(self, step: int, folder: Path, fingerprint: str) -> OpenVersion:
         from groupwise.engine.models.card import (
-            model_card,  # imports what knows the hub, a third of a second
+            model_card,  # imports a library for the hub: a third of a second
         )
 
         weights = list(weight_files(folder))
@@ -112,7 +112,7 @@ class Versions:
                 for path in (*weights, *tokenizer_files(self.tokenizer))
             ]
             opened.pop_all()
-        if (self.folder / RECORD).is_file():  # a checkpoint with a name may outlive its run
+        if (self.folder / RECORD).is_file():  # a named checkpoint may outlive its run
             card = model_card(self.folder, folder, step).encode()
             files.append(OpenFile(CARD, len(card), io.BytesIO(card)))
         return OpenVersion((self.run, step), fingerprint, kind, files)
@@ -122,7 +122,7 @@ class Versions:
 
 
 def _whole(folder: Path) -> checkpoints.Checkpoint | None:
-    """A checkpoint that was saved by name; None if it is being deleted, or is damaged."""
+    """A named checkpoint; None if it is being deleted, or is damaged."""
     try:
         return checkpoints.read(folder)
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""Reads server and run for clients: the status, the events as they come, and the files of a version."""
+"""Reads the state of server and run for clients: the status, the event stream, and the files of a version."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Queries:
         if row is None:
             return StatusAnswer(phase="idle")
         versions = await asyncio.to_thread(lambda: self._current.versions(row).steps())
-        # Last, so that it fits the phase.
+        # Read the ledger last, right before the phase, so that the two match.
         snapshot = await self._ledger.do(ledger_operations.snapshot_of, row.run)
         return status_of(
             snapshot, conductor, self._periodic.probed, versions, self._supervisor.restarts
         )
 
     async def events(self, after: int | None, limit: int) -> list[EventData]:
-        """Up to `limit` events after this one, oldest first; None: those that come from now on."""
+        """Up to `limit` events after this one, oldest first. None: no past events."""
         if after is None:
             return []
         found = await self._ledger.do(events.events_after, after, limit)
@@ -65,7 +65,7 @@ class Queries:
         return await self._ledger.do(events.last_event)
 
     async def next_event(self, after: int, seconds: float) -> None:
-        """Return when there is an event after this one, or the time is over, or the server shuts down."""
+        """Wait until there is an event after this one, the time is over, or the server shuts down."""
         deadline = time.monotonic() + seconds
         while True:
             beat = self._current.changed.next
@@ -75,7 +75,7 @@ class Queries:
                 return
 
     async def open_version(self, version: str | None) -> OpenVersion:
-        """The files of a version, open."""
+        """Open the files of a version."""
         row, meant = await self._meant(version)
 
         def opened() -> OpenVersion:
@@ -84,7 +84,9 @@ class Queries:
         return await asyncio.to_thread(opened)
 
     async def _meant(self, version: str | None) -> tuple[RunRow, str | None]:
-        """The run that a version is of, and what it is called there: that of a name, of another run, or of the present one."""
+        """The run that a version belongs to, and its name within that run. `version` may name a checkpoint, another run, or the current
+        run.
+        """
         latest = self._current.any_run()
         if version is None or version == LATEST or version.isdecimal():
             return latest, version
@@ -95,10 +97,10 @@ class Queries:
         return rows.get(version.rpartition("@")[0], latest), version
 
     async def tokenizer(self) -> TokenizerAnswer:
-        """The data that a client needs to render and tokenise as the server does."""
+        """The data that a client needs to render and tokenise like the server."""
         row, standing = self._current.any_run(), self._current.standing
         tokenizer = Tokenizer.of(standing.opened) if standing else row.tokenizer
-        if tokenizer is None:  # of a run that an earlier version of the server has begun
+        if tokenizer is None:  # the run was started by an older version of the server
             conductor = self._current.conductor
             raise conductor.refusal() if conductor else Refusal("not_started")
         folder = self._current.tokenizer_folder(tokenizer.hash)

@@ -1,4 +1,4 @@
-"""The bytes of each answer: what the ledger keeps under an Idempotency-Key is what the route sends, the first time and again."""
+"""The bytes of each answer: the route sends exactly what the ledger stores under an Idempotency-Key, the first time and every time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from groupwise.server.ledger.answers import StoredResponse
 
 
 def answer_of(model: BaseModel, status: int = 200) -> StoredResponse:
-    """A model as it is sent."""
+    """Serialise a model as it is sent."""
     return StoredResponse(status, model.model_dump_json().encode())
 
 
 def completions_answer(
     request: CompletionsRequest, groups: Sequence[GroupAnswer]
 ) -> StoredResponse:
-    """Flat for one prompt, `groups` for several."""
+    """The group itself for one prompt, a list `groups` for several."""
     if request.prompts is None:
         (only,) = groups
         return answer_of(only)
@@ -38,7 +38,7 @@ def completions_answer(
 def rewards_answer(
     request: RewardsOfOne | RewardsOfSeveral, answers: Sequence[RewardAnswer]
 ) -> StoredResponse:
-    """Flat for one group, `groups` for several; 202 if the request waited for a step, and none was taken in time."""
+    """The answer itself for one group, a list `groups` for several; 202 if the request waited for a step and none was taken in time."""
     trained = all(answer.status == "trained" for answer in answers)
     status = 202 if request.wait and not trained else 200
     if isinstance(request, RewardsOfOne):
@@ -57,5 +57,5 @@ def rewards_of(
 
 
 def step_answer(request: StepRequest, answer: StepAnswer) -> StoredResponse:
-    """202 if the request waited for the step, and it was not taken in time."""
+    """Status 202 if the request waited for the step and it was not taken in time."""
     return answer_of(answer, 202 if request.wait and answer.status == "accepted" else 200)

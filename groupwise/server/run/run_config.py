@@ -1,8 +1,8 @@
-"""Converts the settings that a client posts into the order for an engine.
+"""Converts the settings posted by a client into the order for an engine.
 
-`StartRequest` has flat names, which clients of such servers know; a run has the sections of `groupwise.training.config`. Here the one
-becomes the other, and here alone. What a client may name is bounded: models and adapters that the server's settings allow, and nothing that
-would run code or write elsewhere.
+`StartRequest` has flat names, which clients of such servers know; a run's config has the sections of `groupwise.training.config`. This
+module is the only place that translates between them. It also restricts requests: only models and adapters that the server's settings
+allow, and nothing that would run code or write to other places.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from groupwise.server.engine.engine_protocol import OpenRun
 from groupwise.training.config import load_config
 
 TINY_RATE = 5e-2
-"""Learning rate that moves a few thousand random parameters within minutes."""
+"""Learning rate for the built-in tiny model: moves a few thousand random parameters within minutes."""
 RATE = 1e-5
 RUNS = "runs"
-"""Folder of the server's output that holds the runs."""
+"""Subfolder of the server's output for runs."""
 
 FLAT: Mapping[str, str] = {
     "model.name": "model_id",
@@ -44,23 +44,23 @@ FLAT: Mapping[str, str] = {
     "run.save_total_limit": "save_total_limit",
     "run.logging_steps": "logging_steps",
 }
-"""Config keys that have flat names, with their names in `StartRequest`."""
+"""Flat names in `StartRequest`, by config key; used in error messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Models that clients may have the server load."""
+    """Models that clients may load."""
 
     model_dir: Path
     models: tuple[str, ...]
-    """Beside the built-in aliases and the folders under `model_dir`: names as clients give them."""
+    """Names allowed in addition to the built-in aliases and the folders under `model_dir`."""
 
 
 def order_of(request: StartRequest, allowed: Allowed, output_dir: Path) -> OpenRun:
-    """The run that is asked for.
+    """Convert the request into an order.
 
-    Raises Refusal: `model_not_allowed`; `invalid_request` for a section with keys or values that there are not, `settings_conflict`
-    where the settings do not go together, both with each of them by the name that the client knows.
+    Raises Refusal: `model_not_allowed`; `invalid_request` if a section has unknown keys or invalid values; `settings_conflict` if settings
+    contradict each other. The last two name each setting as the client knows it.
     """
     runs = output_dir / RUNS
     model = {"name": allowed_model("model_id", request.model_id, allowed)}
@@ -102,9 +102,9 @@ def order_of(request: StartRequest, allowed: Allowed, output_dir: Path) -> OpenR
 
 
 def _refusal(error: ConfigError, request: StartRequest) -> Refusal:
-    """Convert the config's errors, a line for each problem: `algorithm.foo is not a key; …`, `training: the lag is …`.
+    """Convert a config error with one line per problem: `algorithm.foo is not a key; …`, `training: the lag is …`.
 
-    A line whose key is followed by what is wrong with it is about that key alone; one whose key is followed by a colon, about several.
+    A line without a colon after its key is about that key alone; a line with a colon is about several keys.
     """
     names = dict(FLAT)
     if isinstance(request.algorithm, str):
@@ -123,11 +123,11 @@ def _refusal(error: ConfigError, request: StartRequest) -> Refusal:
 
 _ALONE = re.compile(r"[\w.]+ is (not |required|.*; it must be )")
 _ORIGIN = re.compile(r"^(config: )+")
-"""Prefixes that name the config as the origin of a key. To clients that is the body, so they are removed."""
+"""Prefixes that name the config as the origin of a key. Clients send no config, so they are removed."""
 
 
 def allowed_model(field: str, name: str, allowed: Allowed) -> str:
-    """Name or folder to load: an alias or an allowed name, else the folder under `model_dir`. Refused as `model_not_allowed`."""
+    """Name or folder to load: an alias or an allowed name, else a folder under `model_dir`. Refuses with `model_not_allowed`."""
     if name in ALIASES or name in allowed.models:
         return name
     if (folder := _inside(allowed.model_dir, name)) is not None:
@@ -142,22 +142,22 @@ def allowed_model(field: str, name: str, allowed: Allowed) -> str:
 
 
 def _inside(root: Path, name: str) -> Path | None:
-    """The folder of that name, if it is one in `root` and no link leads out of it."""
+    """The folder of that name in `root`; None if it is missing or a link leads outside `root`."""
     top = root.resolve()
     try:
         path = (top / name).resolve()
         return path if path.is_dir() and path != top and path.is_relative_to(top) else None
-    except (OSError, ValueError):  # no system has such a name
+    except (OSError, ValueError):  # not a valid file name on this system
         return None
 
 
 def folders_in(root: Path) -> list[str]:
-    """Folders that may be named as models."""
+    """Names of the folders that clients may load as models."""
     return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
 
 
 def _adapter(name: str, allowed: Allowed, runs: Path) -> str:
-    """`run@step` of a run of this server, else as a model is named."""
+    """Folder of an adapter: `run@step` of a run of this server, otherwise named like a model."""
     if re.fullmatch(r"[A-Za-z0-9._-]+@\d+", name):
         try:
             address = find.resolve(name, runs)
@@ -169,8 +169,9 @@ def _adapter(name: str, allowed: Allowed, runs: Path) -> str:
 
 
 def _checked_sampler(sampler: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Refused as `settings_conflict`: keys by which a client would have this machine ask addresses that it names, and a temperature
-    for the whole run, because each request may give its own."""
+    """Refuse with `settings_conflict`: keys that would make this machine send requests to addresses chosen by a client, and a temperature
+    schedule, because each request may set its own temperature.
+    """
     why = "this server samples itself, and asks no other one for a client."
     refused = [key for key in SERVER_KEYS if key in sampler]
     if sampler.get("engine", "torch") == "vllm":

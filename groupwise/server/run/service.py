@@ -1,15 +1,15 @@
-"""The training server's work, without HTTP: each route has a method here, and each thing that a client can get wrong a `Refusal`.
+"""The training server's logic, without HTTP: each route has a method here, and each client error is a `Refusal`.
 
-The service keeps what clients do in the ledger and asks the run's conductor for the engine; it decides nothing about steps. A method
-returns when what it tells is on the disk. Here its parts are put together; each has its own story:
+The service records requests in the ledger and gets the engine from the run's conductor; it makes no decisions about steps. A method returns
+when its result is on disk. This module assembles the parts:
 
-    lifecycle.py    begins runs and ends them
-    completions_and_rewards.py      completions, rewards, steps by hand
-    queries.py       status, events, files of a version
-    activity.py      what goes on at one instant
-    checkpoints.py   what can be gone on from
-    periodic_tasks.py     what is done every few seconds, requests or not
-    active_run.py       the run that is, or was last: what they all look at
+    lifecycle.py                 starts and ends runs
+    completions_and_rewards.py   completions, rewards, manual steps
+    queries.py                   status, events, files of a version
+    activity.py                  a snapshot of all current activity
+    checkpoints.py               checkpoints that a run can start from
+    periodic_tasks.py            background tasks, independent of requests
+    active_run.py                the current or most recent run, shared by all parts
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Service:
         ledger: Ledger,
         make_engine: Callable[[], Awaitable[Engine]],
     ) -> None:
-        """`make_engine` begins an engine process in which nothing is open."""
+        """`make_engine` starts an engine process in which nothing is open."""
         self._config = config
         self._ledger = ledger
         self._supervisor = EngineSupervisor(
@@ -68,7 +68,7 @@ class Service:
         self._queries = Queries(current, ledger, self._supervisor, self._periodic)
         ask_post = AskPost(current, ledger)
 
-        # What the routes call, each at the part that does it.
+        # Methods called by the routes, taken from the part that implements them.
         self.stop = self._start_stop.stop
         self.completions = ask_post.completions
         self.give_up = ask_post.give_up
@@ -84,29 +84,29 @@ class Service:
         self.checkpoints = checkpoints.listed
         self.save_checkpoint = checkpoints.save
 
-        # What other protocols and users of the machine call.
+        # Called by the other protocols (OpenAI, Tinker, parts).
         self.conducted = current.conducted
         self.active = current.active
         self.turn = self._start_stop.turn
-        """Held while a run is begun or ended, or an engine for something else is."""
+        """Held while a run, or an engine for something else, is started or ended."""
         self.beside: dict[str, Beside] = {}
-        """Other users of the machine, by name: models of clients, parts of a loop elsewhere."""
+        """Other users of the machine, by name: models that clients train by verbs, parts for a training loop in another process."""
         self.by_verbs: Callable[[], ByVerbs] = ByVerbs
-        """Status of the models that clients drive; by default there are none."""
+        """Returns the status of the models trained by verbs; by default there are none."""
         self.sessions: Callable[[], list[Session]] = list
-        """Sessions of those clients, for people."""
+        """Lists the sessions of the clients that train by verbs, for /activity."""
         self.loop_elsewhere: Callable[[], LoopElsewhere | None] = lambda: None
-        """Describes the client that drives sampler and learner from elsewhere."""
+        """Describes the client whose training loop uses this server's sampler and learner; None if there is none."""
 
-    # --- the server's own life -------------------------------------------------------------------
+    # --- start and shutdown ----------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Go on with the run that was active when the server ended."""
+        """Resume the run that was active when the server ended, and start the periodic tasks."""
         await self._start_stop.go_on()
         self._periodic.start()
 
     async def shut_down(self, seconds: float) -> None:
-        """Take nothing new, finish the step under way as far as the time allows, and end the engine. The run goes on at the next start."""
+        """Accept nothing new, finish the step in progress within `seconds`, and end the engine. The run resumes at the next start."""
         self._current.shutting_down = True
         self._current.changed.beat()
         if self._current.conductor is not None:
@@ -116,7 +116,7 @@ class Service:
         await self._ledger.close()
 
     def ready(self) -> str | None:
-        """None, or why requests would be refused."""
+        """None if the server is ready, else why requests would be refused."""
         conductor = self._current.conductor
         if self._current.shutting_down:
             return "the server is shutting down"
@@ -126,10 +126,10 @@ class Service:
             return f"the run has failed: {conductor.last_error}"
         return None
 
-    # --- what the routes want ---------------------------------------------------------------------
+    # --- called by the routes ---------------------------------------------------------------------
 
     async def start(self, request: StartRequest, caller: Caller) -> StartAnswer:
-        """Begin a run, or go on with one."""
+        """Start or resume a run."""
         return await self._start_stop.start(request, caller, tuple(self.beside.values()))
 
     async def status(self) -> StatusAnswer:
@@ -144,26 +144,28 @@ class Service:
         return found.model_copy(update={"loop_elsewhere": self.loop_elsewhere()})
 
     async def remembered(self, caller: Caller) -> StoredResponse | None:
-        """The earlier answer to this request; refused if its key came with another body."""
+        """The stored answer to this request; refuses if its key was used with another body."""
         if caller.answer_key is None:
             return None
         return await self._ledger.do(stored_answer, caller)
 
     async def count_refusal(self, code: str) -> None:
-        """A request about the run was refused."""
+        """Count a refused request in the counters of the run."""
         latest = self._current.latest
         if latest is not None:
-            with suppress(GroupwiseError):  # a count is not worth failing for
+            with suppress(GroupwiseError):  # a counter is not worth a failure
                 await self._ledger.do(counters.count_refusal, latest.run, code)
 
-    # --- what the other protocols want -----------------------------------------------------------
+    # --- called by the other protocols -----------------------------------------------------------
 
     async def make_room(self, whom: str) -> None:
-        """Something beside runs is to have the machine. Refused as `run_active` where something else has it; to be asked within `turn`."""
+        """Make the other users release the machine for `whom`. Refuses with `run_active` if one of them is in use. Call while holding
+        `turn`.
+        """
         for name, other in self.beside.items():
             if name != whom:
                 await other.make_way()
 
     async def await_engine(self, work: Awaitable[T], conductor: Conductor) -> T:
-        """Await an engine's answer; refused requests are the client's fault, a lost engine is not."""
+        """Await an engine's answer. A request that the engine refuses is the client's fault, a lost engine is not."""
         return await await_engine(work, conductor, self._config.sampling_time_limit)

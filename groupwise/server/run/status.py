@@ -27,9 +27,9 @@ PHASES: Mapping[RunState, Phase] = {
     "finished": "finished",
     "failed": "failed",
 }
-"""Phases of a run that has no conductor."""
+"""Phase of a run without a conductor, by its state in the ledger."""
 SAMPLED, LEARNED = "perf/sampling_tokens_per_second", "perf/learning_tokens_per_second"
-"""The metrics of a step that say how fast it went."""
+"""Step metrics with the sampling and learning speed."""
 
 
 def status_of(
@@ -39,7 +39,7 @@ def status_of(
     versions: Sequence[int],
     restarts: int,
 ) -> StatusAnswer:
-    """The answer about the run that is, or was last."""
+    """The answer about the current or most recent run."""
     row = snapshot.row
     standing = conductor.standing if conductor else None
     training = row.config["training"]

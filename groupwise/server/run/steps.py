@@ -1,7 +1,7 @@
 """Records the conductor's steps: operations on the ledger, each one transaction.
 
-A plan is made of rewarded groups when a step is due, or of those that a client names. Then it is tried, trained, or put aside; each
-comes with its event, so that no client hears of what is not on the disk.
+A plan is made from rewarded groups when a step is due, or from the groups that a client names. Then it is tried, and trained or
+quarantined. Each change is committed with its event, so clients never see an event whose change is not on disk.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.run.admission import Traffic
 
 UNDER_WAY: tuple[State, ...] = ("open", "rewarded", "planned")
-"""Groups that steps are still to take; a held one waits for its client."""
+"""States of groups that a step may still train. Held groups are not counted, because they wait for their client."""
 LOST: tuple[State, ...] = ("stale", "quarantined")
-"""Groups that no step will take."""
+"""States of groups that no step will train."""
 MOST_LOSSES = 2
-"""After this many lost engines a plan is put aside."""
+"""Number of engines that a plan may end before it is quarantined."""
 LEARNING_RATE = "learning_rate"
-"""The parameter of a plan that replaces the schedule's."""
+"""Plan parameter that overrides the schedule's learning rate."""
 
 
 def traffic(transaction: Transaction, run: str) -> Traffic:
-    """How many groups steps are still to take, and will never take."""
+    """Count the groups that a step may still train, and those that none will."""
     counts = groups.count_groups(transaction, run, (*UNDER_WAY, *LOST))
     return Traffic(
         steps_done=next_step(transaction, run),
@@ -43,23 +43,24 @@ def traffic(transaction: Transaction, run: str) -> Traffic:
 
 
 def next_step(transaction: Transaction, run: str) -> int:
-    """The index of the step after those that were trained."""
+    """Index of the next step: the number of trained steps."""
     last = plans.last_trained_step(transaction, run)
     return 0 if last is None else last + 1
 
 
 def pending_plan(transaction: Transaction, run: str) -> PlanRow | None:
-    """The plan that is to be trained next."""
+    """The plan to be trained next; None if there is none."""
     return plans.living_plan(transaction, run, next_step(transaction, run))
 
 
 def plan_when_due(
     transaction: Transaction, run: str, size: int | None, staleness: int
 ) -> PlanRow | None:
-    """The plan of the next step: the one that waits, or a new one as soon as `size` rewarded groups do; None: not yet.
+    """The plan of the next step: a waiting one, or a new one as soon as `size` groups are rewarded; None: no step is due.
 
-    Without `size` none is made by itself. Groups that the policy has left behind are not waited for any more. Of more groups than a
-    step takes those with the lowest draws come first, and their order is that of the draws, whatever the order of their rewards.
+    Without `size` no plan is made automatically. Groups that have become too old for the policy are marked as stale first. If more groups
+    are rewarded than a step takes, those with the lowest draws come first; the new plan is sorted by draw, not by the order
+    of the rewards.
     """
     waiting = pending_plan(transaction, run)
     if waiting is not None:
@@ -82,9 +83,9 @@ def plan_of_named(
     staleness: int,
     parameters: Mapping[str, Any],
 ) -> PlanRow | None:
-    """A plan of the groups that a client names, in its order; None if another plan waits.
+    """Make a plan from the groups that a client names, in its order; None if another plan is waiting.
 
-    Without names, of all rewarded ones, at most `most`; refused as `nothing_to_train` if there is none.
+    Without names, take up to `most` rewarded groups; refuses with `nothing_to_train` if there are none.
     """
     if pending_plan(transaction, run) is not None:
         return None
@@ -106,9 +107,9 @@ def _leave_behind(transaction: Transaction, run: str, sampled_before: int) -> No
 
 
 def groups_to_train(transaction: Transaction, plan: PlanRow) -> tuple[Group, ...]:
-    """The groups of a plan, with their rewards, in its order.
+    """The groups of a plan with their rewards, in its order.
 
-    Raises Refusal `unknown_checkpoint` if what they were sampled with was dropped, because a checkpoint after the step stood.
+    Raises Refusal `unknown_checkpoint` if their sampling records were dropped because a later checkpoint existed.
     """
     scored: list[Group] = []
     for row in plans.groups_of(transaction, plan):
@@ -125,9 +126,9 @@ def groups_to_train(transaction: Transaction, plan: PlanRow) -> tuple[Group, ...
 
 
 def note_trained(transaction: Transaction, plan: PlanRow, done: StepDone) -> bool:
-    """Store the result of a step; False if the step was taken again with another result.
+    """Store the result of a step; False if the step was taken again with a different result.
 
-    Records that no checkpoint needs any more are dropped.
+    Sampling records that no checkpoint needs any more are dropped.
     """
     before = plan.trained
     exact = before is None or before.fingerprint_out == done.record.fingerprint_out
@@ -176,7 +177,7 @@ def _checkpoint_event(step: int, address: str) -> dict[str, Any]:
 def note_committed(
     transaction: Transaction, run: str, manifest: StepRecord, metrics: Mapping[str, float]
 ) -> bool:
-    """A step that the engine had committed before it was lost, and that the ledger does not know of; whether there was one."""
+    """Record a step that the engine had committed before it was lost and that is missing in the ledger; True if it was recorded."""
     plan = plans.living_plan(transaction, run, manifest.step)
     if plan is None or plan.trained is not None:
         return False
@@ -187,7 +188,7 @@ def note_committed(
 
 
 def put_aside(transaction: Transaction, run: str, reason: str) -> PlanRow | None:
-    """The plan that ended its engine too often, quarantined with its groups; None if there is none."""
+    """Quarantine the pending plan, with its groups, if it has ended too many engines; None if it has not."""
     plan = pending_plan(transaction, run)
     if plan is None or plan.losses < MOST_LOSSES:
         return None
@@ -198,7 +199,7 @@ def put_aside(transaction: Transaction, run: str, reason: str) -> PlanRow | None
 
 
 def repeated(transaction: Transaction, run: str, exact: bool, why: str | None) -> None:
-    """The engine is back; where steps came out otherwise than before, the run has a new incarnation."""
+    """Record that the engine has recovered; if repeated steps gave different results, the run gets a new incarnation."""
     if exact:
         events.add_event(transaction, run, EventKind.RECOVERED, {})
         return
@@ -215,6 +216,6 @@ def ended(
     step: int,
     reason: str | None = None,
 ) -> None:
-    """The run takes no more steps."""
+    """Record that the run has ended, and why."""
     runs.set_run_state(transaction, run, state, reason)
     events.add_event(transaction, run, kind, {"step": step, "message": reason})

@@ -1,6 +1,7 @@
-"""Lists which methods of the Tinker client work against this server: one table, from which refusals and the page are made.
+"""The table of Tinker client methods that work against this server. Refusals and the documentation page are made from it.
 
-`python -m groupwise.server.tinker.compatibility` prints the page. Methods whose names end in `_async` do what those without it do.
+`python -m groupwise.server.tinker.compatibility` prints the page. A method whose name ends in `_async` behaves like the one without the
+suffix.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ CLIENT_VERSION = "0.38.0"
 
 
 class Unsupported(UsageError):
-    """The client has the method, this server has not."""
+    """The client has this method, but the server does not support it."""
 
     code = "unsupported"
 
@@ -31,7 +32,7 @@ class Method:
     note: str = ""
     """Differences from the original, or the reason for refusing it."""
     routes: tuple[tuple[str, str], ...] = ()
-    """HTTP method and path, with `*` for a part, of what a refused one asks for."""
+    """HTTP method and path of the requests of a refused method; `*` matches one path segment."""
 
 
 RUNS = "the server keeps no list of training runs; `GET /status` tells what is in memory"
@@ -253,7 +254,7 @@ METHODS: tuple[Method, ...] = (
     ),
     Method("RestClient", "whoami", False, ONE_ACCOUNT, (("GET", "/auth/apikey/me"),)),
 )
-"""All of them; a test compares it with the installed client."""
+"""All methods; a test compares the table with the installed client."""
 
 INTRODUCTION = """\
 The `tinker` package ({version}) runs against `groupwise serve` as it stands. Point it there, and give it a key of the server that may
@@ -357,7 +358,7 @@ INTERNAL: tuple[tuple[str, str, str], ...] = (
     ("POST", "/retrieve_futures", "each answer is fetched by itself"),
     ("POST", "/join_sampling_session", "copies of a sampling client number themselves"),
 )
-"""Routes that the client asks only where a server tells it to, which this one does not."""
+"""Routes that the client calls only if the server enables them; this server does not."""
 
 
 def refused_route(method: str, path: str) -> Unsupported | None:
@@ -377,7 +378,7 @@ def refused_route(method: str, path: str) -> Unsupported | None:
 
 
 def page() -> str:
-    """The page for people, in Markdown."""
+    """The documentation page, in Markdown."""
     return "\n".join(_lines()) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The routes of the verbs as the server's OpenAPI document has them: bodies, answers, and everything that they can be refused for."""
+"""The Tinker routes in the server's OpenAPI document: bodies, answers, and every refusal."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _path(route: VerbRoute) -> dict[str, Any]:
 
 
 def _parameters(route: VerbRoute) -> list[dict[str, Any]]:
-    """Parts of the path, and the name that a request for a session gives itself."""
+    """Path parameters, and the idempotency header of `create_session`."""
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
     found: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -137,7 +137,7 @@ def _name(model: type[Any]) -> dict[str, str]:
 
 
 def _schemas() -> dict[str, Any]:
-    """Schemas of all bodies and answers, under names of their own in the document."""
+    """Schemas of all bodies and answers, prefixed with `Verbs.` in the document."""
     read = [route.reads for route in ROUTES if route.reads is not None]
     sent = [route.answer for route in ROUTES if route.answer is not None]
     both: list[type[BaseModel]] = [*read, *sent, answers.Healthy, answers.TryAgain, answers.Refused]

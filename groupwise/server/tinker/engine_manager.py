@@ -1,11 +1,11 @@
-"""The verbs' end of the engine: finds one that has the base, brings the models there, and does so again whenever an engine is lost.
+"""The verbs' side of the engine: finds an engine with the base, recreates the models there, and does so again whenever an engine is lost.
 
-    a run is active     its engine: the models are trained beside it, over the same base
-    else                an engine of the verbs' own, begun when it is first needed
+    a run is active     its engine: the models are trained alongside it, over the same base
+    else                an engine of the verbs' own, started when it is first needed
 
-Engines come and go: runs begin and end, processes are killed. A model is brought to an engine by its state that was kept last and the calls
-that came after it, which the ledger has; then the call that was under way is done there. So the client notices nothing but the time. A
-call that ends one engine after another is failed, and its model goes on without it.
+Engines come and go: runs start and end, processes are killed. A model is recreated in an engine from its last kept state and the calls that
+followed it, which are in the ledger; then the interrupted call is done there. The client notices only the delay. A call that ends one
+engine after another is failed, and its model continues without it.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from groupwise.server.tinker.training import FORWARD_BACKWARD, optimiser_of
 logger = logging.getLogger(__name__)
 
 NAME = "verbs"
-"""Name of the verbs among the machine's users."""
+"""Name under which the verbs ask for the machine; see `Service.beside`."""
 LOSSES = 3
-"""Engines that may end while one call is under way, or before it could begin."""
+"""Number of engines that may be lost to one call before the call fails."""
 LOOK_AGAIN = 0.2
-"""Seconds between two looks at a run that begins, recovers or ends."""
+"""Seconds between two checks of a run that is starting, recovering or ending."""
 
 
 class Runs(Protocol):
-    """The runs beside the verbs; see `groupwise.server.run.service.Service`."""
+    """The server's runs; see `groupwise.server.run.service.Service`."""
 
     turn: asyncio.Lock
-    """Held while a run is begun or ended, or an engine of another kind is."""
+    """Held while a run, or an engine of another kind, is started or ended."""
 
     def conducted(self) -> Conductor | None:
-        """The run that has an engine, or is about to have one again."""
+        """The run that has an engine, or will soon have one again; None if there is none."""
         ...
 
     async def make_room(self, whom: str) -> None:
-        """Refuse as `run_active` where something else has the machine."""
+        """Refuse with `run_active` if something other than `whom` uses the machine."""
         ...
 
 
@@ -83,7 +83,7 @@ class _Standing:
     run: Conductor | None
     """The run that owns the engine; None if it is the verbs' own."""
     there: set[str] = field(default_factory=set[str])
-    """Models that it has."""
+    """Models that exist in this engine."""
 
     async def call(self, verb: str, *arguments: Any) -> Any:
         return await self.engine.call(f"models.{verb}", *arguments)
@@ -93,12 +93,12 @@ class _Standing:
 class _Model:
     spec: ModelSpec
     kept: int | None = None
-    """The call after which its state was kept."""
+    """Number of the call after which its state was last kept."""
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Host:
-    """A `groupwise.server.engine.verb_protocol.VerbEngine` over whichever engine there is."""
+    """A `groupwise.server.engine.verb_protocol.VerbEngine` that uses the active run's engine, or one of its own."""
 
     def __init__(
         self,
@@ -111,7 +111,9 @@ class Host:
         most: int,
         longest: int,
     ) -> None:
-        """`supervisor`: of the verbs' own engine; `most` models at once, a run among them; `longest`: see `OpenModels`."""
+        """`supervisor` starts the verbs' own engine. `most`: maximum number of models at once, including a run; `longest`: see
+        `OpenModels`.
+        """
         self._runs = runs
         self._supervisor = supervisor
         self._ledger = ledger
@@ -123,15 +125,17 @@ class Host:
         self._models: dict[str, _Model] = {}
         self._standing: _Standing | None = None
         self._turn = asyncio.Lock()
-        """Held while an engine is looked for."""
+        """Held while an engine is being found or started."""
 
     async def open(self) -> None:
-        """Know the models that clients have; before the first call."""
+        """Load the clients' models from the ledger; call before anything else."""
         for row in await self._ledger.do(calls.all_models):
             self._models[row.id] = _Model(ModelSpec(**row.spec), row.kept)
 
     async def make_way(self, sessions: Mapping[str, str]) -> None:
-        """A run is to begin, in an engine of its own. Refused as `run_active` while there are models; `sessions` says whose."""
+        """Called before a run starts in an engine of its own. Refuses with `run_active` while there are models; `sessions` describes their
+        owners.
+        """
         if self._models:
             whose = "; ".join(sessions.values()) or ", ".join(self._models)
             raise Refusal(
@@ -168,7 +172,7 @@ class Host:
             )
 
     def _required_base(self) -> tuple[str, str] | None:
-        """The base that has to stay in memory, and for whom."""
+        """The base that must stay in memory, and a description of its user."""
         run = self._runs.conducted()
         if run is not None:
             return run.model, "the run that is active"
@@ -194,7 +198,7 @@ class Host:
     # --- models ----------------------------------------------------------------------------------
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:
-        """See `VerbEngine.create_model`. One that is there already was made by this very call."""
+        """See `VerbEngine.create_model`. If the model exists already, it was created by an earlier attempt of the same call."""
         new = model not in self._models
         if new:
             run = self._runs.conducted()
@@ -258,7 +262,7 @@ class Host:
         if call is not None and model in self._models:
             self._models[model].kept = call
 
-    # --- what was saved --------------------------------------------------------------------------
+    # --- saved weights ---------------------------------------------------------------------------
 
     async def drop_sampler(self, stored: Stored) -> None:
         """See `VerbEngine.drop_sampler`."""
@@ -286,7 +290,7 @@ class Host:
     # --- engines ---------------------------------------------------------------------------------
 
     async def _of(self, model: str, verb: str | None, *arguments: Any) -> Any:
-        """Have something done by a model, wherever it is; with no verb just have it somewhere."""
+        """Run a verb on a model, after recreating it in an engine if necessary; without a verb only recreate it."""
         losses = 0
         while True:
             if model not in self._models:
@@ -308,7 +312,7 @@ class Host:
                 raise
 
     async def _bring(self, standing: _Standing, model: str, model_state: _Model) -> None:
-        """Have the model in this engine, as it is after all that it came to."""
+        """Recreate the model in this engine, in its current state."""
         async with model_state.moving:
             if model in standing.there:
                 return
@@ -326,7 +330,7 @@ class Host:
             logger.info("the model %s was made again, with %d calls", model, len(repeated))
 
     async def _take_back(self, standing: _Standing, model: str) -> None:
-        """Something failed half done: the model is made again before anything else is done with it."""
+        """A call failed half done: drop the model, so that it is recreated before its next call."""
         standing.there.discard(model)
         with suppress(GroupwiseError):  # the engine is gone, and the model with it
             await standing.call("drop", model)
@@ -342,7 +346,7 @@ class Host:
             await asyncio.sleep(LOOK_AGAIN)
 
     async def _of_run(self, run: Conductor, loads: str) -> _Standing | None:
-        """The engine of the run; None while it cannot be asked."""
+        """The run's engine; None while it accepts no calls."""
         if run.phase != "running":
             return None
         engine = cast("object", run.engine)
@@ -361,7 +365,7 @@ class Host:
             return None
 
     async def _own(self, base: str, loads: str) -> _Standing | None:
-        """The verbs' own engine; None if a run has begun meanwhile, or it ended before it was ready."""
+        """The verbs' own engine; None if a run has started meanwhile, or the engine ended before it was ready."""
         standing = self._standing
         if standing is not None and standing.run is None and standing.loads == loads:
             return standing
@@ -391,12 +395,12 @@ class Host:
         return self._standing
 
     async def _release_lost(self, standing: _Standing, error: EngineLost) -> None:
-        """Release an engine that has ended. TooManyRestarts where that has happened too often."""
+        """Forget an engine that has ended. Raises TooManyRestarts if that has happened too often."""
         async with self._turn:
             if self._standing is not standing:
                 return
             self._standing = None
-            if standing.run is not None:  # its conductor begins the next one, or ends
+            if standing.run is not None:  # its conductor starts the next engine, or ends
                 await asyncio.sleep(LOOK_AGAIN)
             elif not is_full(error):
                 logger.warning("the engine of the models is begun again: %s", error)
@@ -404,7 +408,7 @@ class Host:
 
 
 async def _repeat(standing: _Standing, model: str, kind: str, content: bytes) -> None:
-    """Do a call once more, whose answer was given."""
+    """Repeat a call whose answer the client already has."""
     if kind == FORWARD_BACKWARD:
         forward = (await translate.read_aside(content)).forward
         assert isinstance(forward, translate.Forward)  # because it was answered
@@ -413,5 +417,5 @@ async def _repeat(standing: _Standing, model: str, kind: str, content: bytes) ->
         params = optimiser_of(requests.OptimStep.model_validate_json(content))
         await standing.call("optim_step", model, params)
     else:
-        # Of all others the state is kept at once, so that none of them comes after it.
+        # Every other kind of call keeps the model's state at once, so it never has to be repeated.
         raise AssertionError(f"{kind} cannot be repeated")

@@ -1,13 +1,13 @@
-"""Calls that are answered later: a request gets an id at once, and its answer is fetched with the id as often as one likes.
+"""Calls that are answered later: a request gets an id at once, and the client fetches its answer with the id, any number of times.
 
-A client sends a request, gets an id, and polls. Because it sends a request again when the connection is lost, each has a natural key,
-and a second one with the same key and content gets the first one's id. The requests of one model form a `CallQueue`: they are applied
-one after another in the order of their sequence numbers, in whatever order they arrive; a number that is missing holds up those after it.
-Samples have no order.
+A client sends a request, gets an id, and polls. It repeats the request if the connection is lost, so each request has a natural key: a
+second request with the same key and content gets the first one's id. The requests of one model form a `CallQueue`: they are applied one
+after another in the order of their sequence numbers, regardless of the order of arrival. A missing number blocks the calls after it until a
+timeout. Samples have no order.
 
-An answer never changes. Memory is bounded: answers are dropped from the oldest, fetched ones first; a request for a dropped answer and
-one for an answer that never was get different errors. All of it lives in one event loop. Calls are in the ledger before they are begun,
-and their outcomes before clients get them, so that a new process goes on with them (`restore`).
+An answer never changes. Memory is bounded: the oldest answers are dropped, fetched ones first. A request for a dropped answer and a request
+for an answer that never existed get different errors. All of this runs in one event loop. Calls are written to the ledger before they
+start, and outcomes before clients receive them, so a new process can continue them (`restore`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ log = logging.getLogger(__name__)
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 GAP_PATIENCE = 600.0
-"""Seconds; the client sends a request again for five minutes."""
+"""Seconds that a call queue waits for a missing number. The client repeats a request for five minutes, so the number can no longer arrive.
+"""
 
 Work = Callable[[], Awaitable[Outcome]]
 
 
 class AnswerGone(GroupwiseError):
-    """The answer was dropped, or belongs to a server that has ended since."""
+    """The answer was dropped, or belonged to a server that has since ended."""
 
     code = "answer_gone"
 
@@ -49,27 +50,27 @@ class UnknownAnswer(UsageError):
 
 
 class NotKept(GroupwiseError):
-    """The call cannot be written down at the moment; it may be sent again later."""
+    """The call cannot be written to the ledger at the moment; the client may send it again later."""
 
     code = "not_kept"
 
 
 class TooManyCalls(GroupwiseError):
-    """More calls wait than are taken; the same call may be sent again later."""
+    """The queue of calls is full; the client may send the same call again later."""
 
     code = "too_many_calls"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much is held at once."""
+    """Upper limits on calls and answers in memory."""
 
     answers: int = 20_000
     answer_bytes: int = 256 * 2**20
     waiting: int = 4096
-    """Calls that wait or are under way, of all models together."""
+    """Calls waiting or in progress, of all models together."""
     waiting_of_one: int = 3072
-    """Limit for one caller, so that others' samples still find room if a model's first call never comes."""
+    """Limit per API key, so that samples of others still find room if the first call of a model never arrives."""
     waiting_bytes: int = 512 * 2**20
 
 
@@ -83,15 +84,15 @@ class _Call:
     key: Key
     digest: bytes
     size: int
-    """Bytes of the request; then of the answer."""
+    """Size in bytes: of the request while it waits, then of the answer."""
     caller: str
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there is an outcome, or will be none in this process."""
+    """Set when there is an outcome, or when this process will not produce one."""
     finishing: bool = False
-    """True once the outcome is known and about to be written down."""
+    """True once the outcome is known and about to be written to the ledger."""
     outcome: Outcome | None = None
     accepted: asyncio.Task[None] | None = None
-    """Done when the call is in the ledger; None if it was there when this process began."""
+    """Done when the call is in the ledger; None if it was already there when this process started."""
 
 
 class Futures:
@@ -101,30 +102,30 @@ class Futures:
         self._ledger = ledger
         self._limits = limits or Limits()
         self._restored: dict[Key, str] = {}
-        """Unfinished calls of an earlier process, by the keys with which they are begun again."""
+        """Unfinished calls of an earlier process; the key identifies the call when it is added again."""
         self._suspended = False
         self._boot = secrets.token_hex(4)
         self._issued = 0
         self._calls: dict[str, _Call] = {}
         self._by_key: dict[Key, _Call] = {}
         self._unfetched: dict[str, _Call] = {}
-        """Answered calls from the oldest, as the next."""
+        """Answered calls, the oldest first; likewise `_fetched`."""
         self._fetched: dict[str, _Call] = {}
         self._answer_bytes = 0
         self._waiting = 0
         self._waiting_bytes = 0
         self._waiting_of: Counter[str] = Counter()
         self.callers: dict[str, str] = {}
-        """The id of the API key that opened each session. Sessions of an earlier process have no key, and share one part."""
+        """API key id of the caller that opened each session. Sessions of an earlier process have no key and share one limit."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def waiting(self) -> int:
-        """Calls that wait or are under way."""
+        """Calls waiting or in progress."""
         return self._waiting
 
     def earlier(self, key: Key, digest: bytes) -> str | None:
-        """The id of the call with this key. UsageError if its content was another."""
+        """The id of an earlier call with this key; None if there is none. UsageError if its content was different."""
         call = self._by_key.get(key)
         if call is None:
             return None
@@ -136,7 +137,7 @@ class Futures:
         return call.id
 
     def restore(self, row: CallRow) -> None:
-        """A call of an earlier process. An unfinished one is begun by adding it again."""
+        """Register a call of an earlier process. An unfinished one starts when it is added again."""
         call = self._new_call(row.id, (row.line, row.sequence), row.digest, len(row.content or b""))
         if row.state == "waiting":
             self._restored[call.key] = call.id
@@ -147,7 +148,7 @@ class Futures:
         self._finish(call, Outcome(row.state, row.media_type, row.body))
 
     def abandon(self, id: str, error: Exception) -> None:
-        """Fail a call of an earlier process, if it was not begun again."""
+        """Fail a call of an earlier process if it was not started again."""
         call = self._calls[id]
         if self._restored.pop(call.key, None) is not None:
             self._by_key[call.key] = call
@@ -156,10 +157,10 @@ class Futures:
     def add(
         self, key: Key, digest: bytes, kind: str, content: bytes, *, wanted_next: bool = False
     ) -> str:
-        """A new call, not begun. TooManyCalls if too many wait, unless others wait for this one (`wanted_next`); NotKept if this
-        process ends.
+        """Register a new call without starting it. Raises TooManyCalls if too many calls wait, unless other calls wait for this one
+        (`wanted_next`); NotKept if this process is shutting down.
 
-        `kind` and `content` say how another process begins it again.
+        `kind` and `content` are stored so that another process can start the call again.
         """
         if (restored := self._restored.pop(key, None)) is not None:
             self._by_key[key] = self._calls[restored]
@@ -184,7 +185,7 @@ class Futures:
         return call.id
 
     async def accepted(self, id: str, patience: float) -> None:
-        """Return when a call is in the ledger. NotKept if it is not within `patience` seconds."""
+        """Wait until a call is in the ledger. Raises NotKept if that takes longer than `patience` seconds."""
         call = self._calls.get(id)
         if call is None or call.accepted is None:
             return
@@ -196,11 +197,13 @@ class Futures:
         call.accepted.result()
 
     def begin(self, id: str, work: Work) -> None:
-        """Do the work of a call beside whatever else is under way."""
+        """Start the work of a call in a task of its own."""
         self._task(self.do(id, work))
 
     async def do(self, id: str, work: Work | Exception) -> None:
-        """Do the work of a call once it is in the ledger, and write its outcome down. An exception instead of work is a failure."""
+        """Do the work of a call once it is in the ledger, and record its outcome. An exception in place of the work is recorded as a
+        failure.
+        """
         call = self._calls[id]
         if call.accepted is not None:
             await asyncio.shield(call.accepted)
@@ -208,26 +211,29 @@ class Futures:
             if isinstance(work, Exception):
                 raise work
             outcome = await work()
-        # Whatever goes wrong must reach the client that waits for this answer, and must not end the line of its model.
+        # Any error must reach the client that waits for this answer, and must not stop the queue of its model.
         except Exception as error:  # noqa: BLE001
             outcome = _failure(error)
         await self._write_outcome(call, outcome)
 
     def fail(self, id: str, error: Exception) -> None:
-        """Answer a call that needs no work. If this process ends, the call is left without an answer to the next one."""
+        """Fail a call that needs no work. If this process is shutting down, the call is left to the next one."""
         call = self._calls[id]
         if not (call.finishing or self._suspended):
             self._task(self._write_outcome(call, _failure(error)))
 
     def suspend(self) -> None:
-        """Stop, because this process ends: unfinished calls are left to the next process, and waiting clients are to ask that one."""
+        """Stop, because this process is shutting down. Unfinished calls are left to the next process, and waiting clients are told to ask
+        again there.
+        """
         self._suspended = True
         for call in self._calls.values():
             call.over.set()
 
     async def _write_outcome(self, call: _Call, outcome: Outcome) -> None:
-        """Write a call's outcome down, then let its client have it. Once begun this goes on even if the caller is cancelled: the outcome
-        may be in the ledger already."""
+        """Write a call's outcome to the ledger, then publish it to its client. This continues even if the caller is cancelled, because the
+        outcome may already be in the ledger.
+        """
 
         async def write() -> None:
             if call.accepted is not None:
@@ -245,8 +251,9 @@ class Futures:
         return task
 
     async def answer(self, id: str, patience: float) -> Outcome | None:
-        """The answer, or None if there is none within `patience` seconds, or before this process ends. Raises AnswerGone or
-        UnknownAnswer if there will be none."""
+        """The answer, or None if there is none within `patience` seconds or before this process shuts down. Raises AnswerGone or
+        UnknownAnswer if there will never be one.
+        """
         if id not in self._calls:
             boot, _, number = id.removeprefix("f-").partition("-")
             known = id.startswith("f-") and number.isdecimal()
@@ -268,13 +275,13 @@ class Futures:
         return call.outcome
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel all tasks."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _new_call(self, id: str, key: Key, digest: bytes, size: int) -> _Call:
-        """A call that waits from now on."""
+        """Register a waiting call."""
         call = self._calls[id] = _Call(id, key, digest, size, self._caller_of(key))
         self._waiting += 1
         self._waiting_bytes += size
@@ -285,7 +292,9 @@ class Futures:
         return self.callers.get(key[0].partition(":")[0], "")
 
     def _finish(self, call: _Call, outcome: Outcome) -> None:
-        """A call waits no longer. Drops the oldest answers until the rest fits; the newest stays, however large it is."""
+        """Mark a call as answered. Drops the oldest answers until the rest fits; the newest always stays, even if it is larger than the
+        limit.
+        """
         assert call.outcome is None, f"{call.id} has an answer already"
         self._waiting -= 1
         self._waiting_bytes -= call.size
@@ -314,34 +323,34 @@ class Futures:
 
 
 class CallQueue:
-    """The calls of one model, in the order of their sequence numbers, from 0.
+    """The calls of one model, in the order of their sequence numbers, starting at 0.
 
-    If a number is missing for `patience` seconds, the calls that wait for it fail: the client will not send it any more.
+    If a number is missing for `patience` seconds, the calls after it fail: the client will not send the missing one any more.
     """
 
     def __init__(
         self, name: str, futures: Futures, *, patience: float = GAP_PATIENCE, first: int = 0
     ) -> None:
-        """`first`: the number of the call that is to be done next."""
+        """`first`: the number of the next call to be done."""
         self.name = name
         self._futures = futures
         self._patience = patience
         self._turns: dict[int, tuple[str, Work | Exception]] = {}
-        """Id and work of each call that waits for its turn or is under way, by its number."""
+        """Id and work of each call that is waiting or in progress, by sequence number."""
         self._next = first
         self._worker: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def pending(self) -> int:
-        """Calls that wait for their turn or are under way."""
+        """Calls waiting or in progress."""
         return len(self._turns)
 
     def submit(self, sequence: int, content: bytes, work: Work | Exception, kind: str) -> str:
-        """The id of the call with this number; its work is begun when all numbers before it are done.
+        """Queue the call with this number and return its id; its work starts when all calls before it are done.
 
-        An exception instead of work is its answer when its turn comes: a refused request has used its number, too.
-        UsageError if the number was used for something else, AnswerGone where its answer is no longer kept.
+        An exception in place of the work becomes the answer when the call's turn comes: a refused request has used its number, too.
+        UsageError if the number was used for a different request, AnswerGone if its answer is no longer kept.
         """
         key = (self.name, sequence)
         digest = digest_of(kind, content)
@@ -358,7 +367,7 @@ class CallQueue:
         return id
 
     async def close(self) -> None:
-        """End the call under way, and answer those that wait for their turn."""
+        """Cancel the call in progress, and fail the ones that wait."""
         self._stop_timer()
         if self._worker is not None:
             self._worker.cancel()
@@ -366,7 +375,7 @@ class CallQueue:
         self._fail_all(f"The model {self.name} is no longer there: its session has ended.")
 
     async def _work(self) -> None:
-        """Do the calls whose turn has come. If a number is missing then, wait for it only so long."""
+        """Do the calls that are next in order. If calls remain after a gap, start the timer for the missing number."""
         self._stop_timer()
         while self._next in self._turns:
             id, work = self._turns[self._next]
@@ -395,12 +404,12 @@ class CallQueue:
 
 
 def digest_of(kind: str, content: bytes) -> bytes:
-    """Tells a request that is sent again from another one with the same number."""
+    """Distinguishes a repeated request from a different one with the same number."""
     return hashlib.sha256(kind.encode() + content).digest()
 
 
 def failed(message: str, category: Literal["user", "server"]) -> Outcome:
-    """A call that came to nothing, and left its model as it was."""
+    """The outcome of a call that failed and left its model unchanged."""
     return Outcome("failed", category, message.encode())
 
 

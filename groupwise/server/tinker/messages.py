@@ -1,7 +1,7 @@
 """The classes of the client's protobuf messages, which come with its package `tinker`.
 
-Importing the package itself costs more than a second and starts threads of its own; the file with the classes needs protobuf alone. So it
-is read from where the package lies, without running the package.
+Importing the package itself takes more than a second and starts threads; the file with the classes needs only protobuf. So the file is
+loaded directly from the package's folder, without running the package.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The verbs in a server: made over its ledger and engines, and put before its other routes.
+"""Mounts the verbs in a server: built on its ledger and engines, and placed in front of its other routes.
 
-Requests below `/api/v1` go to the verbs with the server's own keys, roles and limits; all others go on to the application of ask/post.
+Requests below `/api/v1` go to the verbs, with the server's own keys, roles and limits; all others are passed to the ask/post application.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from groupwise.server.tinker.service import VerbService
 logger = logging.getLogger(__name__)
 
 FOLDER = "verbs"
-"""Folder in the server's output for what models have saved."""
+"""Subfolder of the server's output for the weights that models save."""
 
 
 class Verbs:
-    """All that clients train by verbs on one server."""
+    """The verbs of one server: their service and the engines that it uses."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Verbs:
         runs.sessions = self.service.opened.list_sessions
 
     async def begin(self) -> None:
-        """Know what clients have opened before, and go on with their calls."""
+        """Load the sessions, models and calls of earlier processes, and continue the calls."""
         await self._host.open()
         await self.service.open()
 
@@ -78,31 +78,31 @@ class Verbs:
             await self.service.opened.finish(session)
 
     async def shut_down(self) -> None:
-        """End the engine; what waits is done by the next server."""
+        """End the engine; waiting calls are left to the next server."""
         await self.service.close()
         await self._host.close()
 
 
 class InFront:
-    """The verbs, and behind them the application for everything else."""
+    """Routes requests below `PREFIX` to the verbs, and all others to the wrapped application."""
 
     def __init__(
         self, app: ASGIApp, service: VerbService, serving: Serving, keys: Keyring | None
     ) -> None:
-        """`serving` and `keys`: of the application behind."""
+        """`serving` and `keys` belong to the wrapped application."""
         self._behind = app
         routes = verb_routes(service, authorising(serving, keys), bodies=serving.bodies)
-        # In the metrics under one name, because polls that are to come again are most of them.
+        # One name in the metrics for all of them, because most requests are polls that return 408.
         self._verbs = Observed(Starlette(routes=routes), serving, RouteTable(()), PREFIX)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or pass it on."""
+        """Handle a request to the verbs, or pass it to the application."""
         ours = scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/")
         await (self._verbs if ours else self._behind)(scope, receive, send)
 
 
 def authorising(serving: Serving, keys: Keyring | None) -> Authorise:
-    """Check the caller's key, as on every other route."""
+    """Returns a function that checks a request's key, as on every other route."""
 
     def authorise(request: Request) -> None:
         if keys is None:

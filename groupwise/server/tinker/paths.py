@@ -1,4 +1,4 @@
-"""How the client names what was saved: `tinker://<model>/weights/<name>`, or `tinker://<model>/sampler_weights/<name>`."""
+"""The client's paths of saved weights: `tinker://<model>/weights/<name>`, or `tinker://<model>/sampler_weights/<name>`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from groupwise.server.tinker import requests
 
 SCHEME = "tinker://"
 MODEL, SAVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9:_.-]*"), re.compile(requests.NAME_PATTERN)
-"""Both name folders."""
+"""Model ids and names of saved weights. Both become folder names, so they are checked strictly."""
 
 
 def path_of(stored: Stored) -> str:
@@ -20,7 +20,7 @@ def path_of(stored: Stored) -> str:
 
 
 def stored_at(path: str) -> Stored:
-    """The inverse of `path_of`. UsageError for another path."""
+    """The inverse of `path_of`. UsageError if the path is malformed."""
     kinds: Mapping[str, StoredKind] = {"weights": "weights", "sampler_weights": "sampler_weights"}
     parts = path.removeprefix(SCHEME).split("/")
     well_formed = len(parts) == 3 and MODEL.fullmatch(parts[0]) and SAVED.fullmatch(parts[2])

@@ -1,7 +1,7 @@
-"""Refusals of the verbs' requests: each code with its HTTP status and its meaning, and the errors that have it.
+"""Refusals of requests to the verbs: each code with its HTTP status and its meaning, and the errors that it belongs to.
 
-The client sends a request again after 408, 409, 429 and 5xx, for minutes, so what will never work has another status. What is refused
-before it comes to the verbs has the codes of `groupwise.api.schemas.problems`, which stand here, too, as far as they can occur.
+The client repeats a request for minutes after 408, 409, 429 and 5xx, so requests that can never succeed get another status. A request
+refused before it reaches the verbs gets a code of `groupwise.api.schemas.problems`; those that can occur are listed here, too.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ _OF: Mapping[type[GroupwiseError], str] = {
     RunError: "engine_failed",
     UsageError: "usage",
 }
-"""The first that fits counts."""
+"""The first matching class decides, so subclasses come before their bases."""
 
 
 def code_of(error: Exception) -> str:
-    """Code of an exception; `internal` if it is a mistake of the server's own."""
+    """Code of an exception; `internal` for an error of the server itself."""
     if isinstance(error, Refusal):
         return error.code
     return next((code for kind, code in _OF.items() if isinstance(error, kind)), "internal")

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from groupwise.api.schemas.fail_fast import FailFast
 
 MOST_CALLS = 2**53
-"""Numbers of calls are smaller: up to here every reader of JSON keeps integers exact."""
+"""Call numbers are smaller than this: all JSON readers represent integers up to here exactly."""
 WHOLE = Annotated[int, Field(ge=0, lt=MOST_CALLS)]
 FINITE = Annotated[float, Field(allow_inf_nan=False)]
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -216,10 +216,10 @@ class Retrieve(Body):
 
 
 def content_of(body: Body) -> bytes:
-    """A request as bytes that are the same for the same request."""
+    """Serialise a request; equal requests give equal bytes."""
     return body.model_dump_json().encode()
 
 
 def kind_of(body: Body) -> str:
-    """Name of a kind of calls in the ledger."""
+    """The name for this kind of call in the ledger."""
     return type(body).__name__

@@ -1,8 +1,7 @@
-"""The verbs over HTTP, at the addresses and in the forms of the Tinker client 0.38: a mount of the server's own application.
+"""The verbs over HTTP, at the addresses and in the formats of the Tinker client 0.38; mounted in the server's own application.
 
-Calls that take time answer with an id at once; `retrieve_future` waits for the answer, a little less long than the client does. `ROUTES`
-says everything of each route in one place; the OpenAPI document shows it. Every refusal is JSON with `code` and `message`: see
-`refusals.py`.
+Calls that take time return an id at once; `retrieve_future` waits for the answer, slightly shorter than the client's own timeout. `ROUTES`
+describes every route completely; the OpenAPI document is made from it. Every refusal is JSON with `code` and `message`: see `refusals.py`.
 """
 
 from __future__ import annotations
@@ -38,10 +37,11 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
 POLL = 40.0
-"""Seconds that `retrieve_future` waits; the client gives up after 45."""
+"""Seconds that `retrieve_future` waits; the client times out after 45."""
 MOST_BYTES = 64 * 2**20
-"""Limit of a body in bytes, unless the application sets another. The client cuts its requests at the size that it receives in
-`ClientConfig`."""
+"""Limit of a body in bytes, unless the application sets another. The client splits its requests at the size that it receives in
+`ClientConfig`.
+"""
 OF_ALL = ("unauthorised", "forbidden", "rate_limited", "shutting_down", "internal")
 OF_BODIES = ("usage", "too_large", "timed_out")
 OF_RECORDS = ("not_kept", "disk_full")
@@ -49,26 +49,26 @@ OF_CALLS = ("usage", "not_there", "answer_gone", "too_many_calls", *OF_RECORDS)
 OF_ENGINES = ("usage", "not_there", "engine_failed")
 
 Authorise = Callable[[Request], None]
-"""Raises a `Refusal` where the request may not be made."""
+"""Raises a `Refusal` if the request is not allowed."""
 Handler = Callable[[Request], Awaitable[Response]]
 BodyT = TypeVar("BodyT", bound=requests.Body)
 
 
 @dataclass(frozen=True, slots=True)
 class VerbRoute:
-    """One address."""
+    """One route: address, handler, and everything that the OpenAPI document shows."""
 
     method: str
     path: str
-    """Below `PREFIX`."""
+    """Relative to `PREFIX`."""
     handler: Callable[[_Handlers, Request], Awaitable[Response]]
     answer: type[BaseModel] | None
-    """None: what a call came to."""
+    """None: the outcome of a call, or 408."""
     reads: type[requests.Body] | None = None
     bytes: str = ""
-    """Content of its body if that is not JSON."""
+    """Description of the body if it is not JSON."""
     codes: tuple[str, ...] = ()
-    """Codes that it may be refused with, beside those of all routes."""
+    """Codes that it may be refused with, in addition to those of all routes."""
 
     @property
     def all_codes(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def verb_routes(
     bodies: Bodies | None = None,
     poll: float = POLL,
 ) -> list[Route]:
-    """Every route, and one that refuses all others of the protocol. `service` must be open before the first request."""
+    """Every route, and one that refuses all others below `PREFIX`. `service` must be open before the first request."""
     handlers = _Handlers(service, bodies or Bodies(MOST_BYTES), poll)
 
     def handling(route: VerbRoute) -> Handler:
@@ -257,7 +257,7 @@ class _Handlers:
             ) from error
 
     async def _body(self, request: Request) -> bytes:
-        """The body as sent, uncompressed; also used to log why it was refused."""
+        """Read the uncompressed body. It is kept in the request's state, because `VerbService.refused` needs it."""
         encoding = request.headers.get("content-encoding", "identity")
         if encoding != "identity":
             raise UsageError(
@@ -397,7 +397,7 @@ ROUTES: tuple[VerbRoute, ...] = (
         codes=("unknown_answer", "answer_gone"),
     ),
 )
-"""All that need a key: one that may read for GET, one that may train for the others."""
+"""All routes that need a key: a reading key for GET, a training key for the others."""
 
 
 def _guard(handler: Handler, service: VerbService, authorise: Authorise) -> Handler:
@@ -407,7 +407,7 @@ def _guard(handler: Handler, service: VerbService, authorise: Authorise) -> Hand
             return await handler(request)
         except ClientGone:
             raise
-        except Exception as error:  # noqa: BLE001 — a mistake in one request stops no other; its details stay in the log
+        except Exception as error:  # noqa: BLE001 — an error in one request must not affect others; its details are only logged
             return await _refusal_response(request, service, error)
 
     return guarded

@@ -1,4 +1,4 @@
-"""Creates clients' samplers and completes prompts with them. Samples have no order among each other."""
+"""Creates clients' samplers and completes prompts with them. Samples may run in any order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from groupwise.tasks.rollouts.seeds import derive
 
 
 class SamplingCalls:
-    """Calls of all samplers."""
+    """The sampling calls of all samplers."""
 
     def __init__(
         self, opened: Opened, engine: VerbEngine, futures: Futures, ledger: Ledger
@@ -32,7 +32,7 @@ class SamplingCalls:
         self._ledger = ledger
 
     async def create_sampler(self, body: requests.CreateSampler) -> str:
-        """A sampler of weights that were saved, or of a base model. The same request gives the same one."""
+        """Create a sampler of saved weights or of a base model, and return its id. A repeated request gets the same id."""
         self._opened.session(body.session_id)
         id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
         if body.model_path is None:
@@ -56,20 +56,20 @@ class SamplingCalls:
         return id
 
     def sampler(self, id: str) -> dict[str, Any]:
-        """Base, and path of the weights if there is one, of a sampler."""
+        """Describe a sampler for the client: its base, and the path of its weights if it has any."""
         found = self._opened.sampler(id)
         path = {} if found.path is None else {"model_path": found.path}
         return {"sampler_id": id, "base_model": found.base, **path}
 
     async def sample(self, body: requests.Sample) -> tuple[str, list[str]]:
-        """The id of the call, and one for each sequence that it will draw."""
+        """Start a sample; returns the id of the call, and one id for each sequence."""
         sampler = self._opened.sampler(body.sampling_session_id)
         sequences = [f"{sampler.id}:{body.seq_id}:{index}" for index in range(body.num_samples)]
-        _order(body, await self._engine.base(sampler.base))  # refused at once
+        _order(body, await self._engine.base(sampler.base))  # refuse early
         return self.begin_sample(body), sequences
 
     def begin_sample(self, body: requests.Sample) -> str:
-        """The id of the call."""
+        """Start a sample, or find the same earlier one; returns the id of the call."""
         sampler = self._opened.sampler(body.sampling_session_id)
         key = (sampler.id, body.seq_id)
         kind, content = kind_of(body), content_of(body)

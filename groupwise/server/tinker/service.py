@@ -1,12 +1,12 @@
-"""The verbs' service, put together; `routes.py` has the HTTP.
+"""The verbs' service, assembled from its parts; `routes.py` has the HTTP.
 
-    sessions.py     sessions, models and samplers: what there is
+    sessions.py   open sessions, models and samplers
     training.py   the calls of a model, one after another in the client's order
-    sampling.py   those of samplers, in no order
-    futures.py    how all of them are answered later
+    sampling.py   the calls of samplers, in any order
+    futures.py    ids and later answers of all calls
 
-All of it is in the ledger before clients get an id, and a new process opens it again (`open`): what was answered stays answered, and what
-waits is done.
+All of it is in the ledger before clients get an id, and a new process restores it (`open`): answers stay available, and waiting calls are
+done.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from groupwise.server.tinker.training import FORWARD_BACKWARD, TrainingCalls
 BodyT = TypeVar("BodyT", bound=requests.Body)
 
 KEEP_EVERY = 10
-"""Updates of a model between two of its states that are kept, from which it can be made again."""
+"""Number of updates between two kept states of a model. It is recreated from the last kept state."""
 ACCEPTED_WITHIN = 10.0
-"""Seconds that a client waits for its call to be written down."""
+"""Seconds that a client waits for its call to be written to the ledger."""
 REFUSED = "refused"
-"""The kind of calls that were refused, but have used a number of their model."""
+"""The kind of refused calls that have nevertheless used a number of their model."""
 
 
 logger = logging.getLogger(__name__)
 
 
 class VerbService:
-    """All that clients train by verbs on this server."""
+    """Sessions, models and calls of all clients that train by verbs on this server."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class VerbService:
         clock: Callable[[], float] = time.monotonic,
         keep_every: int = KEEP_EVERY,
     ) -> None:
-        """`keep_every`: updates of a model after which its state is kept."""
+        """`keep_every`: number of updates after which a model's state is kept."""
         self._engine = engine
         self._ledger = ledger
         self.futures = Futures(ledger, limits)
@@ -64,7 +64,7 @@ class VerbService:
         self.sampling = SamplingCalls(self.opened, engine, self.futures, ledger)
 
     async def open(self) -> None:
-        """Open what clients had open before, and go on with their calls; before the first request."""
+        """Restore the sessions and models of earlier processes, and continue their calls; call before the first request."""
         self.opened.restore(
             await self._ledger.do(calls.all_sessions),
             await self._ledger.do(calls.all_models),
@@ -78,14 +78,14 @@ class VerbService:
                 try:
                     self._begin_again(row)
                 except UsageError as error:
-                    # It was not refused with its number, as it was before: its model is no longer there.
+                    # A refused request has taken its number again, so `abandon` does nothing. A call whose model is gone fails here.
                     self.futures.abandon(row.id, error)
-                except Exception as error:  # what one client has left keeps no server from starting
+                except Exception as error:  # must not keep the server from starting
                     logger.exception("the call %s of an earlier process cannot go on", row.id)
                     self.futures.abandon(row.id, UsageError(f"It cannot go on: {error}"))
 
     def _begin_again(self, row: CallRow) -> None:
-        """Begin a call that had no outcome yet when the last process ended."""
+        """Start a call again that had no outcome when the last process ended."""
         assert row.content is not None
         begin: Mapping[str, Callable[[bytes], Any]] = {
             FORWARD_BACKWARD: lambda content: self.training.forward_backward(
@@ -105,11 +105,11 @@ class VerbService:
             begin[row.kind](row.content)
 
     async def accepted(self, id: str) -> None:
-        """Return when a call is written down, so that its client may get the id. NotKept if that takes too long."""
+        """Wait until a call is in the ledger, so that its client may get the id. Raises NotKept if that takes too long."""
         await self.futures.accepted(id, ACCEPTED_WITHIN)
 
     async def close(self) -> None:
-        """End what is under way; the engine stays."""
+        """Stop all calls; the engine stays."""
         self.futures.suspend()
         for model in self.opened.models.values():
             await model.line.close()
@@ -121,15 +121,16 @@ class VerbService:
         return ByVerbs(sessions=self.opened.sessions, models=made, waiting=self.futures.waiting)
 
     def capabilities(self) -> list[dict[str, Any]]:
-        """The bases, as the client reads them."""
+        """The available bases, in the client's format."""
         return [
             {"model_name": name, "trainable": True, "sampleable": True}
             for name in self._engine.names()
         ]
 
     async def refused(self, body: bytes, error: UsageError) -> None:
-        """A JSON request was refused before it came to its model's line. If it has a number there, the number is used up: the client
-        goes on with the next one, which would wait for it for ever."""
+        """Record a JSON request that was refused before it reached its model's queue. Its number, if it has one, is used up: the client
+        continues with the next number, which would otherwise wait forever.
+        """
         try:
             given: Any = await strict_json.parse_aside(body)
             model, sequence = given["model_id"], given["seq_id"]
@@ -138,7 +139,7 @@ class VerbService:
         found = self.opened.models.get(model) if isinstance(model, str) else None
         if found is None or type(sequence) is not int or not 1 <= sequence < requests.MOST_CALLS:
             return
-        # The number was used before: then the request was refused for that.
+        # If the number was used before, the request was refused for that reason.
         with contextlib.suppress(UsageError, AnswerGone, TooManyCalls):
             found.line.submit(sequence, body, error, REFUSED)
 
@@ -148,5 +149,5 @@ class VerbService:
 
 
 def _reading(kind: type[BodyT], begin: Callable[[BodyT], Any]) -> Callable[[bytes], Any]:
-    """Begin a call with its content as it was written down."""
+    """Returns a function that starts a call from its stored content."""
     return lambda content: begin(kind.model_validate_json(content))

@@ -1,8 +1,8 @@
-"""Tracks clients' sessions, their models, and samplers, each by its id.
+"""Tracks clients' sessions, models and samplers, each by its id.
 
-A client opens a session and keeps it alive by a heartbeat; its models are released when it ends, or falls silent. Samplers stand for
-weights that do not change: those of a name, those that a training client saved for this sampler alone, or a base model. All of it is in the
-ledger before clients get the ids, and a new process opens it again (`restore`).
+A client opens a session and keeps it alive by a heartbeat; its models are released when the session ends or falls silent. A sampler
+represents weights that do not change: weights saved under a name, weights that a training client saved only for this sampler, or a base
+model. All of it is in the ledger before clients get the ids, and a new process restores it (`restore`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from groupwise.server.tinker.futures import CallQueue, Futures
 from groupwise.server.tinker.paths import path_of
 
 EPHEMERAL = "_sampler-"
-"""Begins the names of weights that were saved for one sampler; names that clients give begin with a letter or digit."""
+"""Prefix of names of weights saved for a single sampler; names chosen by clients start with a letter or digit."""
 SESSION_SILENCE = 600.0
-"""Seconds without a heartbeat after which the models of a session may be released; clients send one every ten seconds."""
+"""Seconds without a heartbeat after which a session's models may be released; clients send one every ten seconds."""
 
 
 class NotThere(UsageError):
-    """There is no session, model or sampler of this name."""
+    """There is no session, model or sampler with this id."""
 
     code = "not_there"
 
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """A client."""
+    """One client's session."""
 
     id: str
     seen: float
@@ -49,12 +49,12 @@ class Model:
     id: str
     line: CallQueue
     spec: ModelSpec | None = None
-    """None until it has been made."""
+    """None until the model has been created."""
     ephemeral: list[Stored] = field(default_factory=list[Stored])
     updates: int = 0
-    """Since its state was kept last."""
+    """Number of updates since its state was last kept."""
     sums: dict[str, float] = field(default_factory=dict[str, float])
-    """Sums of the forward passes with gradient since the last update."""
+    """Sums of the gradient passes since the last update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ class Sampler:
     id: str
     base: str
     weights: Stored | None
-    """None: the base itself."""
+    """None: the base without an adapter."""
     path: str | None
 
 
 class Opened:
-    """All that clients have opened on this server."""
+    """All open sessions, models and samplers of this server."""
 
     def __init__(
         self, engine: VerbEngine, futures: Futures, ledger: Ledger, clock: Callable[[], float]
@@ -81,12 +81,12 @@ class Opened:
         self._sessions: dict[str, Session] = {}
         self._samplers: dict[str, Sampler] = {}
         self.models: dict[str, Model] = {}
-        """Models that exist, or are about to be made, by their ids."""
+        """Models that exist or are about to be created, by id."""
 
     def restore(
         self, sessions: Sequence[str], models: Sequence[ModelRow], samplers: Sequence[SamplerRow]
     ) -> None:
-        """Know what clients have opened before."""
+        """Load the sessions, models and samplers of earlier processes."""
         for id in sessions:
             self._sessions[id] = Session(id, self._clock())
         for row in models:
@@ -100,7 +100,7 @@ class Opened:
     # --- sessions --------------------------------------------------------------------------------
 
     async def create_session(self, idempotency_key: str | None, caller: str = "") -> str:
-        """A new session; the same one for the same key, which a client sends again when the connection was lost."""
+        """Open a session and return its id. A request repeated after a lost connection has the same key and gets the same session."""
         await self.end_silent_sessions()
         new = f"s-{secrets.token_hex(8)}"
         id = await self._ledger.do(calls.add_session, new, idempotency_key)
@@ -109,11 +109,11 @@ class Opened:
         return id
 
     def heartbeat(self, session: str) -> None:
-        """The client is there."""
+        """Note that the client is alive."""
         self.session(session)
 
     async def finish(self, session: str) -> None:
-        """The client is done; release its models. Repeating it is harmless."""
+        """End a session and release its models. Repeating it is harmless."""
         found = self._sessions.pop(session, None)
         self._futures.callers.pop(session, None)
         for id in sorted(found.models) if found is not None else ():
@@ -128,16 +128,16 @@ class Opened:
             await self._ledger.do_when_writable(calls.end_session, session)
             self._sessions.pop(
                 session, None
-            )  # the request that opened it may have come again meanwhile
+            )  # a repeated request may have opened it again meanwhile
 
     async def end_silent_sessions(self) -> None:
-        """Release the models of clients that have gone without a word."""
+        """End the sessions of clients that have sent no heartbeat for `SESSION_SILENCE` seconds."""
         silent = self._clock() - SESSION_SILENCE
         for session in [each.id for each in self._sessions.values() if each.seen < silent]:
             await self.finish(session)
 
     def with_models(self) -> dict[str, str]:
-        """The sessions that have models, each with what there is to tell of it."""
+        """Describe the sessions that have models, by session id; for messages."""
         now = self._clock()
 
         def models_of(session: Session) -> str:
@@ -152,7 +152,7 @@ class Opened:
         }
 
     def list_sessions(self) -> list[wire.Session]:
-        """All sessions, for people; without the steps of their models, which the ledger has."""
+        """All sessions, for the dashboard. The steps of their models are missing; the caller adds them from the ledger."""
         now = self._clock()
         samplers = Counter(session_of(id) for id in self._samplers)
         return [
@@ -186,13 +186,13 @@ class Opened:
 
     @property
     def sessions(self) -> int:
-        """How many there are."""
+        """The number of open sessions."""
         return len(self._sessions)
 
     # --- models ----------------------------------------------------------------------------------
 
     def new_model(self, session: str, number: int) -> Model:
-        """Register a model that is about to be made; the same one for the same number."""
+        """Register a model that is about to be created; the same number gives the same model."""
         owner = self.session(session)
         id = f"{session}:train:{number}"
         if id not in self.models:
@@ -201,7 +201,7 @@ class Opened:
         return self.models[id]
 
     def model(self, id: str) -> Model:
-        """The model of an open session. Raises NotThere if there is none."""
+        """A model of an open session. Raises NotThere if it is missing."""
         self.session(session_of(id))
         if id not in self.models:
             raise NotThere(f"There is no model {id!r} in its session.")
@@ -210,12 +210,12 @@ class Opened:
     # --- samplers --------------------------------------------------------------------------------
 
     def add_sampler(self, sampler: Sampler) -> None:
-        """A new one; the same again is harmless. UsageError if its id has other weights."""
+        """Register a sampler; repeating it is harmless. UsageError if its id already has other weights."""
         if self._samplers.setdefault(sampler.id, sampler) != sampler:
             raise UsageError(f"The sampler {sampler.id} exists already, with other weights.")
 
     def know_sampler(self, id: str, base: str, weights: Stored | None) -> None:
-        """A sampler that the ledger has; if it is known already, the call that made it is done for the second time."""
+        """Register a sampler that is in the ledger. If it is known already, this is a repeated call."""
         if id in self._samplers:
             return
         path = None if weights is None else path_of(weights)
@@ -226,7 +226,7 @@ class Opened:
                 owner.ephemeral.append(weights)
 
     def sampler(self, id: str) -> Sampler:
-        """Raise NotThere if it is none."""
+        """A sampler by id. Raises NotThere if it is missing."""
         if id not in self._samplers:
             raise NotThere(
                 f"There is no sampler {id!r}: its session has ended, or the server was restarted. Make a new sampling client."
@@ -235,5 +235,5 @@ class Opened:
 
 
 def session_of(model: str) -> str:
-    """The session that a model, or a sampler, begins its id with."""
+    """The session in the id of a model or sampler; such ids start with the session's id."""
     return model.partition(":")[0]

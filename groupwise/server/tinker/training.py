@@ -1,7 +1,7 @@
-"""Does the work of each call of a client's model, under the call's number in the client's order.
+"""Does the work of the calls of clients' models, each under its number in the client's order.
 
-A model is made by the request 0 of its line (`futures.py`), from nothing or from a state that was saved; everything else about it follows
-in the client's order. Weights that it saves for one sampler alone are kept for the last few of its samplers.
+Request 0 of a model's queue (`futures.py`) creates the model, with a new adapter or from a saved state; all its other calls follow in the
+client's order. Weights saved only for one sampler are kept for the newest few samplers of the model.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from groupwise.server.tinker.sessions import EPHEMERAL, Model, NotThere, Opened,
 from groupwise.tasks.rollouts.seeds import derive
 
 EPHEMERAL_KEPT = 8
-"""Number kept for each model: enough for a loop whose samplers lag a few steps behind its training."""
+"""Number of such samplers per model whose weights are kept: enough for a loop whose samplers lag a few steps behind its training."""
 FORWARD_BACKWARD = "forward_backward"
-"""A kind of calls beside the classes of `requests`."""
+"""A kind of call that has no class in `requests`, because its body is protobuf."""
 
 
 class TrainingCalls:
-    """Training calls of all models."""
+    """The training calls of all models."""
 
     def __init__(self, opened: Opened, engine: VerbEngine, ledger: Ledger, keep_every: int) -> None:
-        """`keep_every`: updates of a model after which its state is kept."""
+        """`keep_every`: number of updates after which a model's state is kept."""
         self._opened = opened
         self._engine = engine
         self._ledger = ledger
         self._keep_every = keep_every
 
-    # --- making one ------------------------------------------------------------------------------
+    # --- creating models --------------------------------------------------------------------------
 
     def create_model(self, body: requests.CreateModel) -> tuple[str, str]:
-        """The ids of the model and of the call that makes it."""
+        """Queue the creation of a model; returns the ids of the model and of the call."""
         self._engine.admit(body.base_model)
         lora = body.lora_config
         if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
@@ -66,6 +66,7 @@ class TrainingCalls:
         return model.id, model.line.submit(0, content_of(body), make, kind_of(body))
 
     async def _make(self, model: Model, spec: ModelSpec) -> None:
+        # Their models may occupy the room that this one needs.
         await self._opened.end_silent_sessions()
         await self._engine.create_model(model.id, spec)
         await self._ledger.do_when_writable(
@@ -74,7 +75,7 @@ class TrainingCalls:
         model.spec = spec
 
     async def info(self, model: str) -> dict[str, Any]:
-        """Describe a model that has been made, for the client."""
+        """Describe a created model for the client."""
         found = self._opened.model(model)
         if found.spec is None:
             raise NotThere(f"The model {model} has not been made yet.")
@@ -92,10 +93,10 @@ class TrainingCalls:
             "lora_rank": found.spec.rank,
         }
 
-    # --- training it -----------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------
 
     def forward_backward(self, request: translate.ForwardRequest) -> tuple[str, str]:
-        """Run a pass with or without gradient. A malformed request is refused at once, but has used its sequence number."""
+        """Queue a pass with or without gradient. A malformed request is refused at once, but has used its sequence number."""
         model = self._opened.model(request.model)
         forward = request.forward
         if isinstance(forward, UsageError):
@@ -117,7 +118,7 @@ class TrainingCalls:
         )
 
     def optim_step(self, body: requests.OptimStep) -> tuple[str, str]:
-        """An update with the gradient that has gathered."""
+        """Queue an update with the accumulated gradient."""
         model = self._opened.model(body.model_id)
         params = optimiser_of(body)
 
@@ -132,7 +133,7 @@ class TrainingCalls:
             norm = result.grad_norm if finite else None
             finite_sums = {name: value for name, value in sums.items() if math.isfinite(value)}
             outcome = _json({"metrics": {"grad_norm": norm}})
-            if norm is None:  # that failed, but has changed the model: its gradient is gone
+            if norm is None:  # the call has failed, but has changed the model: its gradient is gone
                 outcome = failed(
                     f"The gradient was not finite (norm {result.grad_norm}), so the update was left out and the gradient cleared.",
                     "server",
@@ -142,10 +143,10 @@ class TrainingCalls:
 
         return model.id, self._submit(model, body.seq_id, content_of(body), work, kind_of(body))
 
-    # --- its weights -----------------------------------------------------------------------------
+    # --- saving and loading weights ---------------------------------------------------------------
 
     def save_weights(self, body: requests.SaveWeights) -> tuple[str, str]:
-        """Adapter and optimiser under a name."""
+        """Queue saving the adapter and optimiser under a name."""
         model = self._opened.model(body.model_id)
         stored = Stored(model.id, "weights", body.path)
 
@@ -158,7 +159,7 @@ class TrainingCalls:
         return model.id, self._submit(model, body.seq_id, content_of(body), work, kind_of(body))
 
     def load_weights(self, body: requests.LoadWeights) -> tuple[str, str]:
-        """A state into a model that is there, or into a new one that is made for it."""
+        """Queue loading a saved state into an existing model, or into a new one created for it."""
         stored = stored_at(body.path)
         if body.session_id is not None and body.model_seq_id is not None:
             new = self._opened.new_model(body.session_id, body.model_seq_id)
@@ -187,7 +188,9 @@ class TrainingCalls:
     async def _load(
         self, model: Model, body: requests.LoadWeights, call: int, stored: Stored
     ) -> Outcome:
-        """The state is kept at once: what was saved may be another one when this would be repeated."""
+        """Load a state. The model's state is kept at once, because the saved weights could be different by the time this call were
+        repeated.
+        """
         await self._engine.load_state(model.id, stored, with_optimiser=body.optimizer, keep_as=call)
         model.sums.clear()
         answer = _json({"path": body.path, "type": "load_weights"})
@@ -206,7 +209,7 @@ class TrainingCalls:
         }
 
     def save_for_sampler(self, body: requests.SaveForSampler) -> tuple[str, str]:
-        """The weights as they are in the client's order, under a name, or for a new sampler alone."""
+        """Queue saving the model's current weights, under a name or for one new sampler only."""
         model = self._opened.model(body.model_id)
         number = body.sampling_session_seq_id
         if (body.path is None) == (number is None):

@@ -1,11 +1,11 @@
-"""Between the client's data and ours: datums to rows, losses to loss specs, what was computed and sampled to answers.
+"""Translates between the client's data and ours: datums to rows, losses to loss specs, results to answers.
 
-A datum is a sequence of N input tokens and N targets: target i is the token after input i. As a row, the first input is the prompt and
-the targets are the completion, so that every target has a log-probability, which is what the client gets back. All of its losses are sums
-with a credit for each token: `weights` for cross_entropy, `advantages` for the others. They are the loss `given`.
+A datum is a sequence of N input tokens and N targets: target i is the token after input i. As a row, the first input is the prompt and the
+targets are the completion, so every target has a log-probability, which is returned to the client. All of the client's losses are sums with
+a credit for each token: `weights` for cross_entropy, `advantages` for the others. They map to the loss `given`.
 
-What cannot be expressed is refused by name (`UsageError`): targets that are not the next tokens of the input (soft targets with several per
-position among them), images and audio, other losses, their unknown inputs and settings.
+Anything that cannot be expressed is refused by name (`UsageError`): targets that are not the next tokens of the input (including soft
+targets with several per position), images and audio, other losses, and unknown inputs or settings.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from groupwise.server.tinker.messages import messages
 
 POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
 MOST_FIELDS = 200_000
-"""Limit on the fields in one body's messages: as many as some thousand datums have."""
+"""Limit on the number of protobuf fields in one body; several thousand datums stay below it."""
 CLIP_SETTINGS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLoss:
-    """A loss by the client's name: what it is here, and what its datums hold."""
+    """A loss known to the client: our surrogate for it, and the inputs of its datums."""
 
     surrogate: str
     inputs: tuple[str, ...]
     settings: Mapping[str, str]
-    """The client's names of knobs, and ours."""
+    """Our setting names by the client's."""
 
 
 LOSSES: dict[str, ClientLoss] = {
@@ -45,7 +45,7 @@ LOSSES: dict[str, ClientLoss] = {
     "ppo": ClientLoss("clipped_ratio", POLICY_INPUTS, CLIP_SETTINGS),
     "cispo": ClientLoss("clipped_weight", POLICY_INPUTS, CLIP_SETTINGS),
 }
-"""Every loss that is served. The clip is 0.8 and 1.2 unless `loss_fn_config` says otherwise."""
+"""Every supported loss. The clip is 0.8 to 1.2 unless `loss_fn_config` sets another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +59,18 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
-    """A body of `forward_backward`, as it is put into a model's line."""
+    """A body of `forward_backward`, ready for a model's queue."""
 
     model: str
     sequence: int
     content: bytes
-    """Equal for equal requests, however they were encoded."""
+    """Canonical encoding: equal requests have equal content."""
     forward: Forward | UsageError
-    """Or what is wrong with it: it has used its sequence number all the same."""
+    """The pass, or the error in it; the request has used its sequence number in either case."""
 
 
 def read(body: bytes) -> ForwardRequest:
-    """See `ForwardRequest`. UsageError if the body is no such message, so that it has no number."""
+    """Parse a body. UsageError if it is no such message, and therefore has no number."""
     message = parsed(body)
     try:
         forward = forward_of(message)
@@ -81,12 +81,12 @@ def read(body: bytes) -> ForwardRequest:
 
 
 async def read_aside(body: bytes) -> ForwardRequest:
-    """See `read`: in a thread where that takes long."""
+    """See `read`; in a thread if the body is large."""
     return await asyncio.to_thread(read, body) if len(body) > LARGE else read(body)
 
 
 def parsed(body: bytes) -> Any:
-    """The message `ForwardBackwardRequest`; UsageError if the body is none, or has more than MOST_FIELDS."""
+    """The message `ForwardBackwardRequest`; UsageError if the body is not one, or has more than MOST_FIELDS."""
     from google.protobuf.message import DecodeError
 
     found = messages().ForwardBackwardRequest()
@@ -101,7 +101,7 @@ def parsed(body: bytes) -> Any:
 
 
 def _check_number(body: bytes, descriptor: Any) -> None:
-    """UsageError for more than MOST_FIELDS, before any of them is made; IndexError if the body ends too early."""
+    """UsageError for more than MOST_FIELDS, before any of them is created; IndexError if the body ends too early."""
     left = [(0, len(body), descriptor)]
     number = 0
     while left:
@@ -126,12 +126,12 @@ def _check_number(body: bytes, descriptor: Any) -> None:
                     if field is not None and field.message_type is not None:
                         left.append((at, min(at + size, end), field.message_type))
                     at += size
-                case _:  # the begin or end of a group
+                case _:  # the start or end of a group
                     pass
 
 
 def _varint(body: bytes, at: int) -> tuple[int, int]:
-    """A number, and where it ends."""
+    """A varint, and the offset after it."""
     value = 0
     for shift in range(0, 70, 7):
         byte = body[at]
@@ -143,7 +143,7 @@ def _varint(body: bytes, at: int) -> tuple[int, int]:
 
 
 def forward_of(message: Any) -> Forward:
-    """Rows and loss of a request. UsageError names the datum and the field that cannot be."""
+    """Rows and loss of a request. UsageError names the invalid datum and field."""
     loss = loss_of(message.loss_fn, _settings(message))
     if not message.data:
         raise UsageError("forward_backward has no data; it needs at least one datum.")
@@ -153,7 +153,7 @@ def forward_of(message: Any) -> Forward:
 
 
 def loss_of(name: str, settings: Mapping[str, float]) -> LossSpec:
-    """Our loss for the client's. UsageError for one that is not served, or a setting that it does not have."""
+    """Translate the client's loss. UsageError for an unsupported loss, or a setting that it does not have."""
     if name not in LOSSES:
         raise UsageError(
             f"The loss {name!r} is not supported by this server. There are: {', '.join(LOSSES)}. Any other can be computed by the "
@@ -197,14 +197,14 @@ def outputs(computed: Computed) -> bytes:
 
 
 def metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Rename sums for the client: the suffix after the colon says how values of several requests combine."""
+    """Rename the sums for the client: the suffix after the colon tells it how to combine the values of several requests."""
     loss = math.fsum(value for name, value in sums.items() if name.startswith("loss/"))
     others = {f"{name}:sum": value for name, value in sums.items() if not name.startswith("loss/")}
     return {"loss:sum": loss, **others}
 
 
 def sampled(result: VerbSampled, prompt_length: int, last: int | None) -> bytes:
-    """The message `SampleResponse`; of the prompt's log-probabilities the `last` alone, where that is given."""
+    """The message `SampleResponse`; only the last `last` log-probabilities of the prompt are included, if `last` is given."""
     classes = messages()
     message = classes.SampleResponse()
     for completion in result.completions:
@@ -221,7 +221,7 @@ def sampled(result: VerbSampled, prompt_length: int, last: int | None) -> bytes:
 
 
 def text_tokens(chunks: Iterable[Any], where: str) -> tuple[int, ...]:
-    """The tokens of a protobuf model input. UsageError where something else than text is in it."""
+    """The tokens of a protobuf model input. UsageError if it contains anything but text."""
     tokens: list[int] = []
     for chunk in chunks:
         kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
@@ -275,7 +275,7 @@ def _check_targets(inputs: Sequence[int], targets: Sequence[int], where: str) ->
 
 
 def _tensor(tensors: Mapping[str, Any], name: str, length: int, where: str) -> list[float]:
-    """The numbers of an input that must be dense, finite and as long as the model input."""
+    """The values of an input, which must be dense, finite and as long as the model input."""
     place = f"{where}.loss_fn_inputs[{name!r}]"
     if name not in tensors:
         raise UsageError(f"{place} is missing; this loss needs it.")
@@ -306,7 +306,7 @@ def _tensor(tensors: Mapping[str, Any], name: str, length: int, where: str) -> l
 
 
 def _settings(message: Any) -> dict[str, float]:
-    """`loss_fn_config_v2` where it is set, else the older field."""
+    """`loss_fn_config_v2` if it is set, else the older field."""
     if not message.loss_fn_config_v2:
         return dict(message.loss_fn_config)
     found: dict[str, float] = {}
