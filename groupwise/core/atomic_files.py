@@ -1,4 +1,4 @@
-"""The only gateway to the disk for everything that must outlive a crash.
+"""Writes files and folders that must survive a crash: every change is atomic and flushed to the disk.
 
 A run may be killed at any instant. Each change therefore becomes visible in one step: a file by renaming a
 finished copy over it, a folder by renaming it into place after everything in it was flushed, a database transaction by
@@ -68,7 +68,7 @@ def write_file(path: Path, data: bytes, *, replace: bool = True) -> None:
     """Write `data` to `path`, all of it or nothing.
 
     With `replace=False` an existing file is left unchanged and FileExistsError is raised.
-    StoreError on a full disk or missing rights.
+    StoreError if the disk is full or permissions are missing.
     """
     building = building_path(path)
     with explained(path):
@@ -259,7 +259,7 @@ def sweep(folder: Path) -> tuple[str, ...]:
 
 
 def flush_folder(path: Path) -> None:
-    """Force a folder's list of names to the disk."""
+    """Flush a folder's directory entries to the disk."""
     _flush(path)
 
 

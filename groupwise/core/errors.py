@@ -14,7 +14,7 @@
                 ├── NonFiniteError            loss or gradient was not finite too often
                 ├── OutOfMemoryError          a computer or its GPU has no memory left
                 ├── WorkerLostError           (75) a sampling or learning process ended; started again, the run resumes from its checkpoint
-        ├── CheckpointError           a checkpoint is torn or cannot be read
+                ├── CheckpointError           a checkpoint is incomplete or cannot be read
         ├── StoreError                the run's record cannot be read or written
         ├── RewardWorkerError         reward workers cannot be started, or a stateful reward timed out
                 ├── EnvironmentWorkerError    the same for environments
@@ -137,7 +137,7 @@ class WorkerLostError(RunError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint is torn or unreadable."""
+    """A checkpoint is incomplete or unreadable."""
 
     code = "checkpoint"
 

@@ -178,7 +178,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in the order given. If one fails or the wait is cancelled, the others are cancelled and awaited first."""
+    """Results in the order of `work`. If one fails or the wait is cancelled, the others are cancelled and awaited first."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""One way to load user code: a file, a module, an attribute of either, or a name.
+"""Loads user code: a file, a module, an attribute of either, or a registered name.
 
     load("path/to/task.py")            a file; its folder is importable while it runs and afterwards
     load("my_package.tasks.chess")     a module, from the installed packages or the working directory
@@ -172,7 +172,7 @@ def printable(text: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The names of `known` that `name` may have been meant to be, most likely first."""
+    """The most similar of the `known` names, at most three, best first."""
     return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
 
 

@@ -34,7 +34,7 @@ Outcome = Literal["pending", "scored", "failed", "timed_out"]
 """`pending` until the rewards are known. Only `scored` rollouts are trained on: a failure is never a low reward."""
 
 EndedBy = Literal["environment", "turns", "tokens"]
-"""The reason why a rollout of several turns ended: its environment, or the limit that cut it off."""
+"""The reason why a multi-turn rollout ended: its environment ended it, or a limit (on turns or tokens) cut it off."""
 
 PolicyRole = Literal["policy", "reference"]
 
@@ -84,12 +84,12 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a completion is drawn. Log-probabilities are those of the distribution that was sampled, at this temperature."""
+    """How a completion is drawn. Log-probabilities are those of the distribution that is sampled from, at this temperature."""
 
     max_tokens: int
     """Longest completion in tokens, stop token included."""
     temperature: float = 1.0
-    """0 is greedy; log-probabilities are then those at temperature 1."""
+    """0: greedy decoding; log-probabilities are then those at temperature 1."""
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends the completion and is its last token."""
     stop: tuple[str, ...] = ()
@@ -100,9 +100,9 @@ class SamplingParams:
     top_k: int | None = None
     """Draw from this many of the most probable tokens; None (also for the next two fields): no such limit."""
     top_p: float | None = None
-    """Draw from the most probable tokens that together have at least this probability."""
+    """Draw from the most probable tokens whose probabilities sum to at least this (nucleus sampling)."""
     min_p: float | None = None
-    """Draw from the tokens with at least this share of the highest probability."""
+    """Draw from the tokens whose probability is at least this share of the highest one."""
 
     @property
     def truncates(self) -> bool:
@@ -139,7 +139,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of tokens of one source within a rollout, after the prompt."""
+    """Consecutive tokens from one source within a rollout, after the prompt."""
 
     source: Source
     token_ids: tuple[int, ...]
@@ -161,7 +161,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RewardPart:
-    """One reward function's verdict on one rollout."""
+    """One reward function's value for one rollout."""
 
     name: str
     value: float | None
@@ -193,7 +193,7 @@ class Rollout:
     notes: dict[str, Any] = field(default_factory=dict[str, Any])
     """Notes that reward functions recorded with `log_extra`."""
     advantage: float | None = None
-    """The credit that the algorithm gave it; kept apart from `reward`."""
+    """The advantage that the algorithm computed; separate from `reward`."""
     messages: tuple[Message, ...] | None = None
     """In a multi-turn chat, the messages after the prompt, the environment's included; None for other rollouts."""
     ended_by: EndedBy | None = None
@@ -316,7 +316,7 @@ class Row:
     others: SiblingRowStats | None = None
     """None: the rollout has no other rows."""
     withheld: tuple[MaskedTokens, ...] = ()
-    """Stretches where the policy could not draw every token, because of `SamplingParams.min_tokens`; they do not overlap."""
+    """Ranges where the policy could not draw every token, because of `SamplingParams.min_tokens`; they do not overlap."""
     credits: tuple[float, ...] | None = None
     """The credit of each token, as long as `completion_ids`, if the caller supplies it. Only the loss `given` reads it, in place of
     `advantage` and `scale`."""

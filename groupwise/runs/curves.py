@@ -61,8 +61,8 @@ def curves_of(records: Iterable[EvaluationRecord]) -> dict[str, Curve]:
 def warm_up_curve(run: Path, metric: str) -> list[tuple[float, float]]:
     """Points (step, value) of a metric during the warm-up, with steps counted so that the warm-up ends at 0.
 
-    Empty if the run had no warm-up, or if its folder was deleted. `reward` and its parts come from the warm-up's evaluations, which draw
-    completions (`eval.completions`).
+    Empty if the run had no warm-up, or if the warm-up's folder was deleted. Values come from its steps; a metric that its steps lack, such
+    as `reward`, comes from its evaluations, if these draw completions (`eval.completions`).
     """
     name = Store.facts(run / RECORD).get(WARM_UP)
     record = run.parent / name / RECORD if name else None

@@ -45,7 +45,6 @@ class Address:
 
     @property
     def name(self) -> str:
-        """The run's name."""
         return self.path.name
 
 

@@ -1,4 +1,4 @@
-"""The run directory, and the one process that may write to it.
+"""The run folder, and the lock that lets only one process write to it.
 
     runs/<name>/
         config.json     the resolved configuration
@@ -12,7 +12,7 @@
             results/        results of evaluations, never overwritten
         reward.svg      the curve
         log.txt         what the package logged
-        lock            held by the live process
+            lock            held by the process that works on the run
 
 A new run is built in a temporary folder next to its final path and then renamed, so it appears whole. The record holds its state:
 `running` until it ends as `finished`, `interrupted` or `failed`. A run recorded as `running` that no process holds has `crashed`.
@@ -97,7 +97,7 @@ class RunFolder:
         """Make `runs_dir/name`, or `name-2`, `name-3` … if finished runs have that name.
 
         UsageError if an unfinished run has the name or if the folder is not writable, RunInUseError if the run is live.
-        `meta` are facts for lists: kind, model, task, max_steps.
+        `meta` are facts for lists of runs: kind, model, task, max_steps.
         """
         _refuse_reserved(name)
         with _place_explained(runs_dir):
@@ -244,7 +244,7 @@ class RunFolder:
         if error is None:
             self.close()
             return
-        with suppress(StoreError):  # a full disk must not hide what happened before
+        with suppress(StoreError):  # a full disk must not hide the original error
             if self.state == "running":
                 self.finish(
                     "failed" if isinstance(error, Exception) else "interrupted", error=error

@@ -152,7 +152,7 @@ def _task(filters: RolloutFilter, plan: Plan) -> str:
 
 
 def _has_index(name: str, filters: RolloutFilter, plan: Plan) -> bool:
-    """True if SQLite may look a condition up by its column's index."""
+    """True if SQLite may use the index of this condition's column."""
     if name == plan.lead:
         return True
     if plan.lead is not None and plan.lead not in _ORDERED:

@@ -85,7 +85,7 @@ class MadeAnew:
 
 
 def write_piece(run: Path, record: Path, folder: Path, step: int) -> None:
-    """Write the piece of the checkpoint after `step` steps into its folder, which is under construction."""
+    """Write the piece of the checkpoint after `step` steps into the checkpoint's unfinished folder."""
     first = max((last for last, _ in _pieces(run) if last < step), default=0)
     with _new_piece(folder / PIECE) as connection:
         _attach(connection, record, "ro")

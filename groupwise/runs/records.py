@@ -68,7 +68,7 @@ class EvaluationRecord:
     """One evaluation of the run's policy."""
 
     step: int
-    """After this many steps; 0 is the policy that the run started from."""
+    """Number of steps done; 0 is the policy that the run started from."""
     name: str
     policy: str
     """The evaluated policy: `base`, `run@step`, or a fingerprint."""
@@ -84,7 +84,7 @@ class WarningRecord:
     """A signal of reward hacking that starts or ends."""
 
     step: int
-    """After this many steps."""
+    """Number of steps done."""
     name: str
     """Name of the signal."""
     kind: Literal["begins", "ends"]
@@ -213,7 +213,7 @@ class GroupAsked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupScore:
-    """Rewards of a group's members; None if none of them was scored."""
+    """Mean and best reward of a group's members; both None if none was scored."""
 
     mean: float | None
     best: float | None

@@ -25,7 +25,7 @@ from groupwise.runs.records import (
 from groupwise.runs.tables import read_parts, task_label
 
 INSTRUCTIONS = 400_000
-"""Instructions of SQLite's virtual machine: some hundredths of a second, or some ten thousand rollouts."""
+"""Limit for a quick attempt, in instructions of SQLite's virtual machine: some hundredths of a second, or about ten thousand rollouts."""
 DEEP = 20_000
 """From this offset on, the quick attempts (`Database.soon`) are skipped: they would take too long."""
 COMMON = 20_000
@@ -53,7 +53,7 @@ class AskedFilter:
     """Selects groups of committed steps. Groups that replay the completions of an earlier draw are never among them."""
 
     until: int | None = None
-    """The last step."""
+    """The last step to include."""
     example: int | None = None
     task: str | None = None
     oldest: bool = False

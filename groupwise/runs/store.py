@@ -56,7 +56,7 @@ class Store:
     def __init__(self, db: Database, *, keep_tokens: bool) -> None:
         self.path = db.path
         self.keep_tokens = keep_tokens
-        """True if committed steps keep token ids and log-probabilities; texts, rewards and lengths are always kept."""
+        """True if committed steps keep token ids and log-probabilities; texts, rewards and lengths are always stored."""
         self._db = db
 
     @classmethod
@@ -108,8 +108,8 @@ class Store:
     ) -> None:
         """Add the next step with its groups, metrics and warnings, in one transaction.
 
-        `groups` are those of `record.all_draws`, in any order; a group that was kept as unfinished is replaced. StoreError if the
-        step is not the last one + 1, or if draws and groups do not agree.
+        `groups` are those of `record.all_draws`, in any order. A group stored by `keep_unfinished` is replaced. StoreError if `record.step`
+        is not the last step + 1, or if draws and groups differ.
         """
         draws = record.all_draws
         order = {draw: position for position, draw in enumerate(draws)}
@@ -152,14 +152,14 @@ class Store:
                 self._insert_warning(warning)
 
     def keep_unfinished(self, groups: Iterable[Group]) -> None:
-        """Keep groups that belong to no committed step, tokens included; an earlier version of the same draw is replaced."""
+        """Store groups that belong to no committed step, tokens included; an earlier version of the same draw is replaced."""
         with self._db.transaction("unfinished"):
             for group in groups:
                 delete_groups(self._db, "step IS NULL AND draw = ?", (group.draw,))
                 insert_group(self._db, group, step=None, position=group.draw, keep_tokens=True)
 
     def rewind(self, to_step: int) -> Rewound:
-        """Take the record back to the state after `to_step` steps, in one transaction.
+        """Restore the record to the state after `to_step` steps, in one transaction.
 
         Deletes the steps with index `to_step` and higher, with their rollouts and metrics, all groups without a step, and
         the evaluations and warnings of later policies.
@@ -291,7 +291,7 @@ class Store:
     def thinned_points(
         self, points: Mapping[int, float], columns: int, within: tuple[int, int] | None
     ) -> list[CurvePoint]:
-        """`thinned_curve` of values by step that are stored outside the record."""
+        """`thinned_curve` of points from the caller (value by step), for example those of an evaluation's metric."""
         values = "SELECT json_extract(value, '$[0]') AS step, json_extract(value, '$[1]') AS value FROM json_each(?1)"
         return self._thin_curve(
             values, json.dumps(without_nan(list(points.items()))), columns, within
@@ -330,9 +330,9 @@ class Store:
     # Groups and rollouts
 
     def groups(self, step: int) -> list[Group]:
-        """The groups of one step, whole, in the order of training, then the rejected ones.
+        """The complete groups of one step: those that were trained, in that order, then the rejected ones.
 
-        Tokens that were not kept come back as empty tuples, log-probabilities as None.
+        Tokens that were not stored are empty tuples, and log-probabilities None.
         """
         with self._db.snapshot():
             return read_groups(self._db, "step = ? ORDER BY position", (step,))
@@ -343,7 +343,7 @@ class Store:
             return read_groups(self._db, "step IS NULL ORDER BY draw")
 
     def group(self, draw: int) -> Group | None:
-        """The group of one draw, whole; None if there is none."""
+        """The complete group of one draw; None if there is none."""
         with self._db.snapshot():
             return next(iter(read_groups(self._db, "draw = ?", (draw,))), None)
 
@@ -553,7 +553,7 @@ class Store:
             )
 
     def resumes(self) -> list[ResumeRecord]:
-        """Every time that the run was taken up again, in order."""
+        """All resumes of the run, in order."""
         rows = self._db.all(
             "SELECT step, steps_dropped, rollouts_dropped, resumed_at, changes FROM resumes ORDER BY id"
         )
@@ -588,7 +588,7 @@ class Store:
         return json.dumps(content, sort_keys=True, indent=1).encode()
 
     def _names(self, table: str, column: str, most: int = -1) -> list[str]:
-        """Every value of a column that an index begins with; goes from one to the next, DISTINCT would read every row."""
+        """All values of a column that is the first of an index. Jumps from one value to the next; DISTINCT would read every row."""
         rows = self._db.all(
             f"WITH RECURSIVE names (name) AS (SELECT min({column}) FROM {table} WHERE {column} IS NOT NULL UNION ALL"
             f" SELECT (SELECT min({column}) FROM {table} WHERE {column} > names.name) FROM names"

@@ -92,7 +92,7 @@ def prepare(connection: sqlite3.Connection, force: bool = False) -> None:
 
 
 def add(execute: Execute, condition: str, values: tuple[Any, ...] = ()) -> None:
-    """Index the prompts and completions of the groups or rollouts that match the condition. Call inside a transaction."""
+    """Index the prompts and completions of the groups that match the condition. Call inside a transaction."""
     for index, texts in TEXTS.items():
         execute(f"INSERT INTO {index} (rowid, text) SELECT {texts} WHERE {condition}", values)
 

@@ -289,7 +289,7 @@ class _Loop:
         self._late = 0
 
     async def run(self, concurrency: int) -> None:
-        """Run until the watcher has seen the last step. Raises the error of the first task that failed."""
+        """Run until the watcher has seen the last step. Raises the error of the first worker (or watcher) that failed."""
         watcher = asyncio.create_task(self._watch())
         workers = [asyncio.create_task(self._work()) for _ in range(concurrency)]
         waiting: set[asyncio.Task[None]] = {watcher, *workers}

@@ -64,7 +64,7 @@ def worth_reading(record: logging.LogRecord) -> bool:
 
 
 def configure(kind: Literal["text", "json"]) -> logging.Handler:
-    """Log the package and uvicorn to stderr; returns the handler, which the caller removes."""
+    """Send the logs of the package and uvicorn to stderr; returns the handler, which the caller removes at the end."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(ForPrograms() if kind == "json" else ForPeople())
     if kind == "text":

@@ -73,7 +73,7 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def how_it_ended(code: int | None) -> str:
-    """A return code in words."""
+    """Describes a return code in words, for messages."""
     if code is None:
         return "it does not react to being killed"
     if code >= 0:

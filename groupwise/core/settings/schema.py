@@ -19,7 +19,7 @@ OnResume = Literal["free", "warn", "fixed"]
 """Whether a resume accepts a changed value (`free`), accepts it with a warning (`warn`), or refuses it (`fixed`)."""
 
 KeyPath = tuple[str, ...]
-"""The keys from the root to a value, `("training", "learning_rate")`."""
+"""Path of keys from the root to a value, `("training", "learning_rate")`."""
 
 
 EACH_VALUE_ALONE = {"conflicts": "are looked for during validation"}
@@ -36,7 +36,7 @@ class Conflict:
 
 
 class Strict(BaseModel):
-    """A section of a config: unknown keys are refused, values are never converted, and nothing changes afterwards."""
+    """A section of a config: unknown keys are refused, values are never converted, and an instance cannot be changed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -116,7 +116,7 @@ def tag_of(model: type[BaseModel]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One key of the schema that holds a value."""
+    """One key of the schema that has a value of its own."""
 
     path: KeyPath
     section: type[BaseModel]

@@ -163,7 +163,7 @@ def _missing_file_message(path: Path, error: OSError) -> str:
 
 
 def tree_of(values: Mapping[str, Any], source: str = "config") -> Tree:
-    """The tree of a mapping given from Python."""
+    """The tree of a mapping from Python; `source` names it in messages."""
     tree = Tree(source)
     tree.values.update(plain_value(values, (), tree))
     return tree

@@ -77,7 +77,7 @@ def validate(
             )
 
         def line_of(problem: str) -> float:
-            """The problem's line in the file; those of overrides come last."""
+            """The problem's line in the file; problems of overrides are sorted last."""
             found = re.match(rf"{re.escape(tree.source)}(:\d+)?: ", problem)
             return int((found[1] or ":0")[1:]) if found else math.inf
 
@@ -117,7 +117,7 @@ class _Search:
         self._left = json.loads(json.dumps(section))
         self._replaced: set[KeyPath] = set()
         self._meant: set[KeyPath] = set()
-        """Keys that may be written under another name."""
+        """Keys that the user may have meant by an unknown key, whose value is therefore uncertain."""
         self.more = 0
         """Number of problems that were not examined: the advice for one takes some milliseconds."""
         for path in unread:

@@ -30,7 +30,7 @@ class Shown(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Lines of cells under a title; with `header`, a name above each column."""
+    """Rows of cells under a title; with `header`, a name above each column."""
 
     title: str
     rows: Sequence[Sequence[str]]
@@ -87,7 +87,7 @@ class Code:
     text: str
 
     def __str__(self) -> str:
-        """Lines under the title."""
+        """The title, and the lines indented below it."""
         return "\n".join([self.title, *(f"  {line}".rstrip() for line in self.text.splitlines())])
 
     def as_html(self) -> str:
