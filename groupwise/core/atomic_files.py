@@ -288,6 +288,7 @@ def _show_file(building: Path, path: Path, replace: bool) -> None:
     if replace:
         building.replace(path)
     else:
+        # A hard link, unlike a rename, fails if the name exists.
         os.link(building, path)
 
 

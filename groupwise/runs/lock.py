@@ -93,6 +93,7 @@ def _take(descriptor: int, kind: int) -> bool:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
+            # Only exclusive attempts are retried: they may meet the brief shared lock of `is_held`.
             if kind == fcntl.LOCK_SH:
                 return False
         else:

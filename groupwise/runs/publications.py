@@ -102,6 +102,7 @@ def _take(folder: Path) -> bool:
     if folder in _claims:
         return False
     descriptor = os.open(_lock_of(folder), os.O_RDWR | os.O_CREAT, 0o600)
+    # Another live process holds the folder.
     if not _lock(descriptor):
         os.close(descriptor)
         return False

@@ -55,6 +55,7 @@ def plan_of(db: Database, filters: RolloutFilter, few: int) -> Plan:
     plan = Plan(None, db.indexed, db.tasks_indexed, several)
     counts: Counter[Lead] = Counter()
     for lead, query, values, each in _count_matches(filters, plan, db.lengths_indexed):
+        # Matches that make up `few` rollouts, rounded up.
         most = -(-few // each)
         counts[lead] += each * db.one(f"SELECT count(*) FROM ({query} LIMIT {most})", values)[0]
     lead = min(counts, key=counts.__getitem__, default=None)

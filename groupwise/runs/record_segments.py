@@ -247,6 +247,7 @@ def make_anew(run: Path, record: Path, step: int, trouble: str) -> MadeAnew:
 
 
 def _put_together(building: Path, pieces: Sequence[Path]) -> None:
+    # Create the tables.
     Store.create(building).close()
     with explained(building), closing(connect(building, "rw")) as connection:
         _put_in(connection, pieces)

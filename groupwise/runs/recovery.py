@@ -67,6 +67,7 @@ def unpack(run: Path) -> bool:
             for name in names:
                 file = Path(folder, name)
                 place = run / file.relative_to(carried)
+                # Skip config.json here: it comes last.
                 if place.name != CONFIG or place.parent != run:
                     place.parent.mkdir(parents=True, exist_ok=True)
                     atomic_files.keep_file(file, place)

@@ -86,6 +86,7 @@ def version(connection: sqlite3.Connection) -> int:
 
 def check_format(path: Path, connection: sqlite3.Connection, kind: Format) -> None:
     """Refuse a file of another kind, and one of a newer version of the package, with a StoreError."""
+    # The file may be from another user: its schema must not run unsafe functions.
     connection.execute("PRAGMA trusted_schema = OFF")
     mark = connection.execute("PRAGMA application_id").fetchone()[0]
     empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0

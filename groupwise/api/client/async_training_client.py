@@ -322,6 +322,7 @@ class AsyncTrainingClient:
             headers={**own, **(headers or {})},
             params=query,
             content=body,
+            # The server may delay the response by `server_wait` seconds, which must not count as silence.
             timeout=httpx2.Timeout(
                 silence + server_wait, connect=min(CONNECT_TIMEOUT, silence), pool=None
             ),

@@ -39,6 +39,7 @@ class InProcessTransport(httpx2.BaseTransport):
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send the request, and return when the response starts."""
+        # Room for one message: the application waits until the reader takes it.
         messages: asyncio.Queue[Message | Exception] = asyncio.Queue(1)
         answering = asyncio.run_coroutine_threadsafe(
             self._answer(request, request.read(), messages), self._loop

@@ -55,6 +55,7 @@ def parse(text: bytes) -> Any:
         raise NotStrict(error.msg, error.pos) from None
     except ValueError:  # Python's limit of digits
         raise NotStrict("a whole number has too many digits") from None
+    # `json.loads` accepts lone surrogates; only a body with escaped ones needs the check.
     if _SURROGATE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")

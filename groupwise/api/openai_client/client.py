@@ -226,6 +226,7 @@ class Client:
             if n == 1 or refused.status not in REFUSALS_OF_N:
                 raise
             answer = await self._some(path, body, 1, seed, extra)
+            # A request for one choice succeeded, so `n` was the reason for the refusal.
             self._one_at_a_time = True
             return answer
 

@@ -60,6 +60,7 @@ def parse_override(word: str) -> tuple[KeyPath, Any]:
         )
     if value is None and not re.match(r"(null|Null|NULL|~)(\s|$)", text.strip()):
         raise ConfigError(f"{origin}: nothing is given after `=`; write {name}=null for no value.")
+    # `plain_value` reports problems to a tree; this one is for this override alone.
     holder = Tree(origin)
     plain = plain_value(value, path, holder)
     if holder.problems:

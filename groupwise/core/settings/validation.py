@@ -114,6 +114,7 @@ class _Search:
     def __init__(self, model: type[Model], section: Any, unread: Iterable[KeyPath]) -> None:
         self.model = model
         self.told: list[ErrorDetails] = []
+        # A copy, from which `_replace` removes wrong values.
         self._left = json.loads(json.dumps(section))
         self._replaced: set[KeyPath] = set()
         self._meant: set[KeyPath] = set()
