@@ -27,7 +27,7 @@ OF_TRAINING = re.compile(r"before|after|step-\d+")
 WARM_UP = "warm_up"
 """Key of the fact, in a run's record, that names its warm-up: a run in the same folder."""
 WARM_UP_SUMMARY = "warm_up_summary"
-"""Key of the fact that holds the summary of the warm-up."""
+"""Key of the fact that holds the summary of the warm-up, which the run's own summary repeats."""
 
 Curve = dict[int, float]
 """Value by number of steps done."""

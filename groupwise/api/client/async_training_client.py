@@ -139,8 +139,9 @@ class AsyncTrainingClient:
     ) -> GroupAnswer:
         """Completions of one prompt, text or messages, from the policy that is served now.
 
-        `draw`: position of the prompt in the run's order of draws; None: the server chooses. `sampling` overrides the run's settings.
-        While too many groups are unrewarded, the server refuses and the call is retried, up to `patience` seconds.
+        `draw`: position of the prompt in the run's order of draws; None: the next free one. `sampling` overrides the run's settings.
+        Waits while `groups_per_step × (staleness + 1)` groups are in progress (sampled, open or rewarded, but not yet trained on), or until
+        a named draw is due; raises `TooBusy` after `patience` seconds.
         """
         fields = without_none(prompt=prompt, draw=draw, prompt_tokens=prompt_tokens, **sampling)
         body = checked_body(CompletionsRequest, fields)
