@@ -18,5 +18,5 @@ class Pulse:
 
     @property
     def next(self) -> asyncio.Event:
-        """Event that the next beat sets. Read it before checking the condition, so that no change is missed."""
+        """Event that the next beat sets. Read it before checking the condition, or a change in between is missed."""
         return self._next

@@ -15,7 +15,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 TOKEN_ELSEWHERE = "GROUPWISE_HUB_TOKEN_ELSEWHERE"
 """Set while a command is only tried locally, before it is sent to the place that has the token (`groupwise launch modal --secret`)."""
 PASSING = frozenset({408, 425, 429, *range(500, 600)})
-"""HTTP statuses of a service that is busy or broken, whatever the request."""
+"""HTTP statuses of a service that is busy or broken, independent of the request."""
 TRANSPORT = frozenset({"httpx", "httpcore", "requests", "urllib3", "aiohttp"})
 """Packages whose errors without a status are connection errors."""
 

@@ -1,7 +1,7 @@
 """A lock that lets only one live process work on a run folder.
 
 The holder keeps an exclusive `flock` on the file `lock`, and writes its process id and host into it. The kernel releases the lock when the
-process ends in any way. So a lock that can be taken is free, whatever the file says, and no process id has to be checked.
+process ends in any way. So a lock that can be taken is free. The text in the file is only for messages, and no process id is checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The record of a run in pieces that are stored with its checkpoints, so that a run survives the loss of its `run.db`.
+"""The record of a run in pieces that are stored with its checkpoints: a run survives the loss of its `run.db`.
 
     checkpoints/step-N/record.db    the steps since the previous checkpoint, with their metrics, rollouts and evaluations
     records/step-N.db               the piece of a checkpoint that was deleted after newer ones were written

@@ -243,7 +243,7 @@ class Store:
     def thinned_curve(
         self, name: str, columns: int, within: tuple[int, int] | None = None
     ) -> list[CurvePoint]:
-        """A curve reduced to a plot `columns` columns wide: mean, smallest and largest value of each column, so that outliers stay
+        """A curve reduced to a plot `columns` columns wide: mean, smallest and largest value of each column, which keeps outliers
         visible. A curve with at most `columns` steps gets one column per step. `within` is the range of steps that the plot shows,
         by default the curve's own."""
         return self._thin_curve(

@@ -84,7 +84,7 @@ def how_it_ended(code: int | None) -> str:
 
 
 def tie_to_parent(parent: int, mark: str) -> None:
-    """Make this worker, and everything that it will start, end when `parent` does, in whatever way either of them ends.
+    """Make this worker, and everything that it will start, end when `parent` does, even if either of them is killed.
 
     On Linux the kernel kills this process when its parent has ended. A forked guard waits for the end of this process
     and then kills the rest. On other systems a worker only notices that its socket was closed.

@@ -1,6 +1,6 @@
 """`python -m groupwise.core.processes.run_tied PARENT MARK NICENESS WORD…` replaces itself with the program `WORD…`.
 
-The program, and everything that it starts, ends when process `PARENT` does, in whatever way that ended; see
+The program, and everything that it starts, ends when process `PARENT` does, even if that is killed; see
 `groupwise.core.processes.family.tie_to_parent`.
 """
 

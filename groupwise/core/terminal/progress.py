@@ -1,7 +1,7 @@
 """The progress of long work: a live view in a terminal or a notebook, plain lines everywhere else.
 
 The loop reports events (`phase`, `step`, `note`), and this module decides how to show them. In a terminal it redraws one
-block in place and restores the screen however the work ends; in a notebook it redraws an output below the cell. In a file, a
+block in place and restores the screen at the end, even after an error; in a notebook it redraws an output below the cell. In a file, a
 pipe or a dumb terminal it writes one line for every `logging_steps` steps, without control characters. It writes to standard
 error; standard output is for results.
 """
