@@ -1,29 +1,29 @@
-"""The only gateway to the disk for everything that must outlive a crash.
+"""Writes files and folders that must survive a crash: every change is atomic and flushed to the disk.
 
-A run is killed at the worst instant sooner or later. So each change becomes visible in one step: a file by renaming a
-finished copy over it, a folder by renaming it into place after all of it was flushed, a database transaction by
-its commit. Before that step the old state stands, after it the new one; there is nothing in between. Only what is added to
-the end of a file may be there in part; a program that goes on with such a file cuts that off.
+A run may be killed at any instant. Each change therefore becomes visible in one step: a file by renaming a
+finished copy over it, a folder by renaming it into place after everything in it was flushed, a database transaction by
+its commit. Before that step the old state is visible, after it the new one, and nothing in between. Only data appended to
+a file may be there in part; a program that continues such a file truncates it first (`cut`).
 
-Both sides of every such step are *crash points*: `on_write` is called with their name. It does nothing in a real run; a test
-replaces it, dies there, and then asks whether what is left can still be read. The names are `<kind>:<subject>:<moment>`:
+Both sides of each such step are *crash points*: `on_write` is called with their name. It does nothing in a real run. A test
+replaces it, dies there, and then checks that the remaining files can still be read. The names are `<kind>:<subject>:<moment>`:
 
-    file:<file name>:before      the copy is flushed, the old file stands
-    file:<file name>:after       the new file stands
-    folder:<folder name>:before  everything in it is flushed, it still has its building name
-    folder:<folder name>:after   it has its own name
-    append:<file name>:before    the file is as it was
-    append:<file name>:after     all that was added stands at its end
-    cut:<file name>:before       the file is as it was
-    cut:<file name>:after        its end is gone
-    remove:<name>:before         it still stands
-    remove:<name>:moved          it is out of sight, its files are still there
-    remove:<name>:after          it is gone
+        file:<file name>:before      the copy is flushed, the old file is still in place
+        file:<file name>:after       the new file is in place
+        folder:<folder name>:before  everything in it is flushed, it still has its building name
+        folder:<folder name>:after   it has its final name
+        append:<file name>:before    the file is unchanged
+        append:<file name>:after     all of the data is at its end
+        cut:<file name>:before       the file is unchanged
+        cut:<file name>:after        it is truncated
+        remove:<name>:before         it still exists
+        remove:<name>:moved          it has a hidden name, its files still exist
+        remove:<name>:after          it is deleted
     commit:<action>:before       the transaction is complete but not committed
     commit:<action>:after        it is committed
 
-Files under construction and on their way out begin with `.building-` or `.removing-`; `sweep` deletes what dead
-writers left of them.
+The names of files under construction start with `.building-`, those of files being deleted with `.removing-`; `sweep` deletes the
+ones that dead writers left.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REMOVING = ".removing-"
 
 
 def _nothing(name: str) -> None:
-    """A real run does nothing at a crash point."""
+    """The default `on_write`."""
 
 
 on_write: Callable[[str], None] = _nothing
@@ -55,20 +55,20 @@ on_write: Callable[[str], None] = _nothing
 
 
 def crash_point(name: str) -> None:
-    """Tell `on_write` that the run is at this point."""
+    """Call `on_write` with this crash point."""
     on_write(name)
 
 
 def building_path(final: Path) -> Path:
-    """Path at which this thread builds what will be published as `final`: beside it, so that renaming is one atomic step."""
+    """Path at which this thread builds `final`: in the same folder, so that the rename is one atomic step."""
     return final.with_name(f"{BUILDING}{final.name}-{os.getpid()}-{threading.get_native_id()}")
 
 
 def write_file(path: Path, data: bytes, *, replace: bool = True) -> None:
-    """Make `path` hold `data`, all of it or not at all.
+    """Write `data` to `path`, all of it or nothing.
 
-    With `replace=False` an existing file is left as it is and FileExistsError raised.
-    StoreError on a full disk or missing rights.
+    With `replace=False` an existing file is left unchanged and FileExistsError is raised.
+    StoreError if the disk is full or permissions are missing.
     """
     building = building_path(path)
     with explained(path):
@@ -91,7 +91,7 @@ def write_json(path: Path, value: Any, *, replace: bool = True) -> None:
 def publish_file(building: Path, path: Path, *, replace: bool = True) -> None:
     """Flush a finished file to the disk, then give it its name; an earlier one of that name is replaced.
 
-    With `replace=False` an earlier one is left as it is and FileExistsError raised.
+    With `replace=False` an earlier one is left unchanged and FileExistsError is raised.
     """
     with explained(path):
         _flush(building)
@@ -102,7 +102,7 @@ def publish_file(building: Path, path: Path, *, replace: bool = True) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add to the end of a file, which is made if there is none. After a crash, part of `data` may stand there: see `cut`."""
+    """Append to a file; create it if it is missing. After a crash it may end with a part of `data`: see `cut`."""
     made = not path.exists()
     with explained(path):
         crash_point(f"append:{path.name}:before")
@@ -126,7 +126,7 @@ def cut(path: Path, size: int) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Delete a file; nothing where there is none."""
+    """Delete a file, if it exists."""
     with explained(path):
         crash_point(f"remove:{path.name}:before")
         path.unlink(missing_ok=True)
@@ -134,7 +134,7 @@ def remove_file(path: Path) -> None:
 
 
 def keep_file(finished: Path, path: Path) -> None:
-    """Make `path` the same file as a finished one that is about to be deleted; a copy where the disk knows no second names."""
+    """Hard-link `path` to a finished file that is about to be deleted; copy it if the file system has no hard links."""
     building = building_path(path)
     with explained(path):
         path.parent.mkdir(exist_ok=True)
@@ -144,7 +144,7 @@ def keep_file(finished: Path, path: Path) -> None:
 
 
 def link(finished: Path, path: Path) -> None:
-    """Give a file that never changes again a second name, within a folder under construction; a copy where the disk knows none."""
+    """Hard-link a file that never changes again into a folder under construction; copy it if the file system has no hard links."""
     try:
         os.link(finished, path)
     except OSError:
@@ -152,7 +152,7 @@ def link(finished: Path, path: Path) -> None:
 
 
 def without_nan(value: Any) -> Any:
-    """The value with None for NaN and infinities, which JSON does not have."""
+    """The value with None in place of NaN and infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -163,7 +163,7 @@ def without_nan(value: Any) -> Any:
 
 
 def check_can_write(file: Path) -> None:
-    """Before long work: UsageError if `file` could not be written at its end. Folders that are missing may be."""
+    """Call before long work: UsageError if `file` could not be written at its end. Its folder may be missing."""
     try:
         try_to_write(file.parent)
     except OSError as error:
@@ -174,7 +174,7 @@ def check_can_write(file: Path) -> None:
 
 
 def try_to_write(folder: Path) -> None:
-    """OSError if nothing could be written in a folder, which may be missing; leaves nothing."""
+    """OSError if a folder is not writable (if it is missing: the nearest existing one above it). Leaves no file."""
     with tempfile.TemporaryFile(dir=_nearest_there(folder)):
         pass
 
@@ -208,9 +208,9 @@ def publish_folder(building: Path, final: Path) -> None:
 
 
 def make_folder(final: Path, fill: Callable[[Path], None], *, replace: bool) -> None:
-    """Make a folder that appears whole, of what `fill` writes into the one that it is given.
+    """Make a folder from the files that `fill` writes into the temporary folder that it receives; the result appears in one step.
 
-    An earlier one goes with `replace`; without it FileExistsError if it holds anything.
+    An earlier folder is deleted if `replace`; otherwise FileExistsError if it is not empty.
     """
     building = building_path(final)
     shutil.rmtree(building, ignore_errors=True)
@@ -226,7 +226,7 @@ def make_folder(final: Path, fill: Callable[[Path], None], *, replace: bool) -> 
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder. It disappears in one step, so that no reader sees half of it."""
+    """Delete a folder. A rename hides it in one step: no reader sees half of it."""
     with explained(path):
         crash_point(f"remove:{path.name}:before")
         hidden = path.with_name(f"{REMOVING}{path.name}-{os.getpid()}")
@@ -246,7 +246,7 @@ def commit(connection: sqlite3.Connection, action: str) -> None:
 
 
 def sweep(folder: Path) -> tuple[str, ...]:
-    """Delete what dead writers left under construction in `folder`, and return the names. Only for its one live writer."""
+    """Delete the unfinished files of dead writers in `folder`, and return their names. Only its one live writer may call it."""
     leftovers = [
         path for path in sorted(folder.iterdir()) if path.name.startswith((BUILDING, REMOVING))
     ]
@@ -259,13 +259,13 @@ def sweep(folder: Path) -> tuple[str, ...]:
 
 
 def flush_folder(path: Path) -> None:
-    """Force a folder's list of names to the disk."""
+    """Flush a folder's directory entries to the disk."""
     _flush(path)
 
 
 @contextmanager
 def explained(path: Path) -> Generator[None, None, None]:
-    """Turn a refusal of the disk into a StoreError that says what to do."""
+    """Turn an OSError into a StoreError that says what to do. FileExistsError passes."""
     try:
         yield
     except FileExistsError:
@@ -288,6 +288,7 @@ def _show_file(building: Path, path: Path, replace: bool) -> None:
     if replace:
         building.replace(path)
     else:
+        # A hard link, unlike a rename, fails if the name exists.
         os.link(building, path)
 
 

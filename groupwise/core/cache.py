@@ -1,4 +1,4 @@
-"""The folder for things that can be fetched or made again: models, paid verdicts, problems, Tunix's environment."""
+"""The folder for files that can be downloaded or made again: models, paid verdicts, problems, Tunix's environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wakes all tasks of one event loop that wait for something to change."""
+"""Wakes all tasks of one event loop that wait for a change."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 
 
 class Pulse:
-    """Beats whenever something has changed; a waiting task looks again after each beat."""
+    """Beats after every change; a waiting task checks its condition again after each beat."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
     def beat(self) -> None:
-        """Something has changed."""
+        """Wake the waiting tasks: something has changed."""
         before, self._next = self._next, asyncio.Event()
         before.set()
 
     @property
     def next(self) -> asyncio.Event:
-        """Set by the next beat; to be taken before one looks, so that no change is missed."""
+        """Event that the next beat sets. Read it before checking the condition, or a change in between is missed."""
         return self._next

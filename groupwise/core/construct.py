@@ -1,7 +1,7 @@
-"""Objects made from a class and the parameters that a config gives for it, such as `{name: early_stop, patience: 5}`.
+"""Creates objects from a class and its parameters in a config, such as `{name: early_stop, patience: 5}`.
 
-An object that cannot be made is refused with a TaskError that says what the class takes: unknown and missing parameters, values of
-another type than its annotations say, and the class's own objections (a ValueError).
+If that is impossible, a TaskError says what the class accepts: unknown and missing parameters, values that do not match
+the annotations, and the class's own errors (a ValueError).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from groupwise.core.settings.field_errors import field_errors
 
 
 def instance(kind: type, parameters: Mapping[str, Any], what: str) -> object:
-    """An instance of `kind`, its parameters checked against the constructor's; `what` begins the messages."""
+    """An instance of `kind`, after its parameters were checked against the constructor's; messages start with `what`."""
     known = taken_by(kind)
     names = [p.name for p in known]
     signature = inspect.signature(kind)
@@ -36,7 +36,7 @@ def instance(kind: type, parameters: Mapping[str, Any], what: str) -> object:
         raise TaskError(f"{what} needs {' and '.join(f'`{name}`' for name in missing)}.")
     try:
         hints = get_type_hints(kind.__init__)
-    except Exception:  # noqa: BLE001 — annotations of users may be anything; without them any value is taken
+    except Exception:  # noqa: BLE001 — users' annotations may be anything; without them any value is accepted
         hints: dict[str, Any] = {}
     values = {
         name: _convert(value, hints.get(name), f"{what}: {name}")
@@ -52,7 +52,7 @@ def taken_by(kind: type) -> list[inspect.Parameter]:
 
 
 def refusing(call: Callable[[], Any], what: str) -> Any:
-    """The result of `call`. A ValueError is what an object refuses with, and says all; anything else is shown whole."""
+    """The result of `call`. The message of a ValueError is shown alone, since it explains itself; other errors with their traceback."""
 
     def explained() -> Any:
         try:
@@ -64,7 +64,7 @@ def refusing(call: Callable[[], Any], what: str) -> Any:
 
 
 def _convert(value: Any, hint: Any, what: str) -> Any:
-    """The value as its parameter's annotation wants it: lists become tuples, whole numbers numbers, and nothing else is converted."""
+    """The value as the parameter's annotation requires: lists become tuples, whole numbers become floats; nothing else is converted."""
     if hint is None:
         return value
     try:
@@ -72,5 +72,5 @@ def _convert(value: Any, hint: Any, what: str) -> Any:
     except ValidationError as error:
         reason = field_errors(error, hint, whole="it")[0]
         raise TaskError(f"{what} is {json.dumps(value)}; {reason}.") from None
-    except PydanticUserError:  # an annotation that pydantic knows nothing of
+    except PydanticUserError:  # pydantic does not support the annotation
         return value

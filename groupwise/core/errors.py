@@ -1,39 +1,39 @@
 """Every error that Groupwise raises on purpose.
 
     GroupwiseError
-    ├── UsageError                    exit code 2: what was given cannot work; nothing has been started (75: the hub did not answer)
+        ├── UsageError                    exit code 2: the input cannot work; nothing was started (75: the Hugging Face Hub did not answer)
     │   ├── ConfigError               (ValueError) a config key or value; collects all of them
-    │   ├── TaskError                 the task file, a hook, or the data that it returned
+        │   ├── TaskError                 the task file, one of its hooks, or the data that a hook returned
     │   ├── ModelError                a model, adapter or tokenizer that cannot be found or loaded
-    │   ├── RunNotFoundError          (LookupError) a run, step or checkpoint that is not there
+        │   ├── RunNotFoundError          (LookupError) a run, step or checkpoint that does not exist
     │   ├── RunInUseError             a live process holds the run folder
-    │   └── ResumeMismatchError       the checkpoint was made with something else
-    └── RunError                      exit code 1, but for one: the run failed; `code` says how
+        │   └── ResumeMismatchError       the checkpoint was made with another model, data, config or format
+        └── RunError                      exit code 1, with one exception: the run failed; `code` says how
         ├── NothingScoredError        several steps in a row without one scored group
         ├── PolicyMismatchError       the sampler serves other weights than the learner published
-        ├── NonFiniteError            loss or gradient was not finite too often
-        ├── OutOfMemoryError          a computer or its GPU has no memory left
-        ├── WorkerLostError           (75) a process that samples or learns is gone; begun again, the run goes on from its checkpoint
-        ├── CheckpointError           a checkpoint is torn or cannot be read
+                ├── NonFiniteError            loss or gradient was not finite too often
+                ├── OutOfMemoryError          a computer or its GPU has no memory left
+                ├── WorkerLostError           (75) a sampling or learning process ended; started again, the run resumes from its checkpoint
+                ├── CheckpointError           a checkpoint is incomplete or cannot be read
         ├── StoreError                the run's record cannot be read or written
         ├── RewardWorkerError         reward workers cannot be started, or a stateful reward timed out
-        ├── EnvironmentWorkerError    likewise of environments
-        ├── EndpointError             a service that was asked over HTTP gave no usable answer; `status` is its HTTP status
-        ├── SandboxError              no box for code of a model could be built
-        └── CallbackError             a callback failed that the run cannot go on without
+                ├── EnvironmentWorkerError    the same for environments
+                ├── EndpointError             a service called over HTTP gave no usable response; `status` is its HTTP status
+                ├── SandboxError              no sandbox for a model's code could be built
+                └── CallbackError             a callback failed, and the run cannot continue without it
 
 A message says what was given, what was expected, what exists and what to do. Errors are picklable: they cross processes.
-A reward that fails is none of these: it is data (`Rollout.outcome`).
+A failed reward is none of these: it is data (`Rollout.outcome`).
 """
 
 from __future__ import annotations
 
 EX_TEMPFAIL = 75
-"""EX_TEMPFAIL of sysexits.h: the same command may succeed later. A fleet tries it again."""
+"""EX_TEMPFAIL of sysexits.h: the same command may succeed later. A fleet retries the job."""
 
 
 class GroupwiseError(Exception):
-    """The root; `str(error)` is the message for people."""
+    """The base class; `str(error)` is the message for people."""
 
     code = "error"
     exit_code = 1
@@ -46,18 +46,18 @@ class GroupwiseError(Exception):
         return self.message
 
     def _render_traceback_(self) -> list[str]:
-        """IPython shows this instead of a traceback: the message is for people, and says all."""
+        """IPython shows this instead of a traceback: the message is complete and meant for people."""
         return [f"{type(self).__name__}: {self.message}"]
 
 
 class UsageError(GroupwiseError):
-    """The input cannot work. Mend the command, the config or the file that the message names."""
+    """The input cannot work. Fix the command, the config or the file that the message names."""
 
     code = "usage"
     exit_code = 2
 
     def __init__(self, message: str, *, temporary: bool = False) -> None:
-        """`temporary`: nothing is wrong with it that waiting would not mend (the hub does not answer)."""
+        """`temporary`: the input is right and the same command may succeed later (the Hugging Face Hub did not answer)."""
         super().__init__(message)
         if temporary:
             self.exit_code = EX_TEMPFAIL
@@ -76,13 +76,13 @@ class TaskError(UsageError):
 
 
 class ModelError(UsageError):
-    """A model, adapter or tokenizer cannot be found or loaded; the message says where it was looked for."""
+    """A model, adapter or tokenizer cannot be found or loaded; the message lists the places that were searched."""
 
     code = "model"
 
 
 class RunNotFoundError(UsageError, LookupError):
-    """There is no such run, step or checkpoint; the message lists those there are."""
+    """No such run, step or checkpoint exists; the message lists the existing ones."""
 
     code = "run_not_found"
 
@@ -100,13 +100,13 @@ class ResumeMismatchError(UsageError):
 
 
 class RunError(GroupwiseError):
-    """The run failed on its way. `--resume` goes on from its last checkpoint."""
+    """The run failed. `--resume` continues it from its last checkpoint."""
 
     code = "run_failed"
 
 
 class NothingScoredError(RunError):
-    """Too many steps in a row, or all of a run, had no scored group. The message counts the reasons; mend the reward functions."""
+    """Too many steps in a row, or all of a run, had no scored group. The message counts the reasons; fix the reward functions."""
 
     code = "nothing_scored"
 
@@ -124,20 +124,20 @@ class NonFiniteError(RunError):
 
 
 class OutOfMemoryError(RunError):
-    """There is no memory left for what had to be computed. Lower what the message names."""
+    """The memory was too small for a computation. Lower the setting that the message names."""
 
     code = "out_of_memory"
 
 
 class WorkerLostError(RunError):
-    """A process that samples or learns has ended. Nothing is wrong with the run: `--resume` goes on from its last checkpoint."""
+    """A sampling or learning process ended. Nothing is wrong with the run: `--resume` continues it from its last checkpoint."""
 
     code = "worker_lost"
     exit_code = EX_TEMPFAIL
 
 
 class CheckpointError(RunError):
-    """A checkpoint is torn or unreadable."""
+    """A checkpoint is incomplete or unreadable."""
 
     code = "checkpoint"
 
@@ -161,25 +161,25 @@ class EnvironmentWorkerError(RunError):
 
 
 class EndpointError(RunError):
-    """A service that was asked over HTTP gave no usable answer; the message holds what came instead."""
+    """A service called over HTTP gave no usable response; the message contains what it sent instead."""
 
     code = "endpoint"
 
     def __init__(self, message: str, status: int | None = None) -> None:
-        """`status` is the HTTP status of the last answer; None where there was none, or one that is no answer to the question."""
+        """`status` is the HTTP status of the last response; None if there was no response, or none that belongs to this request."""
         super().__init__(message)
         self.status = status
         self.may_pass = False
-        """True if another attempt, or another server, may do better: no answer came, or too slowly, or the server was overloaded."""
+        """True if another attempt, or another server, may succeed: there was no response, it was too slow, or the server was overloaded."""
 
 
 class SandboxError(RunError):
-    """No sandbox could be built: it is not the fault of the code that was to run in it."""
+    """No sandbox could be built. The code that was to run in it is not at fault."""
 
     code = "sandbox"
 
 
 class CallbackError(RunError):
-    """A callback failed that says of itself that the run cannot go on without it. Mend it, or remove it."""
+    """A callback failed that declares itself essential to the run. Fix it, or remove it."""
 
     code = "callback"

@@ -1,6 +1,6 @@
-"""The results of `groupwise check`, `doctor`, `init` and `fleet doctor`: one `Finding` per check, and the `Report` that holds them.
+"""The results of `groupwise check`, `doctor`, `init` and `fleet doctor`: one `Finding` per check, and the `Report` of all.
 
-Each command fills a `Findings`, which passes each finding to a callback as soon as it is there; `groupwise.cli.findings` prints them.
+Each command fills a `Findings`, which passes each finding to a callback at once; `groupwise.cli.findings` prints them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Level = Literal["ok", "warning", "problem", "skipped"]
-"""`warning`: it works, but look at it. `problem`: training or jobs would fail, or do something else than was meant. `skipped`: it could not
-be looked at."""
+"""`warning`: it works, but deserves a look. `problem`: training or jobs would fail, or not do what was intended. `skipped`: it could not
+be checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Finding:
     remedy: str = ""
     """The remedy."""
     data: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The numbers behind `measured`, for programs."""
+    """The numbers in `measured`, for programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Report:
     subject: str
     findings: tuple[Finding, ...]
     code: str
-    """`error.code` of a report with problems."""
+    """`error.code` in the JSON output of a report with problems."""
     details: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Output beside the findings: rendered prompts, tables."""
+    """Output in addition to the findings: rendered prompts, tables."""
 
     def of_level(self, level: Level) -> tuple[Finding, ...]:
         """The findings of one level."""
@@ -48,12 +48,12 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 if there is a problem; warnings are no failure."""
+        """1 if there is a problem; warnings do not count."""
         return 1 if self.of_level("problem") else 0
 
     @property
     def verdict(self) -> str:
-        """One line: `1 problem, 2 warnings`, or that there is nothing."""
+        """One line: `1 problem, 2 warnings`, or that there is none."""
         counts = {level: len(self.of_level(level)) for level in ("problem", "warning")}
         parts = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
         skipped = len(self.of_level("skipped"))
@@ -100,13 +100,13 @@ class Findings:
         self.found: list[Finding] = []
 
     def add(self, *findings: Finding) -> None:
-        """Take findings in this order."""
+        """Add findings in this order."""
         for finding in findings:
             self.found.append(finding)
             if self._on_finding is not None:
                 self._on_finding(finding)
 
     def extend(self, findings: Iterable[Finding]) -> None:
-        """`add` for findings that come one after the other."""
+        """`add` for an iterable: each finding is reported as soon as it is produced."""
         for finding in findings:
             self.add(finding)

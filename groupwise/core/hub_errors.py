@@ -1,7 +1,7 @@
-"""Decides whether the hub can be asked, and what its silence means.
+"""Decides whether the Hugging Face Hub may be asked, and whether its errors are temporary.
 
-A job that failed because the hub did not answer is worth another attempt, one that named what the hub does not have is not. `will_pass`
-tells them apart, and an error that is temporary ends the process with `errors.EX_TEMPFAIL`.
+A job that failed because the hub did not answer should be retried; one that named something the hub does not have should not. `will_pass`
+tells them apart. A temporary error ends the process with `errors.EX_TEMPFAIL`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from urllib.parse import urlsplit
 
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 TOKEN_ELSEWHERE = "GROUPWISE_HUB_TOKEN_ELSEWHERE"
-"""Set where a command is only tried, before it is sent to where its token is (`groupwise launch modal --secret`)."""
+"""Set while a command is only tried locally, before it is sent to the place that has the token (`groupwise launch modal --secret`)."""
 PASSING = frozenset({408, 425, 429, *range(500, 600)})
 """HTTP statuses of a service that is busy or broken, independent of the request."""
 TRANSPORT = frozenset({"httpx", "httpcore", "requests", "urllib3", "aiohttp"})
-"""Packages whose errors without a status are those of a connection."""
+"""Packages whose errors without a status are connection errors."""
 
 
 def is_offline() -> bool:
-    """True if the hub is not to be asked (`HF_HUB_OFFLINE`)."""
+    """True if the hub must not be asked (`HF_HUB_OFFLINE`)."""
     return os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
 
 
 @cache
 def answers() -> bool:
-    """True if the hub can be reached at all; tried once, to avoid waiting for many retries. Behind a proxy it is assumed."""
+    """True if the hub can be reached at all; tried once, to avoid waiting for many retries. With a proxy it is assumed."""
     if is_offline():
         return False
     if any(os.environ.get(name) for name in PROXIES):
@@ -42,14 +42,14 @@ def answers() -> bool:
 
 
 def will_pass(error: BaseException) -> bool:
-    """True if the same request may succeed later: the hub did not answer, or was busy, or the connection broke."""
+    """True if the same request may succeed later: the hub did not answer, was busy, or the connection broke."""
     if is_offline():
         return False
     if not answers():
         return True
     seen: set[int] = set()
     each: BaseException | None = error
-    while each is not None and id(each) not in seen:  # the error, and what it came of
+    while each is not None and id(each) not in seen:  # the error and its chain of causes
         seen.add(id(each))
         status = getattr(getattr(each, "response", None), "status_code", None)
         if isinstance(status, int):

@@ -1,9 +1,9 @@
-"""Awaiting asynchronous work from code that is not async, and ending it by Ctrl-C or SIGTERM.
+"""Awaits asynchronous work from code that is not async, and ends it on Ctrl-C or SIGTERM.
 
-The first signal asks the loop to end cleanly, another Ctrl-C ends it at once. Queues and launchers send a signal to all processes of a
-job, and pass on what they receive; the same signal twice in that way does not mean to hurry. Work that may be dropped half-way (sampling, a
-partial gradient) is awaited through `Interruption.allow`; everything else (update, publication, record, checkpoint) runs
-undisturbed, and the request is noticed before the next droppable piece of work.
+The first signal asks the loop to end cleanly; another Ctrl-C ends it at once. Queues and launchers send a signal to all processes of a
+job, and each may pass it on; so repeated signals within a second, or a second SIGTERM, do not hurry it. Work that may be dropped half-way
+(sampling, a partial gradient) is awaited through `Interruption.allow`. Everything else (update, publication, record, checkpoint) runs
+undisturbed, and the request takes effect before the next droppable piece of work.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any, ClassVar, TypeVar
 T = TypeVar("T")
 
 TOGETHER = 1.0
-"""Seconds in which several signals are one; a terminal's Ctrl-C too reaches torchrun and the process that torchrun passes it on to."""
+"""Signals within this many seconds count as one: a terminal's Ctrl-C reaches torchrun, and the process to which torchrun passes it on."""
 CLEANUP_TIMEOUT = 5.0
-"""Seconds after the signal to hurry in which tasks may clean up, before they are left as they are."""
+"""Seconds after the second signal in which tasks may clean up, before they are abandoned."""
 
 
 class Interrupted(Exception):
-    """The loop was asked to end; `exit_code` is what the shell expects (130 for Ctrl-C, 143 for SIGTERM)."""
+    """The loop was asked to end; `exit_code` is the one that shells expect (130 for Ctrl-C, 143 for SIGTERM)."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
@@ -38,13 +38,13 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Listens for the two signals while it is open, where the loop runs in the main thread; elsewhere one may `ask`."""
+    """Handles both signals while it is open, if the loop runs in the main thread; in other threads the caller uses `ask`."""
 
     open_ones: ClassVar[list[Interruption]] = []
-    """The interruptions of this process, the newest last."""
+    """The open interruptions of this process, the newest last."""
 
     def __init__(self, on_first_signal: Callable[[], None] | None = None) -> None:
-        """`told`: called by the loop once it was asked to end, to say so."""
+        """`on_first_signal`: called once in the loop after it was asked to end, e.g. to report that."""
         self._told = on_first_signal
         self._received: int | None = None
         self._received_at = -math.inf
@@ -82,7 +82,7 @@ class Interruption:
             on_first_signal()
 
     async def allow(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await droppable work; raises `Interrupted`, with the work cancelled, when a signal has come or comes."""
+        """Await droppable work; raises `Interrupted`, and cancels the work, if a signal has arrived or arrives."""
         if self._received is not None:
             work.close()
             raise Interrupted(self._received)
@@ -102,7 +102,7 @@ class Interruption:
     def _receive(self, number: int, _: FrameType | None) -> None:
         together = self._received is None or time.monotonic() - self._received_at < TOGETHER
         if not together and (self._received, number) != (signal.SIGTERM, signal.SIGTERM):
-            # Raised between two steps of the loop, it may cost a task its next step, so that it would be waited for for ever.
+            # Raised between two steps of the loop, it may cost a task its next step, and the loop would wait for ever: see `_interrupt`.
             self._loop.call_soon_threadsafe(
                 self._loop.call_later, CLEANUP_TIMEOUT, _interrupt, self._loop
             )
@@ -111,22 +111,22 @@ class Interruption:
 
 
 def _interrupt(loop: asyncio.AbstractEventLoop) -> None:
-    """And once more, where what was raised before was lost (in a finaliser, say), and this one but cancels tasks."""
+    """Interrupt again and again: a KeyboardInterrupt may get lost (e.g. in a finaliser), or only cancel the tasks."""
     loop.call_later(CLEANUP_TIMEOUT, _interrupt, loop)
     raise KeyboardInterrupt
 
 
 def sigterm_interrupts() -> AbstractContextManager[None]:
-    """See `interrupting`."""
+    """`interrupting` for SIGTERM."""
     return interrupting(signal.SIGTERM)
 
 
 @contextmanager
 def interrupting(*signals: signal.Signals) -> Generator[None]:
-    """Within, these signals do what Ctrl-C does, distinguished by their numbers. Outside of the main thread nothing changes.
+    """Inside, these signals act like Ctrl-C; the exception's argument is the signal's number. Outside the main thread nothing changes.
 
-    Within `asyncio.run` that is the cancellation of its own task: an exception out of a handler would cancel all of them at once, also
-    those that are to come to their end.
+    Inside `asyncio.run`, Ctrl-C cancels only the main task. An exception raised in a signal handler would instead cancel all tasks at once,
+    including those that must finish.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -154,9 +154,9 @@ def interrupting(*signals: signal.Signals) -> Generator[None]:
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, also where an event loop is running already (notebooks): there in a thread of its own, in the caller's context.
+    """`asyncio.run` that also works if an event loop is already running (notebooks): then in a new thread, with the caller's context.
 
-    Interrupting the waiting thread asks a run to end cleanly, and cancels anything else.
+    Interrupting the waiting thread asks a run to end cleanly, and cancels any other work.
     """
     try:
         asyncio.get_running_loop()
@@ -178,7 +178,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in the order given. If one fails or the wait is cancelled, the others are cancelled and awaited first."""
+    """Results in the order of `work`. If one fails or the wait is cancelled, the others are cancelled and awaited first."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -189,10 +189,10 @@ async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _woken_by_signals(work: Coroutine[Any, Any, T]) -> T:
-    """`work`, in a loop that wakes for every signal.
+    """`work`, in a loop that wakes up for every signal.
 
-    A signal that reaches another thread than the main one is only noted there; a main thread that waits for the loop's next event would
-    not heed it before that.
+    If a signal reaches another thread, Python only notes it; the main thread would handle it only at the loop's next event, without
+    the wake-up.
     """
     if threading.current_thread() is not threading.main_thread():
         return await work

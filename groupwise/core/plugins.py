@@ -1,13 +1,13 @@
-"""One way to load user code: a file, a module, an attribute of either, or a name.
+"""Loads user code: a file, a module, an attribute of either, or a registered name.
 
     load("path/to/task.py")            a file; its folder is importable while it runs and afterwards
     load("my_package.tasks.chess")     a module, from the installed packages or the working directory
     load("my_package.tasks:Chess")     an attribute; a class is instantiated without arguments
     load("sort_words", builtins=…)     a name: built-in first, then an installed entry point
 
-A file runs again each time it is loaded, under a module name made from its whole path, so that two files called
-`task.py` are two modules. Whatever goes wrong becomes one `TaskError` for people: what was looked for in which order,
-what exists nearby, or the traceback cut down to the user's own frames (`explain`).
+A file runs again each time it is loaded, under a module name derived from its full path: two files called
+`task.py` are two modules. Every failure becomes one `TaskError` for people: what was searched for in which order,
+what exists nearby, or the traceback reduced to the user's own frames (`explain`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OTHER_PIP_NAMES = {
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }
-"""Packages that are installed under another name than they are imported by."""
+"""Import names of packages whose name on PyPI is different."""
 
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 _LIBRARY_FOLDERS = tuple(
@@ -56,13 +56,13 @@ _user_folders: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class LoadedPlugin:
-    """User code that stands in memory, and how another process loads the same."""
+    """Loaded user code, and how another process loads the same."""
 
     object: Any
-    """The module, or the attribute that was asked for (an instance where that is a class)."""
+    """The module, or the requested attribute (if that is a class, an instance of it)."""
     module: ModuleType
     spec: str
-    """The spec that gives `load` the same object in another process: an absolute path or a module, with the attribute."""
+    """The spec with which `load` returns the same object in another process: an absolute path or a module, with the attribute."""
     file: str | None
 
 
@@ -74,10 +74,10 @@ def load(
     entry_points: str | None = None,
     instantiate: bool = True,
 ) -> LoadedPlugin:
-    """Load `spec`; see the module's text for its forms.
+    """Load `spec`; the module docstring describes its forms.
 
-    `kind` names what is loaded in messages. `builtins` maps bare names to modules, `entry_points` is the group in which
-    installed packages announce theirs. A class is instantiated, unless the caller does it. Raises TaskError.
+    `kind` is the word for the loaded object in messages. `builtins` maps bare names to modules; `entry_points` is the group of entry
+    points that installed packages register. A class is instantiated unless `instantiate` is false. Raises TaskError.
     """
     target, attribute = _split(spec)
     file = Path(target).expanduser()
@@ -97,9 +97,9 @@ def load(
 
 
 def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: str) -> str | None:
-    """The message that `load` would give for a spec that names nothing, as far as that shows without running code; else None.
+    """The message with which `load` would reject a spec, as far as that is known without running code; else None.
 
-    Whether a dotted module or an attribute is there shows only when the packages around them have run.
+    Whether a dotted module or an attribute exists is known only after the packages around it have run.
     """
     target, _ = _split(spec)
     file = Path(target).expanduser()
@@ -112,9 +112,9 @@ def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: 
 
 
 def trains_when_imported(source: str | bytes) -> str | None:
-    """The statement of a module that would train as soon as it is imported, `line 40: trainer.train()`; None if there is none.
+    """The statement of a module that would start training on import, e.g. `line 40: trainer.train()`; None if there is none.
 
-    `model.train()` is none: that switches PyTorch's dropout on. What is no Python has none either.
+    `model.train()` does not count: it switches PyTorch to training mode. None also if the source is not Python.
     """
     try:
         outer: list[ast.AST] = list(reversed(ast.parse(source).body))
@@ -134,7 +134,7 @@ def trains_when_imported(source: str | bytes) -> str | None:
 
 
 def runs_as_script(test: ast.expr) -> bool:
-    """True for the condition `__name__ == "__main__"`, which no import fulfils."""
+    """True for the condition `__name__ == "__main__"`, which is false on import."""
     return sorted(ast.unparse(test).split(" == ")) == ["'__main__'", "__name__"]
 
 
@@ -150,11 +150,11 @@ def _warn_of_training(source: bytes, file: str | Path, kind: str) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """The error as its author wants to see it: own frames only, the line of each, and what to install."""
+    """The error as the user wants to see it: the user's own frames only, with their lines, and which package to install."""
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if _is_users_file(frame.filename)] or every[-1:]
     if isinstance(error, SyntaxError):
-        frames = []  # it names file and line itself, and nothing of the file has run
+        frames = []  # the message names file and line, and no code of the file has run
     lines = [
         f"  {frame.filename}:{frame.lineno} in {frame.name}\n    {frame.line}" for frame in frames
     ]
@@ -167,17 +167,17 @@ def explain(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with what no encoding can write (halves of surrogate pairs) escaped, so that it can be stored and sent."""
+    """`text` with lone surrogates escaped, which no encoding can write; it can then be stored and sent."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The names of `known` that `name` may have been meant to be, most likely first."""
+    """The most similar of the `known` names, at most three, best first."""
     return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
 
 
 def _split(spec: str) -> tuple[str, str | None]:
-    """`module:attribute` in two; a colon that is part of a path (`C:/task.py`) stays there."""
+    """Split `module:attribute`; a colon that is part of a path (`C:/task.py`) stays in the path."""
     target, colon, attribute = spec.rpartition(":")
     if colon and target and all(part.isidentifier() for part in attribute.split(".")):
         return target, attribute
@@ -217,7 +217,7 @@ def _loaded_plugin(
 
 
 def run_user_code(call: Callable[[], Any], *, what: str) -> Any:
-    """The result of `call`; what it raises becomes a TaskError that starts with `what` and shows the user's frames."""
+    """The result of `call`. Its exceptions become a TaskError that starts with `what` and shows the user's frames."""
     try:
         return call()
     except TaskError:
@@ -242,14 +242,14 @@ def _load_file(file: Path, spec: str, kind: str) -> ModuleType:
     previous = sys.modules.get(name)
     sys.modules[name] = module
     try:
-        # Run it with its folder in front, as Python does for a script; afterwards the folder stays at the end.
+        # Run it with its folder first in sys.path, as Python does for a script; afterwards the folder stays at the end.
         folder = str(path.parent)
         _forget_namesakes(folder)
         _user_folders.add(folder)
         sys.path.insert(0, folder)
 
         def run() -> None:
-            # Compiled here and not by the loader: its cache takes an edit within the same second for none.
+            # Compiled here and not by the loader, whose cache would miss an edit within the same second.
             source = path.read_bytes()
             _warn_of_training(source, path, kind)
             exec(compile(source, str(path), "exec"), module.__dict__)
@@ -271,9 +271,9 @@ def _load_file(file: Path, spec: str, kind: str) -> ModuleType:
 
 
 def _forget_namesakes(folder: str) -> None:
-    """Unload the siblings of files loaded from other folders that have a namesake in this one.
+    """Unload modules that came from the folders of other files if this folder has a file of the same name.
 
-    Without it `import helpers` would quietly give the second task the helpers of the first.
+    Otherwise `import helpers` would silently give the second task the helpers of the first.
     """
     others = _user_folders - {folder}
     for name, module in sys.modules.copy().items() if others else ():
@@ -286,7 +286,7 @@ def _forget_namesakes(folder: str) -> None:
 def _exists(target: str) -> bool:
     if not all(part.isidentifier() for part in target.split(".")):
         return False
-    # The console script, unlike `python -m`, starts without it. At the end, so that it hides nothing.
+    # The console script, unlike `python -m`, does not put the working directory on sys.path. Add it last: it then hides no package.
     folder = str(Path.cwd())
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
@@ -370,7 +370,7 @@ def _list_names(names: Iterable[str], limit: int = 20) -> str:
 
 
 def _is_users_file(name: str) -> bool:
-    """True for code that belongs neither to a library nor to this package, its tasks excepted."""
+    """True for code that belongs neither to a library nor to this package, except the package's tasks."""
     if name.startswith("<frozen "):
         return False
     path = str(Path(name).resolve())

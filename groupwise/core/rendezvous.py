@@ -1,4 +1,4 @@
-"""The address and the secret by which the machines of a gang meet: variables in the environment of each, for torchrun."""
+"""Address and secret with which the machines of a multi-node job find each other: environment variables for torchrun."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import hashlib
 import secrets
 
 KEY_FILE = "GROUPWISE_KEY_FILE"
-"""The variable that names the file with the secret of this attempt, which only its machines know."""
+"""The variable with the path of the file that holds this attempt's secret, which only its machines have."""
 KEY = ".groupwise-key"
-"""The secret's file in working folders that we make."""
+"""Name of the secret's file in working folders that we create."""
 FIRST_PORT, PORTS = 20_000, 12_000
-"""Below those that systems give to connections by themselves."""
+"""A range below the ephemeral ports that systems assign to outgoing connections."""
 
 
 def meeting_of(rank: int, count: int, host: str, attempt: str) -> dict[str, str]:
-    """The variables for the machine `rank` of `count`. `host`: address of the first machine; `attempt`: as in `port_of`."""
+    """The variables for machine number `rank` of `count`. `host`: address of the first machine; `attempt`: as in `port_of`."""
     return {
         "NODE_RANK": str(rank),
         "NNODES": str(count),
@@ -30,7 +30,7 @@ def new_secret() -> str:
 
 
 def port_of(attempt: str) -> int:
-    """A port for `JOB.EPOCH`: the same on all its machines, and another one for the next epoch, which then meets no leftovers."""
+    """A port for the attempt `JOB.EPOCH`: the same on all its machines; the next epoch has another one and so meets no leftovers."""
     job, _, epoch = attempt.rpartition(".")
     begins = int(hashlib.sha256(job.encode()).hexdigest(), 16)
     return FIRST_PORT + (begins + int(epoch)) % PORTS

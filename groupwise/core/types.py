@@ -1,12 +1,12 @@
-"""The record: what sampling produces, learning consumes, the store keeps and a resume restores.
+"""The records: sampling produces them, learning consumes them, the store keeps them, and a resume restores them.
 
-A task yields an `Example`. Its prompt is asked of the sampler several times (`GroupRequest`), the answers come back as
-`Completion`s, and become a `Group` of `Rollout`s: one attempt each, made of `Segment`s that remember who wrote
-every token, under which policy and with which seed. Scoring adds reward parts and an outcome. An algorithm turns groups into
-`RolloutCredit`s, and each scored rollout with its weight becomes a `Row`, the only thing that the learner sees.
+A task yields an `Example`. The sampler completes its prompt several times (`GroupRequest`); the results are `Completion`s. They
+become a `Group` of `Rollout`s, one attempt each. A rollout consists of `Segment`s, which record who wrote each token, under which
+policy and with which seed. Scoring adds reward parts and an outcome. An algorithm turns groups into `RolloutCredit`s, and each
+scored rollout with its weight becomes a `Row`, the only record that the learner sees.
 
 Everything here is plain data (no torch, nothing that cannot be written as JSON), because it crosses processes and HTTP and
-is stored. `to_json` and `from_json` are the one pair of functions that do so.
+is stored. `to_json` and `from_json` do all of this conversion.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Message = dict[str, Any]
 """One chat message, `{"role": "user", "content": "..."}`."""
 
 Prompt = str | list[Message]
-"""A prompt as a task gives it: text, which is tokenised as it stands, or messages, which go through the chat template."""
+"""A prompt as a task gives it: text, which is tokenised unchanged, or messages, which go through the chat template."""
 
 Source = Literal["policy", "environment", "inserted", "teacher"]
-"""The author of a segment. Only `policy` (and, in SFT, `teacher`) tokens teach."""
+"""The author of a segment. Only `policy` tokens (and, in SFT, `teacher` tokens) are trained on."""
 
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop token or stop string ended the completion. `length`: the limit cut it off (a truncated rollout)."""
 
 Outcome = Literal["pending", "scored", "failed", "timed_out"]
-"""`pending` until the rewards are known. Only `scored` rollouts teach: a failure is never a low reward."""
+"""`pending` until the rewards are known. Only `scored` rollouts are trained on: a failure is never a low reward."""
 
 EndedBy = Literal["environment", "turns", "tokens"]
-"""The reason why a rollout of several turns ended: its environment, or the limit that cut it off."""
+"""The reason why a multi-turn rollout ended: its environment ended it, or a limit (on turns or tokens) cut it off."""
 
 PolicyRole = Literal["policy", "reference"]
 
@@ -45,11 +45,11 @@ TASK_COLUMN = "task"
 """The column with the label by which the router finds a row's rewards."""
 
 DATASET_COLUMN = "dataset_name"
-"""The column that names the set of a mixture that a row is from; it stands for the label where there is none."""
+"""The column with the name of the dataset, in a mixture, that a row is from. It is the label of rows that have no `task` column."""
 
 
 class NumberedRow(dict[str, Any]):
-    """A row that knows its number in the data of its user, from 0, however many were left out before it."""
+    """A row that knows its index in the user's data, from 0. Rows before it that were left out count too."""
 
     def __init__(self, columns: Mapping[str, Any], number: int | None) -> None:
         super().__init__(columns)
@@ -57,12 +57,12 @@ class NumberedRow(dict[str, Any]):
 
 
 def like(row: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns that take the place of a row's, and keep its number."""
+    """A row with new columns that keeps the number of `row`."""
     return NumberedRow(columns, getattr(row, "number", None))
 
 
 def number_of(row: Mapping[str, Any], place: int) -> int:
-    """The number of a row in its user's data; its place if the rows have no numbers."""
+    """The number of a row in its user's data; `place` if the row has no number."""
     number = getattr(row, "number", None)
     return place if number is None else number
 
@@ -78,35 +78,35 @@ class Example:
 
     @property
     def row_number(self) -> int:
-        """See `number_of`; for messages, since rows of several sources may have the same."""
+        """See `number_of`. Only for messages: rows of several sources may have the same number."""
         return number_of(self.columns, self.index)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a completion is drawn. Log-probabilities are those of the distribution that was sampled, at this temperature."""
+    """How a completion is drawn. Log-probabilities are those of the distribution that is sampled from, at this temperature."""
 
     max_tokens: int
     """Longest completion in tokens, stop token included."""
     temperature: float = 1.0
-    """0 is greedy; log-probabilities are then those at temperature 1."""
+    """0: greedy decoding; log-probabilities are then those at temperature 1."""
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends the completion and is its last token."""
     stop: tuple[str, ...] = ()
     """Any of these texts ends the completion at the token that completes it; it may span tokens."""
     min_tokens: int = 0
-    """Number of tokens at the beginning in which stop tokens cannot be drawn, and no stop text ends the completion before the last of
-    them. Log-probabilities are those without the stop tokens there; a `Row` says it in `withheld`."""
+    """The first `min_tokens` tokens cannot be stop tokens, and a stop text cannot end the completion before the last of them.
+    The sampler computes log-probabilities there without the stop tokens; `Row.withheld` records these stretches."""
     top_k: int | None = None
-    """Draw from this many of the most probable tokens; None, as for the next two: from all of them."""
+    """Draw from this many of the most probable tokens; None (also for the next two fields): no such limit."""
     top_p: float | None = None
-    """Draw from the most probable tokens that together have at least this probability."""
+    """Draw from the most probable tokens whose probabilities sum to at least this (nucleus sampling)."""
     min_p: float | None = None
-    """Draw from the tokens with at least this share of the highest probability."""
+    """Draw from the tokens whose probability is at least this share of the highest one."""
 
     @property
     def truncates(self) -> bool:
-        """True if improbable tokens are left out, which the learner's log-probabilities do not know."""
+        """True if improbable tokens are never drawn. The learner's log-probabilities do not take this into account."""
         return (self.top_k, self.top_p, self.min_p) != (None, None, None)
 
 
@@ -115,7 +115,7 @@ class GroupRequest:
     """One prompt to be completed `len(seeds)` times."""
 
     draw: int
-    """Position in the order of draws of the run; names the group."""
+    """Position in the order of draws of the run, from 0; identifies the group."""
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
     """One 64-bit seed for each member, distinct; see `groupwise.tasks.rollouts.seeds`."""
@@ -134,12 +134,12 @@ class Completion:
     seed: int
     policy_version: int
     fingerprint: str
-    """Fingerprint of the weights that really served; see `Policy.fingerprint`."""
+    """Fingerprint of the weights that served this completion; see `Policy.fingerprint`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of tokens of one source within a rollout, after the prompt."""
+    """Consecutive tokens from one source within a rollout, after the prompt."""
 
     source: Source
     token_ids: tuple[int, ...]
@@ -151,24 +151,24 @@ class Segment:
     seed: int | None = None
     finish_reason: FinishReason | None = None
     prompt_ids: tuple[int, ...] | None = None
-    """Set if a new row begins here: all that the policy saw before this segment, because the chat template wrote earlier turns
-    again. None: the segment goes on with the row before it."""
+    """Set if a new row starts with this segment, because the chat template rendered earlier turns differently: all tokens that the
+    policy saw before the segment. None: the segment continues the row of the segment before it."""
     learner_logprobs: tuple[float, ...] | None = None
-    """The learner's log-probabilities in the first pass that learnt from these tokens, before that pass's update (nats, float32), as
-    `Learner.trained_logprobs` tells them. Less `sampling_logprobs` they are the logarithms of the ratios. None where the
-    tokens did not teach, or they were not kept."""
+    """The learner's log-probabilities (nats, float32) in the first pass that trained on these tokens, before that pass's update, as
+    `Learner.trained_logprobs` returns them. `learner_logprobs - sampling_logprobs` is the logarithm of the importance ratio. None if
+    the tokens were not trained on, or if the log-probabilities were not kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardPart:
-    """One reward function's verdict on one rollout."""
+    """One reward function's value for one rollout."""
 
     name: str
     value: float | None
     """None: this reward does not apply to this rollout."""
     weight: float = 1.0
     turn: int | None = None
-    """The turn it belongs to in a multi-turn rollout; None for the whole."""
+    """The turn it belongs to in a multi-turn rollout; None: it belongs to the whole rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +179,11 @@ class Rollout:
     member: int
     """Position in its group, from 0."""
     attempt: int
-    """0, or the number of the repetition after an infrastructure failure."""
+    """0, or the number of the retry after an infrastructure failure."""
     prompt_ids: tuple[int, ...]
     segments: tuple[Segment, ...]
     completion: str
-    """The text that the rewards saw, special tokens left out; of several turns all that was said after the prompt."""
+    """The text that the rewards saw, without special tokens; of a multi-turn rollout, all text after the prompt."""
     outcome: Outcome = "pending"
     reason: str | None = None
     """Why it failed or timed out, for people."""
@@ -193,11 +193,11 @@ class Rollout:
     notes: dict[str, Any] = field(default_factory=dict[str, Any])
     """Notes that reward functions recorded with `log_extra`."""
     advantage: float | None = None
-    """The credit that the algorithm gave it; kept apart from `reward`."""
+    """The advantage that the algorithm computed; separate from `reward`."""
     messages: tuple[Message, ...] | None = None
-    """Messages after the prompt of a chat of several turns, with the environment's; None elsewhere."""
+    """In a multi-turn chat, the messages after the prompt, the environment's included; None for other rollouts."""
     ended_by: EndedBy | None = None
-    """The reason why a rollout of several turns ended; None if it failed, and for other kinds."""
+    """The reason why a multi-turn rollout ended; None if it failed, and for single-turn rollouts."""
 
     @property
     def completion_ids(self) -> tuple[int, ...]:
@@ -206,25 +206,25 @@ class Rollout:
 
     @property
     def written(self) -> int:
-        """Tokens that the policy wrote; `completion_ids` has those of environment and inserted text, too."""
+        """Number of tokens that the policy wrote; `completion_ids` also has those of the environment and inserted ones."""
         return sum(len(each.token_ids) for each in self.segments if each.source == "policy")
 
     @property
     def truncated(self) -> bool:
-        """True if a limit cut it off: the rollout if it has several turns, else the policy's last segment."""
+        """True if a limit ended it: the multi-turn rollout as a whole, or else the policy's last segment."""
         if self.ended_by is not None:
             return self.ended_by != "environment"
         return self.finish_reason == "length"
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How the policy's last segment ended; None where the policy wrote nothing."""
+        """How the policy's last segment ended; None if the policy wrote nothing."""
         policy_segments = [segment for segment in self.segments if segment.source == "policy"]
         return policy_segments[-1].finish_reason if policy_segments else None
 
     @property
     def part_values(self) -> dict[str, float | None]:
-        """The reward parts by name; those of several turns are summed, None where none of them applies."""
+        """The reward parts by name. Values of several turns are summed; None if the part applies to no turn."""
         values: dict[str, float | None] = {}
         for part in self.parts:
             before = values.get(part.name)
@@ -243,15 +243,15 @@ class Group:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Metrics that reward functions recorded with `log_metric`, averaged over the group."""
     prompt_seen: str | None = None
-    """The prompt of a chat as the model saw it, for people: with what the template wrote around it, tools among it. Where members had
-    prompts of their own, the first one's. None: the example's prompt is all there is to show."""
+    """The text of a chat prompt as the model saw it, with the chat template's own text and the tools; for people. If the members had
+    different prompts, the first member's. None: the example's prompt is already all that the model saw."""
     origin: Origin = "fresh"
     again: int | None = None
-    """The draw whose completions these are, where recorded ones are trained again; None: they were sampled for this draw."""
+    """The draw whose recorded completions are trained on again here (replay); None: they were sampled for this draw."""
 
     @property
     def scored(self) -> tuple[Rollout, ...]:
-        """The members that teach."""
+        """The members that are trained on."""
         return tuple(rollout for rollout in self.rollouts if rollout.outcome == "scored")
 
 
@@ -266,29 +266,29 @@ class RolloutCredit:
 
 @dataclass(frozen=True, slots=True)
 class MaskedTokens:
-    """Some tokens of a row at which certain ids could not be drawn: to sampler and learner their probability there is 0."""
+    """A range of tokens in a row where certain ids could not be drawn: sampler and learner give those ids probability 0 there."""
 
     start: int
-    """The first of the tokens, by its place in `Row.completion_ids`."""
+    """Index of the first token, in `Row.completion_ids`."""
     end: int
-    """One past the last of them."""
+    """Index after the last token."""
     token_ids: tuple[int, ...]
 
 
 _NAN_AS_TEXT = with_config(ConfigDict(ser_json_inf_nan="strings"))
-"""Writes "NaN", "Infinity" and "-Infinity" instead of null, so that the record shows why a number is not finite."""
+"""Writes "NaN", "Infinity" and "-Infinity" instead of null: the record then shows why a number is not finite."""
 
 
 @_NAN_AS_TEXT
 @dataclass(frozen=True, slots=True)
 class SiblingRowStats:
-    """Sums over the tokens that teach in the other rows of a rollout, for what is one for the rollout as a whole."""
+    """Sums over the trained tokens in the other rows of a rollout. Needed for terms that are computed per rollout, not per row."""
 
     tokens: int
     log_weight: float = 0.0
-    """Proximal less sampling log-probabilities (nats); 0 where there are no proximal ones."""
+    """Sum of proximal minus sampling log-probabilities (nats); 0 without proximal ones."""
     log_ratio: float = 0.0
-    """Those of the policy at this update less the old ones: the proximal log-probabilities, or the sampler's where there are none."""
+    """Sum of the policy's log-probabilities at this update minus the old ones: the proximal ones, or the sampler's if there are none."""
 
 
 @_NAN_AS_TEXT
@@ -296,8 +296,8 @@ class SiblingRowStats:
 class Row:
     """One sequence to train on, unpadded. Rows with the same prompt share its computation in the learner.
 
-    `mask`, `sampling_logprobs` and, where present, `reference_logprobs` and `proximal_logprobs` are as long as
-    `completion_ids`; tokens with mask 0 (observations, inserted text) are seen but do not teach.
+    `mask`, `sampling_logprobs` and, if present, `reference_logprobs` and `proximal_logprobs` are as long as
+    `completion_ids`. Tokens with mask 0 (observations, inserted text) are context only and are not trained on.
     """
 
     prompt_ids: tuple[int, ...]
@@ -310,16 +310,16 @@ class Row:
     """The temperature it was sampled at; the learner computes log-probabilities at the same one."""
     reference_logprobs: tuple[float, ...] | None = None
     proximal_logprobs: tuple[float, ...] | None = None
-    """Computed by the learner at the start of the step; None in its first update, which makes them itself."""
+    """Computed by the learner at the start of the step. None in the step's first update, which computes them itself."""
     rollout: tuple[int, int] | None = None
-    """Draw and member of its rollout, which its other rows share."""
+    """Draw and member of its rollout; the rollout's other rows have the same pair."""
     others: SiblingRowStats | None = None
     """None: the rollout has no other rows."""
     withheld: tuple[MaskedTokens, ...] = ()
-    """Stretches where the policy could not draw every token, because of `SamplingParams.min_tokens`; they do not overlap."""
+    """Ranges where the policy could not draw every token, because of `SamplingParams.min_tokens`; they do not overlap."""
     credits: tuple[float, ...] | None = None
-    """The credit of each token, as long as `completion_ids`, where a caller gives it itself; the loss `given` reads it in place of
-    `advantage` and `scale`, and no other loss does."""
+    """The credit of each token, as long as `completion_ids`, if the caller supplies it. Only the loss `given` reads it, in place of
+    `advantage` and `scale`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +329,7 @@ class Prediction:
     logprobs: tuple[float, ...]
     """Log-probability (nats) of each token, at the row's temperature."""
     right: tuple[bool, ...]
-    """True for each token that the learner finds likeliest."""
+    """True for each token that the learner considers the most likely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,12 +343,12 @@ class Policy:
     """SHA-256 (hex, 16 digits) of the published tensors: names, shapes and bytes."""
     kind: Literal["adapter", "full"]
     path: str
-    """The folder that holds the tensors in the format of peft (adapter) or transformers (full)."""
+    """Folder of the tensors, in peft's format (adapter) or transformers' (full)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """Names a registered loss and its knobs; the learner looks it up in `groupwise.algorithms.registry`."""
+    """The name of a registered loss and its knobs; the learner looks it up in `groupwise.algorithms.registry`."""
 
     name: str
     knobs: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -373,22 +373,22 @@ class UpdateResult:
     grad_norm: float
     """Global norm of the gradient before clipping."""
     applied: bool
-    """False where the gradient was not finite and the update was left out."""
+    """False if the gradient was not finite, in which case the update was skipped."""
 
 
 class Sampler(Protocol):
-    """Produces completions. Implementations: torch in this process, fakes; later worker processes and HTTP engines."""
+    """Produces completions: torch in this process, worker processes, HTTP engines, fakes."""
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """Complete one prompt once for each seed, in the order of the seeds.
 
-        May be awaited for many groups at once; the sampler batches them as it likes, and the result of a
+        May be awaited for many groups at once. The sampler batches them freely, and the result of a
         group does not depend on the others. Cancelling the call frees its slots.
         """
         ...
 
     async def load(self, policy: Policy) -> None:
-        """Serve these weights from now on. Raises `PolicyMismatchError` if the files are not what `policy` says."""
+        """Serve these weights from now on. Raises `PolicyMismatchError` if the files do not match `policy`."""
         ...
 
     def fingerprint(self) -> str:
@@ -397,25 +397,25 @@ class Sampler(Protocol):
 
 
 class Learner(Protocol):
-    """Computes the loss and updates one adapter (or full model). Blind to algorithms and tasks: it knows rows and sums."""
+    """Computes the loss and updates one adapter (or full model). Knows rows and sums only, no algorithms or tasks."""
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
     ) -> dict[str, float]:
-        """Add the gradient of `Σ component sums / denominators` over the rows to what is there already.
+        """Add the gradient of `Σ component sums / denominators` over the rows to the accumulated gradient.
 
-        Returns sums over the rows: `loss/<component>` undivided, and the loss's statistics by name. May be called several
-        times before `update`;
-        the total does not depend on how the rows were cut up. Cancelling it leaves a partial gradient for `discard`.
+        Returns sums over the rows: `loss/<component>`, not divided by the denominators, and the loss's statistics by name. May be
+        called several times before `update`: the total does not depend on how the rows were split over the calls. Cancelling a
+        call leaves a partial gradient, which `discard` clears.
         """
         ...
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
-        """Log-probabilities (nats) of the completion tokens of the rows that `forward_backward` was last given, as it computed them.
+        """Log-probabilities (nats) of the completion tokens of the rows last given to `forward_backward`, as that call computed them.
 
-        Meant for inspection: no other forward pass is made. They are float32, have their row's temperature and, where
-        there is any, the dropout of that pass; of tokens with mask 0 they mean nothing. To be asked before `update` or
-        `discard`. None: this learner cannot tell them.
+        For inspection, without another forward pass. They are float32, at the row's temperature, and include that pass's
+        dropout, if any. Values of tokens with mask 0 are meaningless. Call it before `update` or `discard`. None: this learner
+        does not provide them.
         """
         ...
 
@@ -428,17 +428,17 @@ class Learner(Protocol):
         ...
 
     async def publish(self, version: int) -> Policy:
-        """Write the weights as they are now to files that the sampler can load."""
+        """Write the current weights to files that the sampler can load."""
         ...
 
     async def logprobs(
         self, rows: Sequence[Row], role: PolicyRole = "policy"
     ) -> list[tuple[float, ...]]:
-        """Log-probabilities (nats) of each row's completion tokens, at the row's temperature, without what is withheld."""
+        """Log-probabilities (nats) of each row's completion tokens, at the row's temperature, without the ids in `Row.withheld`."""
         ...
 
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
-        """The same of the policy, and which of the tokens it finds likeliest."""
+        """The policy's log-probabilities, as `logprobs` returns them, and for each token whether it is the most likely one."""
         ...
 
     def save(self, folder: str) -> None:
@@ -459,7 +459,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def to_json(value: Any) -> bytes:
-    """Any record of this module as JSON. Floats keep every bit; NaN and infinities are refused elsewhere, before, but for `Row`."""
+    """Any record of this module as JSON. Floats keep every bit. Only `Row` may hold NaN or infinities; other code rejects them earlier."""
     return _adapter(cast("type[Any]", type(value))).dump_json(value)
 
 

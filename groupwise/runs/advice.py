@@ -1,6 +1,6 @@
-"""Says in words what the numbers of a run's last steps mean, and what to do about it.
+"""Explains in words what the numbers of a run's last steps mean, and what to do about it.
 
-Each piece of advice is a condition over the mean of the last few steps. None of them proves anything: they say where to look.
+Each piece of advice is a condition on the mean of the last few steps. None of them is proof; they say where to look.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from groupwise.runs.find import mean_of
 from groupwise.runs.store import Store
 
 RECENT = 10
-"""Steps whose mean is looked at."""
+"""Steps over which the mean is taken."""
 
 
 WITHOUT_SIGNAL, DISTINCT, SOLVED = "frac_reward_zero_std", "groups/distinct", "rollouts/solved"
-"""Metrics: share of groups whose members all earn the same; share of a group's completions that differ; share of rollouts solved."""
+"""Metrics: share of groups whose members all have the same reward; share of a group's completions that differ; share of solved rollouts."""
 MOST_WITHOUT_SIGNAL = 0.7
 """Share of groups without signal above which the policy hardly learns."""
 LEAST_DISTINCT = 0.5
-"""Share of a group's completions that must differ; a group with less counts as alike."""
+"""Share of distinct completions below which the members of a group count as alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Advice:
     do: str
     form: str = "{:.0%}"
     alike: bool | None = None
-    """Gives the advice only where the completions of a group are mostly the same (True) or mostly different (False). None: always."""
+    """Give the advice only if the completions of a group are mostly alike (True) or mostly different (False). None: always."""
 
 
 RULES = (
@@ -113,7 +113,7 @@ RULES = (
 
 
 def advice_on(store: Store) -> list[dict[str, Any]]:
-    """The advice that holds now, with the numbers."""
+    """The advice that applies now, with the numbers."""
     last = store.last_step()
     if last is None:
         return []

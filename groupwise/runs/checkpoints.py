@@ -1,8 +1,8 @@
 """Checkpoints: `checkpoints/step-N/` holds the state after N steps, and is visible only when it is complete.
 
-The loop asks for one with `save`. The learner and every other part with state write their files into a folder under construction, a
-manifest with the size and SHA-256 of each file is written last, and the folder gets its name. So a folder called `step-N` was complete
-once; if a disk or a person damaged it since, its manifest shows it: it is skipped, and named with the reason.
+The loop calls `save`. The learner and every other component with state write their files into a temporary folder; a
+manifest with the size and SHA-256 of each file is written last, and the folder is renamed. A folder called `step-N` was therefore once
+complete. If it was damaged since, its manifest shows it: the checkpoint is skipped and reported with the reason.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from groupwise.core.errors import CheckpointError, ResumeMismatchError, StoreErr
 from groupwise.runs import record_segments
 
 FORMAT = 1
-"""Version of the manifest and of what it promises. A file with a higher one is refused: a newer release wrote it."""
+"""Version of the manifest and its meaning. A manifest with a higher one is refused: a newer release wrote it."""
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)")
 _Identity = tuple[int, int, int, int]
-"""Device, inode, size and time of change: whatever has the same ones is the same file."""
+"""Device, inode, size and modification time: paths with equal values are the same file."""
 
 
 class _Damaged(Exception):
-    """Why a checkpoint cannot be used."""
+    """The reason why a checkpoint cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file as it was when the checkpoint was made."""
+    """A file as it was when the checkpoint was written."""
 
     size: int
-    """Bytes."""
+    """In bytes."""
     sha256: str
-    """Hex."""
+    """Hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +52,19 @@ class Checkpoint:
     """A complete checkpoint."""
 
     step: int
-    """After this many steps."""
+    """Number of steps done."""
     path: Path
     files: Mapping[str, FileEntry]
-    """Files by path within the folder, with `/` between its parts."""
+    """Files by path within the folder, with `/` as the separator."""
     extra: Mapping[str, Any]
-    """The writer's additions: the last manifest, fingerprints, layout."""
+    """Data added by the writer: the last step's manifest, fingerprints, layout."""
     versions: Mapping[str, str]
-    """Versions of Groupwise and Python that made it."""
+    """Versions of Groupwise and Python that wrote it."""
     created_at: float
     """Seconds since 1970."""
 
     def verify(self) -> None:
-        """Read every file and compare it with the manifest; CheckpointError that names the first one that differs."""
+        """Read every file and compare it with the manifest; CheckpointError names the first difference."""
         try:
             _check_files(self.path, self.files, contents=True)
         except _Damaged as damage:
@@ -86,7 +86,7 @@ class Skipped:
 
 
 class CheckpointList(list[Checkpoint]):
-    """The complete checkpoints of a run by their steps; `skipped` names those that were passed over."""
+    """The complete checkpoints of a run by their steps; `skipped` lists the unusable ones."""
 
     def __init__(self, complete: Iterable[Checkpoint], skipped: Iterable[Skipped]) -> None:
         super().__init__(complete)
@@ -99,9 +99,9 @@ def save(
     fill: Callable[[Path], None],
     extra: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Make the checkpoint after `step` steps; `fill` writes its files into the folder that it is given.
+    """Write the checkpoint after `step` steps; `fill` writes its files into the folder that it receives.
 
-    One that is there already is replaced. CheckpointError if the disk refuses; earlier checkpoints stand.
+    An existing one of that step is replaced. CheckpointError if it cannot be written; earlier checkpoints stay intact.
     """
     final = folder / f"step-{step}"
     building = atomic_files.building_path(final)
@@ -109,7 +109,7 @@ def save(
     try:
         building.mkdir(parents=True)
         fill(building)
-        # Hashes of files that earlier checkpoints share by hard links, which need not be read again.
+        # Hashes of files that earlier checkpoints share by hard links; those files need not be read again.
         hashes = {
             identity: entry.sha256
             for checkpoint in complete(folder)
@@ -120,7 +120,7 @@ def save(
         if final.exists():
             atomic_files.remove_folder(final)
         atomic_files.publish_folder(building, final)
-    except StoreError as error:  # it says what to do
+    except StoreError as error:  # its message says what to do
         raise CheckpointError(f"cannot write the checkpoint {final}: {error}") from error
     except OSError as error:
         raise CheckpointError(
@@ -148,7 +148,7 @@ def complete(folder: Path, verify: bool = False) -> CheckpointList:
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """The last complete and undamaged checkpoint; None if there is none. Earlier ones are not read."""
+    """The last complete and undamaged checkpoint; None if there is none. Stops reading at the first good one, from the end."""
     for path in sorted(_folders(folder), key=_step_of, reverse=True):
         with suppress(_Damaged):
             return _read_checkpoint(path, verify=True)
@@ -156,7 +156,7 @@ def newest(folder: Path) -> Checkpoint | None:
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint in the folder `path`; CheckpointError if it is torn or damaged."""
+    """The checkpoint in the folder `path`; CheckpointError if it is incomplete or damaged."""
     try:
         return _read_checkpoint(path, verify=False)
     except _Damaged as damage:
@@ -164,9 +164,9 @@ def read(path: Path) -> Checkpoint:
 
 
 def prune(folder: Path, keep: int, protect: Collection[int] = ()) -> list[int]:
-    """Delete all complete checkpoints but the last `keep` and the protected steps; returns the steps deleted.
+    """Delete all complete checkpoints except the last `keep` and the protected steps; returns the deleted steps.
 
-    Their pieces of the record stay with the run.
+    Their pieces of the record are kept in the run's folder.
     """
     if keep < 1:
         raise ValueError(f"at least one checkpoint must be kept, not {keep}")
@@ -180,9 +180,9 @@ def prune(folder: Path, keep: int, protect: Collection[int] = ()) -> list[int]:
 
 
 def drop_after(folder: Path, step: int) -> list[int]:
-    """Delete the checkpoints of later steps, torn ones too; returns their steps.
+    """Delete the checkpoints of later steps, damaged ones too; returns their steps.
 
-    A resume from an earlier checkpoint does this *before* it rewinds the record: dying between the two leaves a record
+    A resume from an earlier checkpoint does this *before* it rewinds the record: a crash between the two leaves a record
     that is ahead of its checkpoints, which the next resume rewinds.
     """
     later = sorted((path for path in _folders(folder) if _step_of(path) > step), key=_step_of)
@@ -193,7 +193,7 @@ def drop_after(folder: Path, step: int) -> list[int]:
 
 
 def sweep(folder: Path) -> tuple[str, ...]:
-    """Delete what dead writers left under construction; for the holder of the run's lock."""
+    """Delete the unfinished files of dead writers. The caller holds the run's lock."""
     places = [place for place in (folder, folder.parent / record_segments.KEPT) if place.is_dir()]
     return tuple(name for place in places for name in atomic_files.sweep(place))
 
@@ -209,7 +209,7 @@ def _step_of(path: Path) -> int:
 
 
 def _identity(file: Path) -> _Identity | None:
-    """Equal for names of one and the same file; None for a file with one name only."""
+    """Equal for all hard links of one file; None for a file with a single name."""
     found = file.stat()
     several = found.st_nlink > 1
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) if several else None

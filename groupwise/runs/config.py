@@ -11,20 +11,20 @@ from pydantic import field_validator
 from groupwise.core.settings.schema import Conflict, Strict, setting
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""Allowed names of a run: each is a folder, and is addressed `run@step`."""
+"""Pattern of run names: each is a folder name, and part of an address `run@step`."""
 
 
 RESERVED = frozenset({"base"})
-"""Names that mean something else where a run may be named."""
+"""Names with another meaning wherever a run may be named."""
 
 
 SinkName = Literal["tensorboard", "wandb", "trackio", "mlflow", "jsonl", "parquet"]
-"""Services that show metrics beside the run's own record."""
+"""Services that show metrics in addition to the run's own record."""
 SINKS: tuple[SinkName, ...] = get_args(SinkName)
 WITH_TABLES = frozenset({"wandb", "trackio", "mlflow", "jsonl"})
-"""Those of them that show rollouts."""
+"""The sinks that show rollouts."""
 WITH_KEYS = ("wandb", "trackio", "mlflow")
-"""Those of them that keys here begin with."""
+"""The sinks that have config keys of their own, which start with their names."""
 _NO_SERVICE = (
     "there is no sink for {0}; name another one, or write a callback that sends the metrics there"
 )
@@ -73,7 +73,7 @@ class HubSection(Strict):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """How to upload, without anywhere to."""
+        """Settings of the upload without a repository."""
         if self.repo_id is not None:
             return
         for key, default in (("revision", "main"), ("private", True), ("overwrite", False)):
@@ -182,7 +182,7 @@ class RunSection(Strict):
     hub: HubSection = HubSection()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Too few threads for the processes, a profile of another machine, and keys of sinks that are not reported to."""
+        """Too few threads for the processes, a profile of work on another machine, and keys of sinks that `report_to` does not name."""
         if self.threads is not None and (self.processes or 1) > self.threads:
             yield Conflict(
                 f"processes is {self.processes}, but threads is {self.threads}: the threads are those of all processes together, and "
@@ -212,7 +212,7 @@ class RunSection(Strict):
     @field_validator("report_to", mode="before")
     @classmethod
     def _is_no_sink(cls, given: Any) -> Any:
-        """Runs before the type is checked, and hands a list on as the tuple that it is to become."""
+        """Runs before the type check, so it turns a list into the tuple that the field expects."""
         several = isinstance(given, list | tuple)
         names = tuple(cast("list[Any]", given)) if several else (given,)
         for name in names:

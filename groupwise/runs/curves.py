@@ -1,9 +1,9 @@
-"""Curves of a run beside the metrics of its steps: those of its evaluations, and that of its warm-up, whose steps count down to 0.
+"""Curves of a run in addition to the metrics of its steps: those of its evaluations, and that of its warm-up, whose steps end at 0.
 
-Curves and sinks know the metrics of evaluations by these names:
+Evaluation metrics have these names in curves and sinks:
 
-eval/METRIC         of an evaluation that the training made itself: before it, after some steps, after it
-eval/LABEL/METRIC   of one that a callback made, a benchmark of each checkpoint say
+eval/METRIC         of an evaluation that the training itself ran: before it, after some steps, after it
+eval/LABEL/METRIC   of an evaluation that a callback ran, e.g. a benchmark of each checkpoint
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
 
 EVAL = "eval"
-"""How the names begin."""
+"""The prefix of the names."""
 OF_TRAINING = re.compile(r"before|after|step-\d+")
-"""Names of the evaluations that a training makes itself; those that callbacks record have others."""
+"""Names of the evaluations that a training runs itself; callbacks use other names."""
 
 WARM_UP = "warm_up"
-"""The fact in a run's record that names its warm-up, a run in the same folder."""
+"""Key of the fact, in a run's record, that names its warm-up: a run in the same folder."""
 WARM_UP_SUMMARY = "warm_up_summary"
-"""The fact that keeps what the run's summary says of the warm-up."""
+"""Key of the fact that holds the summary of the warm-up, which the run's own summary repeats."""
 
 Curve = dict[int, float]
-"""Value by steps done."""
+"""Value by number of steps done."""
 
 
 def prefix_of(record: EvaluationRecord) -> str:
-    """The prefix of its metrics' names, with a slash."""
+    """The prefix of its metrics' names, without the final slash."""
     return EVAL if OF_TRAINING.fullmatch(record.name) else f"{EVAL}/{record.name}"
 
 
 def metrics_of(record: EvaluationRecord) -> Mapping[str, float]:
-    """Its metrics under their plain names, whatever the command that trains calls them."""
+    """Its metrics under their plain names, without the `eval_` that some commands add."""
     return {name.removeprefix(f"{EVAL}_"): value for name, value in record.metrics.items()}
 
 
 def curves_of(records: Iterable[EvaluationRecord]) -> dict[str, Curve]:
-    """The curve of each metric, by its whole name; of several evaluations after as many steps the last one counts."""
+    """The curve of each metric, by its full name; if several evaluations have the same number of steps, the last one counts."""
     curves: dict[str, Curve] = {}
     for record in sorted(records, key=lambda each: each.step):
         for name, value in metrics_of(record).items():
             if not isinstance(cast("object", value), int | float):
-                continue  # callbacks record what they like
+                continue  # callbacks may record any value
             try:
                 known = float(value)
             except OverflowError:
@@ -61,8 +61,8 @@ def curves_of(records: Iterable[EvaluationRecord]) -> dict[str, Curve]:
 def warm_up_curve(run: Path, metric: str) -> list[tuple[float, float]]:
     """Points (step, value) of a metric during the warm-up, with steps counted so that the warm-up ends at 0.
 
-    Empty if the run had no warm-up, or if its folder was deleted. `reward` and its parts come from the warm-up's evaluations, which draw
-    completions (`eval.completions`).
+    Empty if the run had no warm-up, or if the warm-up's folder was deleted. Values come from its steps; a metric that its steps lack, such
+    as `reward`, comes from its evaluations, if these draw completions (`eval.completions`).
     """
     name = Store.facts(run / RECORD).get(WARM_UP)
     record = run.parent / name / RECORD if name else None

@@ -1,8 +1,8 @@
-"""The record of a run: one SQLite file, opened and written the safe way.
+"""The record of a run: one SQLite file, opened and written safely.
 
-One writer, any number of readers (WAL). Every write is a transaction that takes the write lock at its beginning and is
-flushed to the disk at its end (`synchronous = FULL`), so that a committed step survives a power cut. Whatever SQLite says
-against it becomes a StoreError that names the file and says what to do.
+One writer, any number of readers (WAL). Every write is a transaction that takes the write lock when it starts and is
+flushed to the disk when it ends (`synchronous = FULL`): a committed step survives a power cut. Every SQLite error
+becomes a StoreError that names the file and says what to do.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ Row = tuple[Any, ...]
 
 
 class Database:
-    """An open run record. One connection, which a lock gives to one thread at a time."""
+    """An open run record. One connection; a lock allows one thread at a time to use it."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self.indexed = text_index.is_usable(connection)
         """True if the full-text index can be used and must be kept up to date."""
         self.tasks_indexed = version(connection) >= TASKS_SINCE
-        """True if tables and indexes have tasks; else each group's is read from its columns."""
+        """True if `rollouts` and `groups` have an indexed column `task`; otherwise a group's task is read from its example's columns."""
         self.lengths_indexed = version(connection) >= LENGTHS_SINCE
-        """True if there are indexes of lengths and of cut-off rollouts."""
+        """True if indexes of lengths and of truncated rollouts exist."""
         connection.create_function("lowered", 1, text_index.lowered, deterministic=True)
         self._connection = connection
         self._lock = threading.RLock()
 
     @classmethod
     def open_for_writing(cls, path: Path) -> Database:
-        """Open or make the file, and bring it to the newest format."""
+        """Open or create the file, and migrate it to the newest format."""
         with (
             explained(path),
             closed_on_failure(connect_writer(path, FORMAT, "migration")) as connection,
@@ -68,13 +68,13 @@ class Database:
 
     @classmethod
     def open_for_reading(cls, path: Path) -> Database:
-        """Open an existing file without writing to it. One of an older format looks like one of the newest."""
+        """Open an existing file without writing to it. One of an older format is read through views of the newest format."""
         with explained(path):
             connection = connect(path, "ro")
             try:
                 connection.execute("SELECT 1 FROM sqlite_master").fetchone()
             except sqlite3.OperationalError:
-                # In a folder that may not be written to, the writer's files cannot be shared: what was checkpointed is seen.
+                # In a read-only folder the writer's WAL files cannot be shared; `immutable` reads only the checkpointed data.
                 connection.close()
                 connection = connect(path, "ro&immutable=1")
         with explained(path), closed_on_failure(connection):
@@ -86,13 +86,13 @@ class Database:
             return cls(path, connection)
 
     def close(self) -> None:
-        """Close the connection; what was committed stays."""
+        """Close the connection; committed data stays."""
         with self._lock:
             self._connection.close()
 
     @contextmanager
     def transaction(self, action: str) -> Generator[None, None, None]:
-        """All that is executed within is committed as one, or not at all; `action` names it at its crash points."""
+        """Everything executed inside is committed as one transaction, or not at all; `action` names it at its crash points."""
         with self._lock, explained(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -104,11 +104,11 @@ class Database:
                 raise
 
     def execute(self, statement: str, values: Row = ()) -> sqlite3.Cursor:
-        """Run one statement within a transaction."""
+        """Run one statement inside a transaction."""
         return self._connection.execute(statement, values)
 
     def insert(self, table: str, **columns: Any) -> int:
-        """Add one row within a transaction; returns its row id."""
+        """Add one row inside a transaction; returns its row id."""
         names, marks = ", ".join(columns), ", ".join("?" * len(columns))
         added = self.execute(
             f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(columns.values())
@@ -117,7 +117,7 @@ class Database:
         return added
 
     def insert_many(self, table: str, columns: Iterable[str], rows: Iterable[Row]) -> None:
-        """Add rows within a transaction."""
+        """Add rows inside a transaction."""
         names = tuple(columns)
         marks = ", ".join("?" * len(names))
         self._connection.executemany(
@@ -125,12 +125,12 @@ class Database:
         )
 
     def all(self, query: str, values: Row = ()) -> list[Row]:
-        """All rows that a query yields."""
+        """All rows of a query."""
         with self._lock, explained(self.path):
             return self._connection.execute(query, values).fetchall()
 
     def soon(self, query: str, values: Row, instructions: int) -> list[Row] | None:
-        """All rows that a query yields, or None where SQLite's machine would take more than so many instructions to find them."""
+        """All rows of a query, or None if SQLite's virtual machine would need more than `instructions` instructions to find them."""
         with self._lock, explained(self.path):
             self._connection.set_progress_handler(lambda: 1, instructions)
             try:
@@ -143,9 +143,9 @@ class Database:
                 self._connection.set_progress_handler(None, 0)
 
     def stream(self, query: str, values: Row, at_once: int) -> Generator[list[Row]]:
-        """All rows that a query yields, so many at a time, of one and the same state; each lot may be asked for in another thread.
+        """All rows of a query, `at_once` at a time, all from the same state; each batch may be fetched in another thread.
 
-        Until it ends this connection sees that state alone, and what a writer commits meanwhile stays in the file beside the record.
+        Until it ends, this connection sees only that state, and the WAL file keeps what a writer commits meanwhile.
         """
         with explained(self.path):
             with self._lock:
@@ -163,12 +163,12 @@ class Database:
                     self._connection.execute("ROLLBACK")
 
     def one(self, query: str, values: Row = ()) -> Row:
-        """The first row that a query yields."""
+        """The first row of a query."""
         return self.all(query, values)[0]
 
     @contextmanager
     def snapshot(self) -> Generator[None, None, None]:
-        """Everything read within sees one and the same state, whatever the writer commits meanwhile."""
+        """All reads inside see the same state, even if the writer commits meanwhile."""
         with self._lock, explained(self.path):
             if self._connection.in_transaction:
                 yield
@@ -187,9 +187,9 @@ class Database:
 
 
 def _show_as_newest(connection: sqlite3.Connection) -> None:
-    """Hide the tables of an older format, which stay as they are, behind views of this connection that have what they lack.
+    """Hide the unchanged tables of an older format behind temporary views of this connection, which add the missing columns.
 
-    So a page of a large old record costs only what it reads, and rows that a writer of the older format adds meanwhile are seen.
+    A page of a large old record then costs only the rows that it reads, and rows that a writer of the older format adds are visible.
     """
     there = version(connection)
     missing: dict[str, dict[str, str]] = {}
@@ -210,7 +210,7 @@ def _show_as_newest(connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def explained(path: Path) -> Generator[None, None, None]:
-    """Turn what SQLite says into a StoreError that says what to do."""
+    """Turn SQLite's errors into a StoreError that says what to do."""
     try:
         yield
     except (OverflowError, struct.error) as error:

@@ -1,6 +1,6 @@
-"""How the values of a record become what SQLite can hold, and back, without losing a bit.
+"""Converts a record's values to types that SQLite can store, and back, without losing a bit.
 
-SQLite knows signed 64-bit integers, float64, UTF-8 text and blobs. Each function here bridges one gap and has its inverse.
+SQLite has signed 64-bit integers, float64, UTF-8 text and blobs. Each function here converts one other type and has an inverse.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 LONGEST_REPR = 10_000
-"""Characters kept of a value that JSON cannot hold (an image, an array): enough to recognise it."""
+"""Characters kept of the repr of a value that JSON cannot hold (an image, an array): enough to recognise it."""
 
 
 LAST_MOMENT = 250_000_000_000
-"""Seconds since 1970 that calendars have, about: the year 9892."""
+"""Largest time, in seconds since 1970, that `datetime` can represent, approximately: the year 9892."""
 
 
 def moment(value: Any) -> float | None:
-    """The value if it is a time in seconds since 1970 that calendars have, else None."""
+    """The value if it is a plausible time in seconds since 1970, else None."""
     return value if isinstance(value, int | float) and 0 < value < LAST_MOMENT else None
 
 
@@ -30,7 +30,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(blob: bytes | None) -> tuple[int, ...]:
-    """The inverse of `pack_tokens`; empty where they were not kept."""
+    """The inverse of `pack_tokens`; empty if they were not kept."""
     return () if blob is None else struct.unpack(f"<{len(blob) // 4}i", blob)
 
 
@@ -45,7 +45,7 @@ def unpack_floats(blob: bytes | None) -> tuple[float, ...] | None:
 
 
 def pack_singles(values: Sequence[float] | None) -> bytes | None:
-    """Floats as little-endian float32: those that have no more digits keep every bit."""
+    """Floats as little-endian float32; exact for values that were computed in float32."""
     return None if values is None else struct.pack(f"<{len(values)}f", *values)
 
 
@@ -65,7 +65,7 @@ def unsigned(stored: int | None) -> int | None:
 
 
 def number(value: float | None) -> float | str | None:
-    """SQLite reads NaN as NULL, and NULL means "none" here; so a NaN is stored as text."""
+    """The value for SQLite; a NaN becomes the text "nan", because SQLite would store it as NULL, which means "none" here."""
     return "nan" if value is not None and math.isnan(value) else value
 
 
@@ -75,7 +75,7 @@ def plain_number(stored: float | str | None) -> float | None:
 
 
 def text(value: str | None) -> str | bytes | None:
-    """Text as it is; as a blob where it holds half a surrogate pair, which UTF-8 cannot."""
+    """Text unchanged; as a blob if it contains a lone surrogate, which UTF-8 cannot encode."""
     if value is None:
         return None
     try:
@@ -91,18 +91,18 @@ def plain_text(stored: str | bytes | None) -> str | None:
 
 
 def label(name: str) -> str:
-    """A name in a form that UTF-8 can hold; any real name stays as it is."""
+    """A name in a form that UTF-8 can encode; ordinary names stay unchanged."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def pack_json(value: Any) -> str:
-    """Any value as JSON. What JSON cannot hold becomes `{"__repr__": "<its repr>"}`; tuples read back as lists."""
+    """Any value as JSON. A value that JSON cannot hold becomes `{"__repr__": "<its repr>"}`; tuples read back as lists."""
     try:
         return json.dumps(value, default=_as_repr)
     except (TypeError, ValueError, RecursionError):
         if not isinstance(value, dict):
             return json.dumps(_as_repr(value))
-    # Some value in the mapping has keys that are no strings, or contains itself: save the others.
+    # Some value in the mapping has keys that are not strings, or contains itself: keep the other values.
     saved: dict[str, Any] = {}
     for name, column in cast("dict[object, object]", value).items():
         try:

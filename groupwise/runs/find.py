@@ -1,6 +1,6 @@
-"""Finding runs: what people and commands mean by `RUN`, `RUN@STEP` or a path, and the list of all runs.
+"""Finds runs: resolves `RUN`, `RUN@STEP` or a path, and lists all runs.
 
-A step in an address counts steps done: `sort@40` is the checkpoint after 40 steps.
+A step in an address is a number of steps done: `sort@40` is the checkpoint after 40 steps.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ from groupwise.runs.store import Store
 T = TypeVar("T")
 K = TypeVar("K")
 ENDS = 5
-"""The first and the last reward of a run are means of so many steps, at most half of them: one step says little."""
+"""The first and the last reward of a run are means over this many steps, at most half of them: a single step is too noisy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The meaning of a reference to a run."""
+    """The run, and perhaps checkpoint, that a reference names."""
 
     path: Path
     """The run folder."""
     checkpoint: Checkpoint | None
-    """None where the reference names the run as a whole."""
+    """None if the reference names the run as a whole."""
 
     @property
     def name(self) -> str:
-        """The run's name."""
         return self.path.name
 
 
@@ -56,7 +55,7 @@ class RunInfo:
     name: str
     path: Path
     state: ShownState | None
-    """None where the folder is broken; `broken` says why."""
+    """None if the folder is broken; `broken` says why."""
     steps: int = 0
     """Steps done."""
     max_steps: int | None = None
@@ -64,7 +63,7 @@ class RunInfo:
     """Mean reward of the first few steps."""
     reward_last: float | None = None
     loss_first: float | None = None
-    """The same of the loss."""
+    """Mean loss of the first few steps."""
     loss_last: float | None = None
     started: float | None = None
     """Seconds since 1970."""
@@ -74,9 +73,9 @@ class RunInfo:
 
 
 def resolve(reference: str, runs_dir: Path = Path("runs")) -> Address:
-    """A run name in `runs_dir`, a path to a run or checkpoint folder, each of the former with `@STEP`.
+    """Resolve a run name in `runs_dir`, or a path to a run or checkpoint folder; a run may have `@STEP` appended.
 
-    RunNotFoundError lists the runs or the checkpoints that there are. Damaged checkpoints are not there.
+    RunNotFoundError lists the existing runs or checkpoints. Damaged checkpoints count as missing.
     """
     whole = _find_folder(reference, runs_dir)
     if whole is not None:
@@ -101,7 +100,7 @@ def resolve(reference: str, runs_dir: Path = Path("runs")) -> Address:
 
 
 def resolve_run(reference: str, runs_dir: Path = Path("runs")) -> tuple[Path, int | None]:
-    """The run folder that a reference means, and the step it names, whether or not a checkpoint of that step is there."""
+    """The run folder and the step that a reference names; a checkpoint of that step need not exist."""
     whole = _find_folder(reference, runs_dir)
     if whole is not None:
         return whole.path, whole.checkpoint.step if whole.checkpoint else None
@@ -113,9 +112,9 @@ def resolve_run(reference: str, runs_dir: Path = Path("runs")) -> tuple[Path, in
 
 
 def newest_unfinished(name: str, runs_dir: Path) -> Path:
-    """The newest run that was asked for as `name` (or is called so) and has not finished.
+    """The newest unfinished run that was requested under `name` (or has this name).
 
-    RunNotFoundError says whether all of them are finished, or there are none; StoreError why its record cannot be read.
+    RunNotFoundError if all of them are finished, or there are none; StoreError if the record of the run called `name` cannot be read.
     """
     found = runs_called(name, runs_dir)
     if not found:
@@ -134,18 +133,18 @@ def newest_unfinished(name: str, runs_dir: Path) -> Path:
 
 
 def list_runs(runs_dir: Path = Path("runs")) -> list[RunInfo]:
-    """All runs in a folder, oldest first; folders that cannot be read come last, with the reason."""
+    """All runs in a folder, oldest first; unreadable folders come last, with the reason."""
     infos = [run_info(path) for path in run_folders(runs_dir)]
     return sorted(infos, key=lambda info: (info.broken is not None, info.started or 0.0, info.name))
 
 
 def run_info(path: Path) -> RunInfo:
-    """A list's entry for one run; never raises for a broken one."""
+    """The list entry of one run; never raises for a broken one."""
     return run_info_and(path, lambda _: None)[0]
 
 
 def run_info_and(path: Path, look: Callable[[Store], T]) -> tuple[RunInfo, T | None]:
-    """The same, and what `look` finds in the record while that is open; None for a broken one."""
+    """`run_info`, and the result of `look` on the open record; that is None for a broken run."""
     try:
         with Store.open(path / RECORD, readonly=True) as store:
             facts = store.get_meta()
@@ -171,18 +170,18 @@ def run_info_and(path: Path, look: Callable[[Store], T]) -> tuple[RunInfo, T | N
                 task=_of_kind(facts.get("task"), str),
             )
             return info, look(store)
-    except Exception as error:  # noqa: BLE001 — the folder may hold anything, and the others are listed
+    except Exception as error:  # noqa: BLE001 — the folder may contain anything, and the other runs must still be listed
         return RunInfo(path.name, path, state=None, broken=str(error)), None
 
 
 def final_step(path: Path) -> int:
-    """After how many steps the weights in a run's `final/` are: the best step of a run that wanted that, else its last one."""
+    """The step of the weights in a run's `final/`: the best step if the run was configured to keep that, else the last one."""
     found = Store.facts(path / RECORD).get(FINAL_STEP)
     return run_info(path).steps if found is None else found
 
 
 def run_around(weights: Path) -> Path | None:
-    """The run whose `final/` or checkpoint a folder with weights is; None for any other folder."""
+    """The run that a folder with weights belongs to, if it is its `final/` or one of its checkpoints; else None."""
     place = weights.resolve()
     if place.name == FINAL and (place.parent / RECORD).is_file():
         return place.parent
@@ -190,7 +189,7 @@ def run_around(weights: Path) -> Path | None:
 
 
 def newest_weights(run: Path) -> Path | None:
-    """Those of the finished run, else of its newest checkpoint by number; None before the first."""
+    """Folder of the weights in `final/`, else of the newest checkpoint; None before the first checkpoint."""
     if (run / FINAL).is_dir():
         return run / FINAL
     newest = checkpoints.newest(run / CHECKPOINTS)
@@ -198,31 +197,31 @@ def newest_weights(run: Path) -> Path | None:
 
 
 def label_of(run: Path, weights: Path) -> str:
-    """`run@step` of its `final/` or of one of its checkpoints."""
+    """`run@step` of a run's `final/` or of one of its checkpoints."""
     place = weights.resolve()
     step = final_step(run) if place.name == FINAL else int(place.name.removeprefix("step-"))
     return f"{run.name}@{step}"
 
 
 def _of_kind(value: Any, kind: type[K]) -> K | None:
-    """The value if it is of this kind, else None: another program may have written it."""
+    """The value if it has this type, else None: another program may have written it."""
     return value if isinstance(value, kind) else None
 
 
 def reward_ends(rewards: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean reward (or loss) of the first and of the last few of some steps; None where none of them has one."""
+    """Mean reward (or loss) of the first and of the last few steps; None if there are none."""
     ends = max(1, min(ENDS, len(rewards) // 2))
     return mean_of(rewards[:ends]), mean_of(rewards[-ends:])
 
 
 def mean_of(values: Sequence[float]) -> float | None:
-    """The mean of the values that are numbers; None if none is."""
+    """The mean of the values without NaN; None if there are none."""
     known = [value for value in values if value == value]
     return sum(known) / len(known) if known else None
 
 
 def _find_folder(reference: str, runs_dir: Path) -> Address | None:
-    """The run or checkpoint folder of exactly this name or path."""
+    """The run or checkpoint folder with exactly this name or path."""
     for path in (Path(reference), runs_dir / reference):
         if not reference or not _can_be_looked_at(path):
             continue
@@ -237,7 +236,7 @@ def _find_folder(reference: str, runs_dir: Path) -> Address | None:
 def _can_be_looked_at(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # a name that is too long, a folder that may not be entered
+    except OSError:  # the name is too long, or a parent folder has no permission
         return False
 
 
@@ -256,7 +255,7 @@ def _split(reference: str) -> tuple[str, int | None]:
 
 
 def is_file(path: Path) -> bool:
-    """True if the file exists; False also for a name that no file could have, and in a folder that may not be entered."""
+    """True if the file exists. False also for an impossible name, and in a folder without permission."""
     try:
         return path.is_file()
     except OSError:
@@ -264,7 +263,7 @@ def is_file(path: Path) -> bool:
 
 
 def no_such_run(name: str, runs_dir: Path) -> str:
-    """The message if there is no run of that name: the runs that exist, and those that may be meant."""
+    """The message for a missing run: the existing runs, and a similar name."""
     names = [path.name for path in run_folders(runs_dir)]
     if not names:
         return f"there is no run '{name}': {runs_dir} holds no runs. Give a path, or --dir."
@@ -275,7 +274,7 @@ def no_such_run(name: str, runs_dir: Path) -> str:
 
 
 def run_folders(runs_dir: Path) -> list[Path]:
-    """Every folder in this one that is or tries to be a run, by name."""
+    """Every folder in `runs_dir` that may be a run, by name; hidden ones are left out."""
     if not runs_dir.is_dir():
         return []
     return sorted(
@@ -286,7 +285,7 @@ def run_folders(runs_dir: Path) -> list[Path]:
 
 
 def runs_called(name: str, runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """The runs that were asked for as `name`, or are called so, with their facts; those that cannot be read are left out."""
+    """The runs that were requested under `name`, or have this name, with their facts; unreadable ones are left out."""
     found: list[tuple[Path, dict[str, Any]]] = []
     for path in run_folders(runs_dir):
         with suppress(StoreError):

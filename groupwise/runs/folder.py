@@ -1,21 +1,21 @@
-"""The run directory, and the one process that may write to it.
+"""The run folder, and the lock that lets only one process write to it.
 
     runs/<name>/
         config.json     the resolved configuration
         run.db          steps, metrics, rollouts, evaluations (`groupwise.runs.store`)
         summary.json    how it ended
         checkpoints/    step-N/ (`groupwise.runs.checkpoints`)
-        records/        step-N.db, the pieces of the record from checkpoints that are gone (`groupwise.runs.record_segments`)
+            records/        step-N.db, the segments of the record from deleted checkpoints (`groupwise.runs.record_segments`)
         final/          the trained adapter or model with its tokenizer
-        start/          the weights that it was started from, where those of another run were given
-        tokenizer/      what reads the record's token ids, there from the beginning
-        results/        what evaluations wrote, never overwritten
+            start/          the weights that the run was started from, if they are another run's
+            tokenizer/      decodes the record's token ids; written when the run starts
+            results/        results of evaluations, never overwritten
         reward.svg      the curve
         log.txt         what the package logged
-        lock            held by the live process
+            lock            held by the process that works on the run
 
-A new run is built beside its place and appears whole. Its state stands in the record: `running` until it ends as
-`finished`, `interrupted` or `failed`; a run that says `running` but that no process holds has `crashed`.
+A new run is built in a temporary folder next to its final path and then renamed, so it appears whole. The record holds its state:
+`running` until it ends as `finished`, `interrupted` or `failed`. A run recorded as `running` that no process holds has `crashed`.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ START = "start"
 """Holds the weights that the run was started from by `--init-from`."""
 TOKENIZER = "tokenizer"
 FINAL_STEP = "final_step"
-"""The fact about a run that says after which step the weights in `final/` are."""
+"""Key of the fact that says after how many steps the weights in `final/` were saved."""
 
 BUILDING_SECONDS = 60.0
-"""Seconds after which a run under construction that no process holds is dead: building one takes milliseconds."""
+"""A run still under construction that no process holds counts as dead after this many seconds: building one takes milliseconds."""
 
 MOST_JSON, DEEPEST_JSON = 16 << 20, 200
-"""Bytes of a configuration or summary, and objects and lists inside each other: more than any has that we wrote."""
+"""Limits for reading a configuration or summary: bytes, and nesting depth. Far more than any file that we write."""
 
 _LOGGER = logging.getLogger("groupwise")
 
@@ -94,10 +94,10 @@ class RunFolder:
         *,
         keep_tokens: bool = True,
     ) -> RunFolder:
-        """Make `runs_dir/name`, or `name-2`, `name-3` … where runs of that name are finished.
+        """Make `runs_dir/name`, or `name-2`, `name-3` … if finished runs have that name.
 
-        UsageError where an unfinished run has the name or where nothing can be written, RunInUseError if the run is live.
-        `meta` are facts for lists: kind, model, task, max_steps.
+        UsageError if an unfinished run has the name or if the folder is not writable, RunInUseError if the run is live.
+        `meta` are facts for lists of runs: kind, model, task, max_steps.
         """
         _refuse_reserved(name)
         with _place_explained(runs_dir):
@@ -121,7 +121,7 @@ class RunFolder:
 
     @staticmethod
     def would_create(runs_dir: Path, name: str) -> Path:
-        """The folder that `create` would make now. Raises what it would raise; makes and takes nothing."""
+        """The folder that `create` would make now. Raises the same errors; creates and locks nothing."""
         _refuse_reserved(name)
         with _place_explained(runs_dir):
             path = _free_path(runs_dir, name)
@@ -130,7 +130,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, *, keep_tokens: bool = True) -> RunFolder:
-        """Take an existing run up again: it is `running` from now on, and what a dead process left unfinished is deleted.
+        """Open an existing run to resume it: sets its state to `running` and deletes the unfinished files of a dead process.
 
         RunNotFoundError if it is no run folder, RunInUseError if another process holds it, UsageError or StoreError if it cannot
         be written.
@@ -174,20 +174,20 @@ class RunFolder:
         return read_config(self.path)
 
     def resume(self, config: Mapping[str, Any], record: ResumeRecord) -> None:
-        """Note that the run goes on, with this configuration from now on."""
+        """Record a resume, and write the configuration that applies from now on."""
         self.store.record_resume(record)
         atomic_files.write_json(self.path / CONFIG, dict(config))
 
     def keep_tokenizer(self, fill: Callable[[Path], None]) -> None:
-        """Make `tokenizer/` of the files that `fill` writes, where there is none: so tokens can be read before the run has ended."""
+        """Make `tokenizer/` from the files that `fill` writes, unless it exists. Tokens can then be decoded before the run has ended."""
         place = self.path / TOKENIZER
         if not place.is_dir():
             atomic_files.make_folder(place, fill, replace=False)
 
     def write_final(self, fill: Callable[[Path], None], step: int | None = None) -> Path:
-        """Make `final/` from the files that `fill` writes into the folder that it is given; an earlier one is replaced.
+        """Make `final/` from the files that `fill` writes into the folder that it receives; an earlier one is replaced.
 
-        `step`: its weights are those after so many steps; None: after all that were done. `find.final_step` reads it.
+        `step`: the number of steps after which the weights were saved; None: all steps so far. `find.final_step` reads it.
         """
         atomic_files.make_folder(self.final, fill, replace=True)
         if step is None:
@@ -218,7 +218,7 @@ class RunFolder:
         summary: Mapping[str, Any] | None = None,
         trouble: dict[str, Any] | None = None,
     ) -> None:
-        """Say in summary.json how the run ends; as long as the record does not say so, a resume goes on with it."""
+        """Write how the run ends to summary.json. Until `finish` has also set the state in the record, a resume continues the run."""
         ended = {"run": self.name, "state": state, "error": trouble, **(summary or {})}
         atomic_files.write_json(self.path / SUMMARY, ended)
 
@@ -244,7 +244,7 @@ class RunFolder:
         if error is None:
             self.close()
             return
-        with suppress(StoreError):  # a full disk must not hide what happened before
+        with suppress(StoreError):  # a full disk must not hide the original error
             if self.state == "running":
                 self.finish(
                     "failed" if isinstance(error, Exception) else "interrupted", error=error
@@ -259,7 +259,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def flatten(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Dotted keys of a configuration and their values, as JSON."""
+    """The configuration as dotted keys and their values as JSON; `before` is a prefix for the keys."""
     found: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
@@ -270,12 +270,12 @@ def flatten(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """How a run ended; None if it has not. StoreError if it cannot be read."""
+    """How a run ended; None if it has no summary yet. StoreError if the file cannot be read."""
     return _read_json(path / SUMMARY) if (path / SUMMARY).exists() else None
 
 
 def shown_state(path: Path, recorded: State) -> ShownState:
-    """The recorded state of a run; a `running` one that no live process holds has crashed."""
+    """The recorded state of a run, or `crashed` if that is `running` and no live process holds the run."""
     return "crashed" if recorded == "running" and not is_held(path) else recorded
 
 
@@ -288,9 +288,9 @@ def read_state(path: Path) -> ShownState:
 def add_result(path: Path, name: str, content: Any, rows: Path | None = None) -> Path:
     """Write `results/<name>.json` of a run, or `<name>-2.json` … : an earlier result is never overwritten.
 
-    `rows` is a finished file, on the same disk, that becomes `results/<name>.jsonl`: what is too much for one JSON value.
-    Needs no hold on the run: a finished or a live run may be evaluated. StoreError if it cannot be written;
-    `atomic_files.check_can_write` of `result_file` tells so before the work.
+    `rows` is a finished file on the same disk, which becomes `results/<name>.jsonl`; for data too large for one JSON value.
+    Needs no lock: a finished or a live run may be evaluated. StoreError if it cannot be written; call
+    `atomic_files.check_can_write(result_file(...))` to find out before a long evaluation.
     """
     folder = path / RESULTS
     with atomic_files.explained(folder):
@@ -301,7 +301,7 @@ def add_result(path: Path, name: str, content: Any, rows: Path | None = None) ->
             if rows is None:
                 atomic_files.write_json(file, content, replace=False)
             else:
-                # The rows first, so that a result never lacks them. Raises FileExistsError, leaving nothing, if either is there.
+                # The rows first, so that a result never lacks them. Raises FileExistsError, leaving nothing, if either file exists.
                 beside = file.with_suffix(".jsonl")
                 atomic_files.publish_file(rows, beside, replace=False)
                 try:
@@ -314,7 +314,7 @@ def add_result(path: Path, name: str, content: Any, rows: Path | None = None) ->
 
 
 def result_file(path: Path, name: str) -> Path:
-    """The file of a run that holds the result of this name."""
+    """The path of the result of this name in a run."""
     return path / RESULTS / f"{name}.json"
 
 
@@ -328,7 +328,7 @@ def _refuse_reserved(name: str) -> None:
 
 @contextmanager
 def _place_explained(runs_dir: Path) -> Generator[None, None, None]:
-    """Before a run stands, a disk that refuses is a wrong place, not a failed run."""
+    """While a run does not exist yet, report an OSError as a wrong `run.dir` (UsageError), not as a failed run."""
     try:
         yield
     except OSError as error:
@@ -364,7 +364,7 @@ def _free_path(runs_dir: Path, name: str) -> Path:
 def _build(
     building: Path, path: Path, name: str, config: Mapping[str, Any], meta: Mapping[str, Any]
 ) -> RunLock:
-    """Fill the folder beside its place and publish it; the lock that is returned moves with it."""
+    """Fill the folder under its building name and rename it to `path`; the returned lock moves with it."""
     lock = RunLock.acquire(building)
     try:
         atomic_files.write_json(building / CONFIG, dict(config))
@@ -417,7 +417,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class _LogFile:
-    """Sends what the package logs to a file for as long as the run is open."""
+    """Writes the package's log records to a file while the run is open."""
 
     def __init__(self, path: Path) -> None:
         self._handler = _Handler(path, encoding="utf-8", errors="backslashreplace")
@@ -430,12 +430,12 @@ class _LogFile:
     def close(self) -> None:
         _LOGGER.removeHandler(self._handler)
         _LOGGER.setLevel(self._level_before)
-        with suppress(OSError):  # what the disk refuses is lost; it is a log
+        with suppress(OSError):  # a log line lost to a full disk is acceptable
             self._handler.close()
 
 
 class _Handler(logging.FileHandler):
-    """Drops what the disk refuses: the record speaks of a full disk, the log need not, line by line."""
+    """Drops lines that cannot be written: the record already reports a full disk, so the log need not do so for each line."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exception(), OSError):
@@ -443,7 +443,7 @@ class _Handler(logging.FileHandler):
 
 
 class _Formatter(logging.Formatter):
-    """Time in UTC, level, message. Text of a model may be in it: control characters are spelt out."""
+    """Time in UTC, level, message. Control characters are escaped: messages may contain a model's text."""
 
     converter = time.gmtime
 

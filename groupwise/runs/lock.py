@@ -1,7 +1,7 @@
 """A lock that lets only one live process work on a run folder.
 
-The holder keeps an exclusive `flock` on the file `lock`, and writes its process and host into it. The kernel releases the lock when the
-process dies, however it dies: so a lock that can be taken is free, whatever the file says, and no process number has to be checked.
+The holder keeps an exclusive `flock` on the file `lock`, and writes its process id and host into it. The kernel releases the lock when the
+process ends in any way. So a lock that can be taken is free. The text in the file is only for messages, and no process id is checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from groupwise.core.errors import RunInUseError, UsageError
 LOCK = "lock"
 
 RETRY_DELAYS = (0.0, 0.01, 0.02, 0.05, 0.1)
-"""Seconds between attempts: `holder` of another process holds the lock for an instant while it looks."""
+"""Seconds between attempts: another process that calls `is_held` or `holder` briefly takes a shared lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Holder:
 
     pid: int
     started_at: float
-    """Seconds since 1970, when it took the lock."""
+    """Seconds since 1970 when it took the lock."""
     host: str
 
     def __str__(self) -> str:
@@ -37,14 +37,14 @@ class Holder:
 
 
 class RunLock:
-    """An exclusive hold on a run folder, until `release` or the end of the process."""
+    """An exclusive lock on a run folder, until `release` or the end of the process."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
 
     @classmethod
     def acquire(cls, folder: Path) -> RunLock:
-        """Take the folder; RunInUseError that names the process if a live one holds it, UsageError if it cannot be written."""
+        """Lock the folder; RunInUseError names the live process that holds it, UsageError if the folder is not writable."""
         try:
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
@@ -93,6 +93,7 @@ def _take(descriptor: int, kind: int) -> bool:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
+            # Only exclusive attempts are retried: they may meet the brief shared lock of `is_held`.
             if kind == fcntl.LOCK_SH:
                 return False
         else:

@@ -1,12 +1,12 @@
-"""Chooses the place for a run's published weights, from which the sampler loads them: memory if there is room, else the disk.
+"""Chooses the folder for a run's published weights, which the sampler loads: in memory if there is room, else on the disk.
 
     /dev/shm/groupwise-<user>/      (or the folder for temporary files)
-        <run>/v000000012/           what the learner published; the last two versions are kept
+        <run>/v000000012/           the weights that the learner published; the last two versions are kept
         <run>.lock                  held by the process that publishes there
-        lock                        held for the instant in which a process claims, sweeps or releases
+        lock                        held briefly while a process claims, sweeps or releases a folder
 
-No other user can write there, because what the sampler loads must be what the learner published. A process that was killed leaves its
-folder behind, but not its hold on the lock: the next process that claims a folder deletes those that are not held.
+No other user can write there: the sampler must load exactly what the learner published. A killed process leaves its folder, but its lock
+is released: the next process that claims a folder deletes those whose lock is not held.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SHARE = 4
 """Published weights may take 1/SHARE of the free memory: training needs several times their size."""
 
 _claims: dict[Path, int] = {}
-"""The folders that this process holds, with the descriptors of their locks."""
+"""The folders that this process has claimed, and the file descriptors of their locks."""
 
 
 def claim(run_folder: Path, size: int) -> Path:
-    """A folder for the publications of a run, empty or not there yet; `size` is that of one publication in bytes.
+    """Claim a folder for the publications of a run, empty or still missing; `size` is the size of one publication in bytes.
 
-    Deletes what dead processes left. StoreError if nothing can be written.
+    Deletes the folders of dead processes. StoreError if nothing can be written.
     """
     with atomic_files.explained(Path(tempfile.gettempdir())):
-        # Memory if it is free there: containers often have next to none at /dev/shm.
+        # Memory only if it has room: in containers /dev/shm is often very small.
         place, needed = Path(tempfile.gettempdir()), COPIES * size
         if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= needed:
             place = MEMORY if free_memory() >= SHARE * needed else place
@@ -47,7 +47,7 @@ def claim(run_folder: Path, size: int) -> Path:
         mine.mkdir(mode=0o700, exist_ok=True)
         found = mine.lstat()
         if found.st_uid != os.getuid() or found.st_mode & 0o022 or mine.is_symlink():
-            # Other users may write there, so it is not used: what the sampler loads must be what the learner published.
+            # Other users may write there, so it is not used: the sampler must load exactly what the learner published.
             mine = Path(tempfile.mkdtemp(prefix="groupwise-"))
         with _alone(mine):
             _sweep(mine)
@@ -60,7 +60,7 @@ def claim(run_folder: Path, size: int) -> Path:
 
 
 def release(folder: Path) -> None:
-    """Delete what was published in a claimed folder, and give it up; a second call does nothing."""
+    """Delete the publications in a claimed folder, and release the claim; a second call does nothing."""
     descriptor = _claims.pop(folder, None)
     if descriptor is None:
         return
@@ -80,7 +80,7 @@ def version_folder(publications: Path, version: int) -> Path:
 
 
 def remove_old(publications: Path, version: int, keep: int) -> list[Path]:
-    """Remove all but the last `keep` versions up to this one; gives the folders that are gone."""
+    """Delete all but the last `keep` versions up to `version`; returns the deleted folders."""
     old = [each for each in publications.glob("v*") if int(each.name[1:]) <= version - keep]
     for folder in old:
         shutil.rmtree(folder, ignore_errors=True)
@@ -88,11 +88,11 @@ def remove_old(publications: Path, version: int, keep: int) -> list[Path]:
 
 
 def free_memory() -> int:
-    """Bytes that this process can still have, also where a container limits it."""
+    """Bytes of memory that this process can still allocate, within the container's limit if there is one."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     free = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
     group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):  # no such limit
+    with suppress(OSError, ValueError):  # no container limit
         limit = int((group / "memory.max").read_text())
         free = min(free, limit - int((group / "memory.current").read_text()))
     return free
@@ -102,6 +102,7 @@ def _take(folder: Path) -> bool:
     if folder in _claims:
         return False
     descriptor = os.open(_lock_of(folder), os.O_RDWR | os.O_CREAT, 0o600)
+    # Another live process holds the folder.
     if not _lock(descriptor):
         os.close(descriptor)
         return False
@@ -134,7 +135,7 @@ def _lock(descriptor: int) -> bool:
 
 @contextmanager
 def _alone(mine: Path) -> Generator[None, None, None]:
-    """One process at a time: a lock that was just made, and is not held yet, must not look dead."""
+    """Lets one process at a time claim, sweep or release: a lock file that was just made, and is not locked yet, would look dead."""
     descriptor = os.open(mine / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,8 +1,9 @@
-"""Turns a filter of rollouts into SQL: where SQLite begins, and what it then asks of each rollout.
+"""Turns a filter of rollouts into SQL, and chooses which index SQLite uses.
 
-A page shows some of maybe a million. Where a condition is met by few, these are found by its index, and the rest is asked of them alone:
-the narrowest condition leads. Where none is, rollouts are gone through in the order of the page until it is full. SQLite itself cannot
-know which of both is the case, so the SQL says it: a plus before a column keeps SQLite from that column's index.
+A page shows a few of perhaps a million rollouts. If few rollouts match one of the conditions, SQLite finds these by that condition's
+index and checks the other conditions on them alone; the most selective condition leads. Otherwise SQLite scans rollouts in the
+order of the page until it is full. SQLite cannot know which case applies, so the SQL decides: a plus before a column
+(`+column`) keeps SQLite from using that column's index.
 """
 
 from __future__ import annotations
@@ -21,39 +22,40 @@ from groupwise.runs.tables import task_label
 from groupwise.runs.text_index import terms_of, trigram_query
 
 USUAL_MEMBERS = 8
-"""Usual number of members of a group."""
+"""Typical number of members in a group, for estimates."""
 PROMPT = "coalesce(prompt_seen, prompt_text)"
-"""The prompt as it is shown and searched, of a row of `groups`; the view `prompts`, which the index is made of, says the same."""
+"""SQL of the prompt, of a row of `groups`, that is shown and searched; the view `prompts`, from which the index is built, has the same."""
 Lead = Literal["draw", "step", "example", "text", "part", "length", "truncated", "reward", "outcome", "task"]  # fmt: skip
 _INDEXED: tuple[Lead, ...] = ("draw", "step", "example", "reward", "outcome")
 _INDEXED_LATER: tuple[Lead, ...] = ("length", "truncated")
 _ORDERED = ("draw", "step", "example", "task")
-"""Conditions whose rollouts come in the order of a page, or are few."""
+"""Conditions whose matches are read in the order of a page, or are few."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Facts that the SQL depends on beside the filter."""
+    """Facts that the SQL depends on in addition to the filter."""
 
     lead: Lead | None = None
-    """The condition that few rollouts meet; None: rollouts are gone through in order."""
+    """The condition that few rollouts meet; None: rollouts are scanned in the order of the page."""
     indexed: bool = True
-    """There is a full-text index."""
+    """A full-text index exists."""
     by_column: bool = True
-    """Rollouts have a column for their task; of an earlier format, the groups of a task are found first."""
+    """Table `rollouts` has a column `task`. Records of an earlier format do not; there the groups of a task are looked up first."""
     several: bool = True
-    """A rollout may have the part that is asked for several times."""
+    """A rollout may have the requested part several times, once for each turn."""
 
 
 def plan_of(db: Database, filters: RolloutFilter, few: int) -> Plan:
-    """Choose the condition to begin with: the one that fewest rollouts meet, if they are less than `few`."""
+    """Choose the leading condition: the one that fewest rollouts meet, if they are fewer than `few`."""
     several = filters.part is not None
-    if several and db.lengths_indexed:  # else it is not quickly known
+    if several and db.lengths_indexed:  # without that index this query would be slow
         query = "SELECT EXISTS (SELECT 1 FROM parts WHERE name = ? AND turn IS NOT NULL)"
         several = bool(db.one(query, (label(filters.part or ""),))[0])
     plan = Plan(None, db.indexed, db.tasks_indexed, several)
     counts: Counter[Lead] = Counter()
     for lead, query, values, each in _count_matches(filters, plan, db.lengths_indexed):
+        # Matches that make up `few` rollouts, rounded up.
         most = -(-few // each)
         counts[lead] += each * db.one(f"SELECT count(*) FROM ({query} LIMIT {most})", values)[0]
     lead = min(counts, key=counts.__getitem__, default=None)
@@ -61,7 +63,7 @@ def plan_of(db: Database, filters: RolloutFilter, few: int) -> Plan:
 
 
 def rollout_query(filters: RolloutFilter, plan: Plan) -> tuple[str, Row]:
-    """The SQL of the ids of one page of rollouts, and its values; of what is passed over no more is read than the index has."""
+    """The SQL for the ids of one page of rollouts, and its values. Rollouts that the offset skips are read from the index only."""
     conditions = list(_conditions(filters, plan))
     clauses = [each.clause(plain=not _has_index(each.name, filters, plan)) for each in conditions]
     where = f" WHERE {' AND '.join(clauses)}" if clauses else ""
@@ -80,7 +82,7 @@ def rollout_query(filters: RolloutFilter, plan: Plan) -> tuple[str, Row]:
 class _Condition:
     name: Lead | Literal["order"]
     template: str
-    """SQL with a place for the plus."""
+    """SQL; `§` marks where `clause` puts the plus or nothing."""
     values: Row
 
     def clause(self, *, plain: bool) -> str:
@@ -113,7 +115,7 @@ def _conditions(filters: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
     if filters.order in ("best", "worst"):
         yield _Condition("order", f"§{measured} <= 9e999", ())
     if filters.part is not None and plan.several:
-        # A rollout of several turns may have a part several times: it is found by that which comes first in the order of the page.
+        # A multi-turn rollout may have a part several times: keep only the one that comes first in the order of the page.
         nearer = {"best": "another.value > part.value", "worst": "another.value < part.value"}
         before = "another.position < part.position"
         if filters.order in nearer:
@@ -121,7 +123,7 @@ def _conditions(filters: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
         within, values = "", ()
         if (filters.min_reward, filters.max_reward) != (None, None) or filters.order in nearer:
             within, values = " AND +another.value BETWEEN ? AND ?", _range(filters)
-        # Those of the rollout are few: the pluses keep SQLite from going through all of the name.
+        # One rollout has few parts: the pluses keep SQLite from scanning all parts of that name.
         clause = (
             "NOT EXISTS (SELECT 1 FROM parts AS another WHERE another.rollout = part.rollout AND +another.name = part.name"
             f"{within} AND {before})"
@@ -133,13 +135,13 @@ def _conditions(filters: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
 
 
 def _range(filters: RolloutFilter) -> tuple[float, float]:
-    """A NaN is stored as text, which sorts above every number."""
+    """The range of rewards, open ends as infinities. A NaN is stored as text, which sorts above every number, so it never matches."""
     least, most = filters.min_reward, filters.max_reward
     return (-math.inf if least is None else least), (math.inf if most is None else most)
 
 
 def _measured_column(wanted: RolloutFilter) -> tuple[str, Lead]:
-    """The column that the range and the order are about, and the condition that it belongs to."""
+    """The column that the range and the order apply to, and the condition that it belongs to."""
     return ("reward", "reward") if wanted.part is None else ("part.value", "part")
 
 
@@ -151,12 +153,12 @@ def _task(filters: RolloutFilter, plan: Plan) -> str:
 
 
 def _has_index(name: str, filters: RolloutFilter, plan: Plan) -> bool:
-    """True if SQLite may look a condition up by its column's index."""
+    """True if SQLite may use the index of this condition's column."""
     if name == plan.lead:
         return True
     if plan.lead is not None and plan.lead not in _ORDERED:
         return False
-    if name == "task":  # whose index has the order of a page
+    if name == "task":  # its index has the order of a page
         others = plan.lead is not None or filters.step is not None or filters.example is not None
         return not others and (plan.by_column or _by_task(filters, plan))
     if name in ("reward", "part", "order"):
@@ -166,11 +168,11 @@ def _has_index(name: str, filters: RolloutFilter, plan: Plan) -> bool:
     return plan.lead is None and name in ("draw", "step", "example")
 
 
-# --- where it begins ------------------------------------------------------------------------------
+# --- where SQLite starts --------------------------------------------------------------------------
 
 
 def _source(filters: RolloutFilter, plan: Plan) -> str:
-    """The tables in the order in which SQLite is to look into them (CROSS JOIN keeps it): the narrowest first."""
+    """The tables in the order in which SQLite must read them (CROSS JOIN fixes it): the most selective first."""
     parts = (
         "" if filters.part is None else " CROSS JOIN parts AS part ON part.rollout = rollouts.id"
     )
@@ -187,14 +189,14 @@ def _source(filters: RolloutFilter, plan: Plan) -> str:
 
 
 def _by_task(filters: RolloutFilter, plan: Plan) -> bool:
-    """True if the draws of a task are gone through, in their order."""
+    """True if the query scans the draws of a task, in their order."""
     narrower = (filters.step, filters.draw, filters.example, filters.text)
     task_alone = filters.task is not None and filters.order == "draw" and narrower == (None,) * 4
     return task_alone and plan.lead in (None, "task")
 
 
 def _by_value(filters: RolloutFilter, plan: Plan) -> bool:
-    """True if the values of a part say where to begin."""
+    """True if the query starts from the values of a reward part."""
     if filters.part is None:
         return False
     return plan.lead == "part" or (plan.lead is None and filters.order in ("best", "worst"))
@@ -205,7 +207,7 @@ def _id(filters: RolloutFilter) -> str:
 
 
 def _order(filters: RolloutFilter, plan: Plan) -> str:
-    """Ties go by id in the index's own direction, so that a page is read from it and nothing is sorted; of few all are."""
+    """Ties are ordered by id in the index's own direction: a page is then read from the index without sorting. Few matches are sorted."""
     measured, of_value = _measured_column(filters)
     by_lead = filters.order in ("best", "worst") and plan.lead == of_value
     plus = "" if plan.lead is None or plan.lead in _ORDERED or by_lead else "+"
@@ -223,7 +225,7 @@ def _order(filters: RolloutFilter, plan: Plan) -> str:
 
 
 def text_query(filters: RolloutFilter, plan: Plan, ids: Sequence[int]) -> tuple[str, Row]:
-    """The SQL of which of these rollouts have the text, and its values; the index is looked through from the first of them to the last."""
+    """SQL for those of these rollouts that have the text, and its values. Reads the index only between the lowest and highest id."""
     near = "json_each(?1) AS near CROSS JOIN rollouts ON rollouts.id = near.value"
     between = f"BETWEEN (SELECT min({{id}}) FROM {near}) AND (SELECT max({{id}}) FROM {near})"
     having = f"{{id}} IN (SELECT rowid FROM {{index}} WHERE {{index}} MATCH ? AND rowid {between})"
@@ -233,7 +235,7 @@ def text_query(filters: RolloutFilter, plan: Plan, ids: Sequence[int]) -> tuple[
 
 
 def _text(filters: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:
-    """The completion, or the prompt, has all of these words; without any, every rollout does."""
+    """SQL: the completion, or the prompt, contains all of the terms. Without terms, every rollout matches."""
     terms = terms_of(filters.text or "")
     matched = [query] if (query := _index_query(terms, plan)) else []
     either: list[str] = []
@@ -241,10 +243,10 @@ def _text(filters: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:
         ("completion_index", "rollouts.id", "completion"),
         ("prompt_index", "rollouts.draw", PROMPT),
     ):
-        # The index comes first, so that a text is read only if it may have the terms.
+        # The index comes first: a text is read only if it may contain the terms.
         clauses = [having.format(index=index, id=id)] * len(matched)
         for term in terms:
-            # The text in small letters, as far as the term has any: SQLite knows those of ASCII alone.
+            # Compare in lower case if the term has letters. SQLite's own lower() handles ASCII only.
             small = f"lowered({text})" if term.upper() != term else text
             clauses.append(f"instr({f'lower({text})' if term.isascii() else small}, ?)")
         either.append(" AND ".join(clauses) or "TRUE")
@@ -252,7 +254,7 @@ def _text(filters: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:
 
 
 def _index_query(terms: Sequence[str], plan: Plan) -> str:
-    """What is looked up in the full-text index; empty if that cannot narrow the search."""
+    """The MATCH expression for the full-text index; empty if the index cannot narrow the search."""
     return trigram_query(terms) if plan.indexed else ""
 
 
@@ -262,7 +264,7 @@ def _index_query(terms: Sequence[str], plan: Plan) -> str:
 def _count_matches(
     wanted: RolloutFilter, plan: Plan, lengths: bool
 ) -> Iterator[tuple[Lead, str, Row, int]]:
-    """Yields for each condition that may lead: its name, the SQL of its matches, its values, and how many rollouts a match stands for."""
+    """Yields for each condition that may lead: its name, the SQL of its matches, its values, and the number of rollouts per match."""
     asked = list(_conditions(wanted, plan))
     for lead in (*_INDEXED, *(_INDEXED_LATER if lengths else ())):
         yield from _counted_in("rollouts", lead, asked)

@@ -1,8 +1,8 @@
-"""A run's record as files for other programs, as JSON lines or Parquet: what `KINDS` names, each a file.
+"""Exports a run's record for other programs, as JSON lines or Parquet: one file for each of `KINDS`.
 
-The command `groupwise runs export` writes them anywhere, and a run that reports to `parquet` into its own folder. Both formats have the
-same rows; only for a number that is none, which JSON does not have, JSON lines say null. What has no columns of its own (those of a data
-set, messages, notes of an environment) is JSON text in both.
+The command `groupwise runs export` writes the files to any folder; a run that reports to `parquet` writes them to its own. Both formats
+have the same rows, except that NaN and infinities, which JSON does not have, are null in JSON lines. Values without a fixed schema
+(a dataset's columns, messages, an environment's notes) are JSON text in both.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ RecordFormat = Literal["jsonl", "parquet"]
 Row = dict[str, Any]
 
 KINDS = ("rollouts", "metrics", "evaluations", "evaluation_rows", "warnings")
-"""The files, by what they hold."""
+"""The names of the files, by content."""
 ROWS_AT_ONCE = 512
-"""Rows of a file that are in memory together, beside those of one step or evaluation."""
+"""Rows of a file that are in memory at once, in addition to those of one step or evaluation."""
 
 
 def check_can_write(to: RecordFormat) -> None:
@@ -38,17 +38,17 @@ def check_can_write(to: RecordFormat) -> None:
 
 
 def steps_of(store: Store) -> int:
-    """How many steps were recorded."""
+    """The number of recorded steps."""
     last = store.last_step()
     return 0 if last is None else last + 1
 
 
 def write_record(store: Store, to: RecordFormat, folder: Path, steps: int) -> None:
-    """Everything that was recorded of the first so many steps, into a folder that is there.
+    """Write everything recorded of the first `steps` steps to an existing folder.
 
-    Rows are read as they are written, a step or an evaluation at a time.
+    Rows are read while they are written, one step or evaluation at a time.
     """
-    # The column of each metric of the run: its name, but never that of the step's own column.
+    # The column of each metric: its name. A metric called `step` gets another one, because the step's own column has that name.
     names = store.metric_names()
     free = next(name for n in count() if (name := f"metric{'s' * n}/step") not in names)
     names = {name: free if name == "step" else name for name in names}
@@ -88,17 +88,17 @@ _COLUMNS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("name", "kind", "message", "values"), "text"),
     },
 }
-"""Meaning of each kind's columns, in their order; those of metrics are the run's own."""
+"""The types of each kind's columns, in their order; `metrics` has the run's own columns."""
 
 
 def _rows(store: Store, kind: str, steps: int, metrics: Mapping[str, str]) -> Iterator[Row]:
     """The rows of one kind, of the first `steps` steps. `metrics`: the columns of metrics by their names.
 
-    rollouts         a row each
-    metrics          a row for each step, with every name that the run has
-    evaluations      a row for each metric of each evaluation
-    evaluation_rows  a row for each prompt or sample of each evaluation, its content as JSON text
-    warnings         a row for each signal that begins or ends, its numbers as JSON text
+    rollouts         one row each
+    metrics          one row for each step, with a column for every metric of the run
+    evaluations      one row for each metric of each evaluation
+    evaluation_rows  one row for each prompt or sample of each evaluation, its content as JSON text
+    warnings         one row for each signal that starts or ends, its numbers as JSON text
     """
     if kind == "warnings":
         for warning in store.warnings():
@@ -135,7 +135,7 @@ def _evaluation_rows(store: Store, kind: str, steps: int) -> Iterator[Row]:
 
 
 def rollout_lines(store: Store, filters: RolloutFilter) -> Generator[str]:
-    """The lines that `rollouts.jsonl` would have of these rollouts."""
+    """These rollouts as lines of `rollouts.jsonl`."""
     with closing(store.every_rollout(filters)) as found:
         for row in starmap(_rollout, found):
             yield _line(_COLUMNS["rollouts"], _encodable(row))
@@ -153,19 +153,19 @@ def _rollout(view: RolloutView, detail: RolloutDetail) -> Row:
 
 
 def _as_json(value: Any) -> str:
-    """JSON that every reader takes."""
+    """Strict JSON, without NaN or infinities."""
     return json.dumps(atomic_files.without_nan(value), allow_nan=False)
 
 
 def _plain_json(stored: str | None) -> str | None:
-    """The record's own JSON, which may name numbers that JSON does not have."""
+    """The record's stored JSON as strict JSON: the stored form may contain NaN or Infinity."""
     if stored is None or not ("NaN" in stored or "Infinity" in stored):
         return stored
     return _as_json(json.loads(stored))
 
 
 def _encodable(row: Mapping[str, Any]) -> Row:
-    """Without halves of characters, which a model may write and UTF-8 has not."""
+    """The row with lone surrogates replaced: a model may write them, and UTF-8 cannot."""
     return {
         key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
         for key, value in row.items()
@@ -182,7 +182,7 @@ def _line(columns: Iterable[str], row: Row) -> str:
 
 
 def _write(file: Path, to: RecordFormat, columns: Mapping[str, str], rows: Iterable[Row]) -> None:
-    """Write a file. Parquet has a given schema, so that an empty file has its columns too."""
+    """Write a file. Parquet gets an explicit schema, so an empty file has its columns too."""
     if to == "jsonl":
         with file.open("w", encoding="utf-8") as opened:
             for row in rows:

@@ -1,16 +1,16 @@
-"""The record of a run in pieces that travel with its checkpoints, so that a run outlives the loss of its `run.db`.
+"""The record of a run in pieces that are stored with its checkpoints: a run survives the loss of its `run.db`.
 
-    checkpoints/step-N/record.db    the steps since the checkpoint before, with their metrics, rollouts and evaluations
-    records/step-N.db               the same of checkpoints that were deleted because newer ones came
-    records/steps-M-to-N.db         those of several such checkpoints, from step-M to step-N, put together
+    checkpoints/step-N/record.db    the steps since the previous checkpoint, with their metrics, rollouts and evaluations
+    records/step-N.db               the piece of a checkpoint that was deleted after newer ones were written
+    records/steps-M-to-N.db         the pieces of several such checkpoints, from step-M to step-N, merged
 
-A piece has the tables of `run.db` and the very same rows, bit for bit: it is a small record, complete in itself, that is written
-once. The facts about the run and its resumes are in each piece, as they were. Put together in their order, the pieces give
-the record after the last checkpoint; `make_anew` does so where `run.db` is missing or damaged.
+A piece has the tables of `run.db` and exactly the same rows: it is a small complete record that is written
+once. Each piece also has the facts about the run and its resumes as they were then. All pieces in order make up
+the record as of the last checkpoint; `make_anew` rebuilds it from them if `run.db` is missing or damaged.
 
-Kept pieces are merged whenever there are `MERGED_AT_ONCE` of them. The merged one appears whole, then its parts are deleted: a process
-that dies in between leaves rows twice, which is no harm, and parts that the next merge deletes. It never spans a checkpoint that still
-stands, because a resume from there deletes all pieces that end later.
+Kept pieces are merged whenever there are `MERGED_AT_ONCE` of them. The merged file appears in one step, then its parts are deleted: a
+process that dies in between leaves rows in two files, which does no harm, and parts that the next merge deletes. A merged piece never
+spans a checkpoint that still exists, because a resume from there deletes all pieces that end later.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from groupwise.runs.sqlite_file import begin_migration, connect
 from groupwise.runs.store import Store
 
 PIECE = "record.db"
-"""A piece within its checkpoint."""
+"""Name of a piece in the folder of its checkpoint."""
 KEPT = "records"
 """Folder of a run that holds the pieces of deleted checkpoints."""
 MERGED_AT_ONCE = 64
-"""Kept pieces that become one: a long run then has a few hundred files, and writes each row of its record three times in all."""
+"""Kept pieces that are merged into one: a long run then has a few hundred files, and writes each row of its record three times in all."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +55,16 @@ _TABLES = {**_OF_STEPS, "segments": _OF_ROLLOUTS, "parts": _OF_ROLLOUTS}
 
 @dataclass(frozen=True, slots=True)
 class MadeAnew:
-    """A record that was put together from its pieces."""
+    """A record that was rebuilt from its pieces."""
 
     trouble: str
-    """The problem with the segment before."""
+    """The problem with the record before, as a verb phrase such as "was missing"."""
     steps: int
-    """Steps that are in it."""
+    """Number of recovered steps."""
     lost: tuple[int, ...]
-    """Steps that no piece had."""
+    """Steps that no piece has."""
     damaged: Path | None
-    """The present place of the damaged one."""
+    """The present path of the damaged record; None if there was none."""
 
     def __str__(self) -> str:
         kept_as = f" (kept as {self.damaged.name})" if self.damaged else ""
@@ -85,7 +85,7 @@ class MadeAnew:
 
 
 def write_piece(run: Path, record: Path, folder: Path, step: int) -> None:
-    """Write the piece of the checkpoint after `step` steps into its folder, which is under construction."""
+    """Write the piece of the checkpoint after `step` steps into the checkpoint's unfinished folder."""
     first = max((last for last, _ in _pieces(run) if last < step), default=0)
     with _new_piece(folder / PIECE) as connection:
         _attach(connection, record, "ro")
@@ -96,7 +96,7 @@ def write_piece(run: Path, record: Path, folder: Path, step: int) -> None:
 
 @contextmanager
 def _new_piece(file: Path) -> Generator[sqlite3.Connection]:
-    """An empty one to be filled, which is flushed when it gets its place."""
+    """An empty piece to be filled. Written without fsync: it is flushed when it is renamed into place."""
     with explained(file), closing(connect(file, "rwc")) as connection:
         connection.execute("PRAGMA synchronous = OFF")
         begin_migration(connection, FORMAT)
@@ -105,7 +105,7 @@ def _new_piece(file: Path) -> Generator[sqlite3.Connection]:
 
 
 def keep_piece(checkpoint: Path) -> None:
-    """Before a checkpoint is deleted: its piece stays with the run."""
+    """Keep the piece of a checkpoint that is about to be deleted."""
     piece = checkpoint / PIECE
     if piece.is_file():
         kept = checkpoint.parent.parent / KEPT / f"{checkpoint.name}.db"
@@ -113,14 +113,14 @@ def keep_piece(checkpoint: Path) -> None:
 
 
 def drop_pieces_after(run: Path, step: int) -> None:
-    """Delete the kept pieces of later checkpoints: their steps are done again."""
+    """Delete the kept pieces of checkpoints after `step`: their steps are done again."""
     for piece in _kept_pieces(run):
         if piece.last > step:
             atomic_files.remove_file(piece.path)
 
 
 def merge_kept_pieces(run: Path) -> None:
-    """Put kept pieces together where there are many. A disk that refuses leaves them as they are: they are as good."""
+    """Merge kept pieces if there are enough. If the disk fails, they stay unmerged, which is no loss."""
     kept = _kept_pieces(run)
     merged = [each for each in kept if each.merged]
     single = [each for each in kept if not each.merged]
@@ -131,7 +131,7 @@ def merge_kept_pieces(run: Path) -> None:
         if len(single) < MERGED_AT_ONCE:
             return
         steps = [step for step, _ in _checkpoints(run)]
-        # Pieces one after the other with no checkpoint between them.
+        # Consecutive pieces with no checkpoint between them.
         for _, pieces in groupby(single, lambda each: sum(step < each.last for step in steps)):
             parts = list(pieces)[:MERGED_AT_ONCE]
             if len(parts) < MERGED_AT_ONCE:
@@ -153,7 +153,7 @@ def merge_kept_pieces(run: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _KeptPiece:
-    """A piece of deleted checkpoints, the first and the last one by their steps; the same one unless it is merged."""
+    """A kept piece, with the first and the last step number of its checkpoints; both are the same unless it is merged."""
 
     path: Path
     first: int
@@ -165,7 +165,7 @@ class _KeptPiece:
 
 
 def _kept_pieces(run: Path) -> list[_KeptPiece]:
-    """Kept segments in order; a merged one comes after its parts."""
+    """Kept pieces in order; a merged one comes after its parts."""
     folder = run / KEPT
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     found = [(folder / name, _KEPT_NAME.fullmatch(name)) for name in names]
@@ -178,16 +178,16 @@ def _kept_pieces(run: Path) -> list[_KeptPiece]:
 
 
 def _pieces(run: Path) -> list[tuple[int, Path]]:
-    """All that there are, with the steps after which they were written, in order."""
+    """All pieces, with the number of steps after which they were written, in order."""
     own = [(step, path / PIECE) for step, path in _checkpoints(run) if (path / PIECE).is_file()]
     kept_pieces = [(each.last, each.path) for each in _kept_pieces(run)]
     return sorted(kept_pieces + own, key=lambda piece: piece[0])
 
 
 def earlier(run: Path, step: int) -> dict[str, Path]:
-    """The pieces before that of the checkpoint after `step` steps, by the names that they have in `records/`.
+    """The pieces before that of the checkpoint after `step` steps, by their names in `records/`.
 
-    One that was kept for a checkpoint that then was not deleted is there twice, and either will do.
+    A piece that was kept for a checkpoint whose deletion then failed exists twice; either copy is used.
     """
     return {
         (f"{path.parent.name}.db" if path.name == PIECE else path.name): path
@@ -197,7 +197,7 @@ def earlier(run: Path, step: int) -> dict[str, Path]:
 
 
 def _checkpoints(run: Path) -> list[tuple[int, Path]]:
-    """The folders of checkpoints with their steps, whatever state they are in."""
+    """The folders of checkpoints with their steps, in any state."""
     found = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in run.glob("checkpoints/*")]
     return [(int(name[1]), path) for name, path in found if name]
 
@@ -206,7 +206,7 @@ def _checkpoints(run: Path) -> list[tuple[int, Path]]:
 
 
 def trouble_with(record: Path, *, thorough: bool = False) -> str | None:
-    """Why a record cannot be used, as far as pieces can help; None where it can, or where it is something else.
+    """Why a record has to be rebuilt from pieces; None if it is usable, or if rebuilding would not help.
 
     `thorough` reads the whole file.
     """
@@ -218,7 +218,7 @@ def trouble_with(record: Path, *, thorough: bool = False) -> str | None:
                 return "was empty"
             connection.execute("SELECT max(step) FROM steps").fetchone()
             found = connection.execute("PRAGMA quick_check(1)").fetchone() if thorough else ("ok",)
-    except sqlite3.OperationalError:  # locked, not readable, not ours: opening it will say so
+    except sqlite3.OperationalError:  # locked, not readable, not ours: opening it reports that
         return None
     except sqlite3.DatabaseError as error:
         return f"was damaged ({error})"
@@ -226,9 +226,9 @@ def trouble_with(record: Path, *, thorough: bool = False) -> str | None:
 
 
 def make_anew(run: Path, record: Path, step: int, trouble: str) -> MadeAnew:
-    """Put the record after `step` steps together from its pieces; for the holder of the run's lock.
+    """Rebuild the record after `step` steps from its pieces. The caller holds the run's lock.
 
-    The damaged one is kept beside it. StoreError if there is no piece of that step: it was lost, or never written.
+    A damaged record is renamed and kept. StoreError if there is no piece of that step: it was lost, or never written.
     """
     pieces = [(last, piece) for last, piece in _pieces(run) if last <= step]
     if step not in dict(pieces):
@@ -247,6 +247,7 @@ def make_anew(run: Path, record: Path, step: int, trouble: str) -> MadeAnew:
 
 
 def _put_together(building: Path, pieces: Sequence[Path]) -> None:
+    # Create the tables.
     Store.create(building).close()
     with explained(building), closing(connect(building, "rw")) as connection:
         _put_in(connection, pieces)
@@ -255,7 +256,7 @@ def _put_together(building: Path, pieces: Sequence[Path]) -> None:
 
 
 def _put_in(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
-    """Add to a record what pieces have that it lacks; evaluations, warnings and facts of the later ones replace earlier ones."""
+    """Add the rows of pieces that a record lacks; evaluations, warnings and facts of later pieces replace earlier ones."""
     for piece in pieces:
         _attach(connection, piece, "ro&immutable=1")
         connection.execute("BEGIN")
@@ -265,11 +266,11 @@ def _put_in(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
         _copy_rows(connection, [step for (step,) in missing], 0, None)
         connection.execute("COMMIT")
         connection.execute("DETACH other")
-    connection.executescript(FILL_TASKS)  # of pieces that were written before there were any
+    connection.executescript(FILL_TASKS)  # pieces of an older format have no tasks
 
 
 def _set_aside(record: Path) -> Path | None:
-    """Give a damaged record another name, with what SQLite keeps beside it."""
+    """Rename a damaged record, with SQLite's `-wal` and `-shm` files."""
     names = (
         record.with_name(f"{record.name}.damaged{'' if n == 1 else f'-{n}'}") for n in count(1)
     )
@@ -286,7 +287,7 @@ def _set_aside(record: Path) -> Path | None:
 
 
 def _attach(connection: sqlite3.Connection, path: Path, mode: str) -> None:
-    """Name the tables of another record `other.<table>`."""
+    """Attach another record: its tables are then called `other.<table>`."""
     connection.execute("ATTACH ? AS other", (f"{path.absolute().as_uri()}?mode={mode}",))
 
 
@@ -324,7 +325,7 @@ def _copy_rows(
 def _copy(
     connection: sqlite3.Connection, table: str, condition: str, values: Mapping[str, object]
 ) -> None:
-    """Rows of the other record, with the columns that it has: an older one lacks those that came later."""
+    """Copy rows of the other record, with the columns that it has: an older record lacks later columns."""
     info = connection.execute("SELECT name FROM pragma_table_info(?, 'other')", (table,))
     columns = ", ".join(f'"{name}"' for (name,) in info)
     connection.execute(

@@ -1,4 +1,4 @@
-"""Rows written to and read from the run's record, beside the groups and rollouts of `groupwise.core.types`."""
+"""The rows of the run's record, except groups and rollouts, which are in `groupwise.core.types`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, Literal, NamedTuple
 from groupwise.core.types import EndedBy, Outcome, RewardPart
 
 TIMING_PREFIXES = ("time/", "perf/")
-"""Metrics of these names say how fast it went: they are recorded like the others, but are no part of any equality."""
+"""Metrics with these prefixes measure speed. They are recorded like the others, but ignored when runs are compared for equality."""
 
 Order = Literal["draw", "newest", "best", "worst"]
-"""`draw`: as drawn, members in order. `newest`: the last written first. `best`, `worst`: by the reward (or part)."""
+"""`draw`: by draw, then member. `newest`: the last written first. `best`, `worst`: by the reward (or reward part)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The manifest of one committed step: what was trained, in which order, and what came of it."""
+    """The manifest of one committed step: what was trained, in which order, and the resulting policy."""
 
     step: int
     """Index from 0."""
     version_in: int
     version_out: int
-    """Equal to `version_in` where nothing taught."""
+    """Equal to `version_in` if nothing was trained."""
     fingerprint_out: str
     draws: tuple[int, ...]
     """The step's groups in the order of training."""
@@ -31,33 +31,33 @@ class StepRecord:
     finished_at: float
     """Seconds since 1970."""
     rejected: tuple[int, ...] = ()
-    """Groups that were drawn for the step and not trained: the algorithm drew others in their place."""
+    """Groups that were drawn for the step and not trained: the algorithm rejected them and drew others."""
 
     @property
     def all_draws(self) -> tuple[int, ...]:
-        """The trained ones, then the rejected ones."""
+        """The trained draws, then the rejected ones."""
         return (*self.draws, *self.rejected)
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """A curve over some consecutive steps; the values are None if it has no finite one there."""
+    """A curve over some consecutive steps; the values are None if none of them is finite."""
 
     at: float
-    """Position of these steps in a picture: the middle of their column, which is the same for all curves over the same range."""
+    """Position of these steps in a plot: the middle of their column, which is the same for all curves over the same range."""
     first: int
     last: int
-    """Steps, equal where it is a single one."""
+    """The first and the last of these steps; equal for a single one."""
     mean: float | None
     low: float | None
     high: float | None
     lost: int = 0
-    """Steps of these whose value was no finite number; the others say what the values are."""
+    """Number of these steps whose value was not finite; the mean, low and high leave them out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewound:
-    """Counts of what a resume deleted in order to do it again."""
+    """Counts of what a resume deleted, to be done again."""
 
     steps: int
     rollouts: int
@@ -68,7 +68,7 @@ class EvaluationRecord:
     """One evaluation of the run's policy."""
 
     step: int
-    """After this many steps; 0 is the policy that the run started from."""
+    """Number of steps done; 0 is the policy that the run started from."""
     name: str
     policy: str
     """The evaluated policy: `base`, `run@step`, or a fingerprint."""
@@ -76,35 +76,35 @@ class EvaluationRecord:
     rows: Sequence[Mapping[str, Any]] = ()
     """One mapping for each prompt or sample, as JSON."""
     asked: str = ""
-    """Fingerprint of what was asked, and how: only evaluations that have the same one compare. Empty: not known."""
+    """Fingerprint of the questions and how they were asked: only evaluations with the same one are comparable. Empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarningRecord:
-    """A signal of reward hacking that begins or ends."""
+    """A signal of reward hacking that starts or ends."""
 
     step: int
-    """After this many steps."""
+    """Number of steps done."""
     name: str
     """Name of the signal."""
     kind: Literal["begins", "ends"]
     message: str
     """Its meaning, with the numbers, for people."""
     values: Mapping[str, float] = field(default_factory=dict[str, float])
-    """The numbers behind it."""
+    """The numbers that the message is based on."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeRecord:
-    """One time that the run was taken up again."""
+    """One resume of the run."""
 
     step: int
-    """The first step that was done (again)."""
+    """The first step that was done (again) after the resume."""
     dropped: Rewound
     resumed_at: float
     """Seconds since 1970."""
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Config keys that are different from now on: dotted key -> [before, after]."""
+    """Config keys that change with this resume: dotted key -> [before, after]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +115,20 @@ class RolloutFilter:
     draw: int | None = None
     example: int | None = None
     task: str | None = None
-    """Task of a mixture: the label of the example, or the name of its data set."""
+    """Task in a mixture: the label of the example, or the name of its dataset."""
     outcome: Outcome | tuple[Outcome, ...] | None = None
     part: str | None = None
-    """Only rollouts that have this reward part; `min_reward`, `max_reward`, `best` and `worst` are then about its value, of
-    several turns about any that meets them."""
+    """Only rollouts that have this reward part. `min_reward`, `max_reward`, `best` and `worst` then apply to its value; if a
+    rollout has the part in several turns, one turn that matches is enough."""
     min_reward: float | None = None
     max_reward: float | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
-    """Most tokens that the policy wrote."""
+    """Maximum number of tokens that the policy wrote."""
     truncated: bool | None = None
     """True if a limit cut it off."""
     text: str | None = None
-    """Words that all stand in the prompt, or all in the completion, anywhere; in quotes a phrase. See `groupwise.runs.text_index`."""
+    """Words and quoted phrases that must all occur in the prompt, or all in the completion. See `groupwise.runs.text_index`."""
     order: Order = "draw"
     limit: int = 50
     offset: int = 0
@@ -136,7 +136,7 @@ class RolloutFilter:
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """One rollout as it is shown in lists: no tokens."""
+    """One rollout as lists show it, without tokens."""
 
     id: int
     step: int | None
@@ -155,7 +155,7 @@ class RolloutView:
     """The prompt as the model saw it if that is recorded, else as the task gave it."""
     completion: str
     ended_by: EndedBy | None = None
-    """The reason why a rollout with an environment ended."""
+    """The reason why a rollout with an environment ended; None for others."""
     task: str | None = None
     """Task as in `RolloutFilter.task`; None if its example names none."""
 
@@ -165,28 +165,28 @@ class RolloutDetail:
     """Details of one rollout."""
 
     origin: str
-    """Why its example was drawn, as `groupwise.core.types.Group` says it."""
+    """Why its example was drawn; see `groupwise.core.types.Group.origin`."""
     again: int | None
     """The draw whose completions these are, if they were replayed."""
     columns: str
-    """Those of its example, as JSON."""
+    """The columns of its example, as JSON."""
     messages: str | None
-    """Messages of a chat of several turns, as JSON."""
+    """Messages of a multi-turn chat, as JSON; None for others."""
     notes: str
     """Notes of the rollout, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureKind:
-    """Rollouts that were not scored for the same reason, but for numbers and quoted parts in it."""
+    """Rollouts that were not scored for the same reason, ignoring numbers and quoted parts in it."""
 
     reason: str
-    """The reason with `…` in place of these."""
+    """The reason with `…` in place of numbers and quoted parts."""
     count: int
     example: str
-    """One of them, the newest, as it was said."""
+    """The newest of these reasons, unchanged."""
     rollout: int
-    """The rollout whose reason that is."""
+    """Id of the rollout that has this reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class GroupReward:
 
 
 class GroupAsked(NamedTuple):
-    """A prompt that was answered in a committed step; a tuple, because a page makes ten thousand of them."""
+    """A prompt that was completed in a committed step. A tuple for speed, because a page creates ten thousand of them."""
 
     draw: int
     step: int
@@ -213,7 +213,7 @@ class GroupAsked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupScore:
-    """Rewards of a group's members; None if none of them was scored."""
+    """Mean and best reward of a group's members; both None if none was scored."""
 
     mean: float | None
     best: float | None

@@ -1,18 +1,18 @@
-"""Runs that lost their record or more, found and mended before they are resumed: each checkpoint alone is enough to go on somewhere else.
+"""Recovers runs that lost their record or more, before they are resumed: any one checkpoint is enough to continue elsewhere.
 
-For that, each checkpoint carries parts of its run's folder (`carry`):
+For that, each checkpoint contains parts of its run's folder (`carry`):
 
     checkpoints/step-N/run/config.json     the resolved configuration
     checkpoints/step-N/run/records/        all pieces of the record before its own (`groupwise.runs.record_segments`)
-    checkpoints/step-N/run/start/          the weights that the run was started from, where those of another run were given
+    checkpoints/step-N/run/start/          the weights that the run was started from, if they are another run's
 
-All of it is written once and never changed, so it is linked, not copied, where the disk knows second names: it costs nothing here. A
+All of these files are written once and never changed, so they are hard-linked if the file system can, which costs no space. A
 program that copies checkpoints elsewhere by the hashes in their manifests sends each of these files once, and with each checkpoint only
-the rows since the one before.
+the rows since the previous one.
 
-A run is found by its record; so one whose `run.db` is missing or damaged is looked for by the name of its folder. If it has a
-checkpoint, its record is put together again from the pieces that came with the checkpoints (`recover`). If nothing but checkpoints is
-left, the rest of its folder is first made of what they carry (`unpack`).
+A run is recognised by its record; one whose `run.db` is missing or damaged is searched for by the name of its folder. If it has a
+checkpoint, its record is rebuilt from the pieces in the checkpoints (`recover`). If only checkpoints are
+left, the rest of its folder is first restored from the newest one (`unpack`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from groupwise.runs.lock import RunLock
 from groupwise.runs.record_segments import MadeAnew, make_anew, trouble_with
 
 CARRIED = "run"
-"""The folder within a checkpoint that holds these parts."""
+"""Name of the folder, within a checkpoint, that holds these parts."""
 
 
 def carry(run: Path, checkpoint: Path, step: int) -> None:
-    """Put what belongs to the run into its checkpoint after `step` steps, which is under construction."""
+    """Link the run's files into the unfinished checkpoint after `step` steps."""
     carried = {CONFIG: run / CONFIG}
     for name, file in record_segments.earlier(run, step).items():
         carried[f"{record_segments.KEPT}/{name}"] = file
@@ -46,9 +46,9 @@ def carry(run: Path, checkpoint: Path, step: int) -> None:
 
 
 def unpack(run: Path) -> bool:
-    """Rebuild a run's folder from what its newest checkpoint carries, if nothing but checkpoints is left.
+    """Restore a run's folder from its newest checkpoint, if only checkpoints are left.
 
-    False where there is nothing to do. RunNotFoundError if the newest one carries nothing, RunInUseError if a live process is at it.
+    False if there is nothing to do. RunNotFoundError if that checkpoint has no such files, RunInUseError if a live process holds the run.
     """
     if (run / CONFIG).exists() or not (run / CHECKPOINTS).is_dir():
         return False
@@ -67,6 +67,7 @@ def unpack(run: Path) -> bool:
             for name in names:
                 file = Path(folder, name)
                 place = run / file.relative_to(carried)
+                # Skip config.json here: it comes last.
                 if place.name != CONFIG or place.parent != run:
                     place.parent.mkdir(parents=True, exist_ok=True)
                     atomic_files.keep_file(file, place)
@@ -77,11 +78,11 @@ def unpack(run: Path) -> bool:
 
 
 def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, MadeAnew]:
-    """Mend the records of all runs that a reference may mean, as far as opening them shows that they are broken.
+    """Rebuild the records of all runs that a reference may mean, if they cannot be opened.
 
-    RunNotFoundError if one of them is nothing but checkpoints that no run can be made from.
+    RunNotFoundError if one of them has only checkpoints from which no run can be restored.
     """
-    # Run folders of that name or with a number behind it, or at that path; that of a checkpoint's path.
+    # Candidates: run folders of that name, or with a number appended; a folder at that path; the run of a checkpoint's path.
     name = reference.partition("@")[0]
     numbered = re.compile(re.escape(name) + r"(-\d+)?")
     places = [Path(name), Path(name).resolve().parent.parent]
@@ -97,9 +98,9 @@ def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, MadeAnew]:
 
 
 def recover(path: Path, *, thorough: bool = True) -> MadeAnew | None:
-    """Put the record of a run together again if it is missing or damaged; None where it is well.
+    """Rebuild the record of a run if it is missing or damaged; None if it is intact.
 
-    RunInUseError if a live process holds the run, StoreError if nothing is left to mend it from.
+    RunInUseError if a live process holds the run, StoreError if there is nothing to rebuild it from.
     """
     record = path / RECORD
     trouble = trouble_with(record, thorough=thorough)

@@ -1,17 +1,17 @@
-"""The tables of `run.db`, as a list of migrations that only ever go forward.
+"""The tables of `run.db`, as a list of migrations that only go forward.
 
-`PRAGMA user_version` counts the migrations that a file has been through. A change of the schema is a new entry at the end of
+`PRAGMA user_version` counts the migrations applied to a file. A change of the schema is a new entry at the end of
 `MIGRATIONS`; an entry that was released is never edited.
 
-The shape follows what people ask of a run: curves (`metrics` by name and step), the rollouts of a step, the best, the
+The schema follows the usual queries: curves (`metrics` by name and step), the rollouts of a step, the best, the
 worst and the failed ones, one reward part over all rollouts (`parts` as rows), everything about one example, and text
-(a full-text index beside the tables, see `text_index.py`).
+(a separate full-text index, see `text_index.py`).
 
 Conventions: a step is an index from 0; a group without a step was finished but belongs to no committed step. Seeds are
-unsigned 64-bit numbers in SQLite's signed ones (two's complement). Token ids are little-endian int32, the sampler's
-log-probabilities little-endian float64, those of the learner, which has no more digits, float32, all bit-exact; NULL where they were not
-kept. A NaN is the text 'nan' in `rollouts` and `parts`, where NULL means "none", and NULL in `metrics`. Text that UTF-8 cannot hold is a
-BLOB.
+unsigned 64-bit numbers stored as SQLite's signed ones (two's complement). Token ids are little-endian int32, the sampler's
+log-probabilities little-endian float64, and the learner's, which are computed in float32, little-endian float32: all bit-exact; NULL if
+they were not kept. A NaN is the text 'nan' in `rollouts` and `parts`, where NULL means "none", and NULL in `metrics`. Text that UTF-8
+cannot encode is a BLOB.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILL_TASKS = """
     UPDATE rollouts SET task = (SELECT task FROM groups WHERE groups.draw = rollouts.draw)
         WHERE task IS NULL AND EXISTS (SELECT 1 FROM groups WHERE task IS NOT NULL);
     """
-"""Says of groups that were written before there was the column which task they are of; part of a migration, so never edited."""
+"""Fills the column `task` of rows written before it existed. Part of a migration, so it is never edited."""
 
 MIGRATIONS: tuple[str, ...] = (
     """
@@ -227,12 +227,12 @@ SINCE: tuple[tuple[int, str, Mapping[str, str]], ...] = (
     (TASKS_SINCE, "rollouts", {"task": f"(SELECT {_TASK} FROM main.groups WHERE groups.draw = rollouts.draw)"}),
     (10, "segments", {"learner_logprobs": "NULL"}),
 )  # fmt: skip
-"""Since which format a table has these columns, and what a reader sees there in a record of before: what the migration would write."""
+"""Format version, table, and columns added in it, with the SQL that reads them in an older record: it gives what the migration writes."""
 
 TABLES_SINCE: tuple[tuple[int, str, tuple[str, ...]], ...] = (
     (8, "warnings", ("step", "name", "kind", "message", "numbers")),
 )
-"""Since which format there is a table, and its columns; in a record of before it is empty."""
+"""Format version that added a table, the table, and its columns; in an older record it reads as empty."""
 
 LENGTHS_SINCE = 11
-"""The format from which on lengths and truncation have indexes."""
+"""The format version that added indexes of lengths and truncation."""

@@ -1,6 +1,6 @@
-"""Searches of the record: rollouts for lists, the prompts that were answered, and the reasons of failures.
+"""Searches of the record: rollouts for lists, completed prompts, and the reasons of failures.
 
-A long run has asked a hundred thousand times. So the caller always says how many rollouts or groups are looked at, and which come first.
+A long run has a hundred thousand groups, so the caller always gives the order and the maximum number of rollouts or groups to read.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from groupwise.runs.records import (
 from groupwise.runs.tables import read_parts, task_label
 
 INSTRUCTIONS = 400_000
-"""Instructions of SQLite's virtual machine: some hundredths of a second, or some ten thousand rollouts."""
+"""Limit for a quick attempt, in instructions of SQLite's virtual machine: some hundredths of a second, or about ten thousand rollouts."""
 DEEP = 20_000
-"""Rollouts before those of a page, from which on it is not looked for in this way."""
+"""From this offset on, the quick attempts (`Database.soon`) are skipped: they would take too long."""
 COMMON = 20_000
-"""Rollouts from which on a condition is so common that those which meet it are soon come upon, instead of all being collected."""
+"""A condition that this many rollouts meet is common: scanning in order finds enough matches quickly, so its matches are not collected."""
 FEW = 250_000
-"""Rollouts that are rather collected than going on through all of them."""
+"""If fewer rollouts than this meet a condition, collecting them is cheaper than scanning all rollouts."""
 NEAR = 3
-"""Pages of rollouts that are asked for a text, before all that have it are collected."""
+"""Pages of rollouts that are searched for a text before all rollouts with the text are collected."""
 AT_ONCE = 500
-"""Rollouts of a long list whose texts are in memory together."""
+"""Rollouts of a long list whose texts are in memory at once."""
 _VIEW = (
     "rollouts.id, rollouts.step, rollouts.draw, member, attempt, rollouts.example, outcome, reason, reward, advantage,"
     " truncated, completion_tokens, ended_by, rollouts.task"
 )
 MOST_OF_REASON = 300
-"""Characters of a reason that are looked at."""
+"""The number of characters of a reason that are compared."""
 _PARTICULAR = re.compile(
     r"""(?<!\w)'[^'\n]*'(?!\w)|"[^"\n]*"|`[^`\n]*`|“[^”\n]*”|\b0x[0-9a-fA-F]+|\d+(?:[.,:_]\d+)*"""
 )
@@ -50,29 +50,29 @@ _UNSCORED = ("failed", "timed_out")
 
 @dataclass(frozen=True, slots=True)
 class AskedFilter:
-    """Selects groups of committed steps. Groups whose completions were sampled for an earlier draw are never among them."""
+    """Selects groups of committed steps. Groups that replay the completions of an earlier draw are never among them."""
 
     until: int | None = None
-    """The last step."""
+    """The last step to include."""
     example: int | None = None
     task: str | None = None
     oldest: bool = False
-    """First those that were asked first, instead of last."""
+    """True: the oldest first; else the newest."""
     limit: int = 1000
 
 
 def find_rollouts(
     db: Database, filters: RolloutFilter, most: int | None = None
 ) -> list[RolloutView]:
-    """One page of the rollouts that the filter asks for, with at most so many characters of each text; see `_cut`."""
+    """One page of the rollouts that match the filter, with at most `most` characters of each text; see `_cut`."""
     outcomes = (filters.outcome,) if isinstance(filters.outcome, str) else filters.outcome
     ranged = (filters.min_reward, filters.max_reward) != (None, None)
     asked = filters.part is None and (ranged or filters.order in ("best", "worst"))
     if asked and outcomes is not None and "scored" not in outcomes:
         return []  # rollouts without a score have no reward
-    deep = filters.offset >= DEEP  # what is passed over takes longer than a moment
+    deep = filters.offset >= DEEP  # skipping that many rollouts takes too long for a quick attempt
     plan = plan_of(db, filters, FEW if deep else COMMON)
-    by_groups = filters.task is not None and not plan.by_column  # they are looked up first
+    by_groups = filters.task is not None and not plan.by_column  # groups are looked up first
     known = filters.text is None and (plan.lead is not None or by_groups)
     page: list[int] | None = None
     if not (deep or known or plan.lead == "text"):
@@ -80,7 +80,7 @@ def find_rollouts(
         if filters.text is not None:
             page, many = _near(db, filters, plan)
         else:
-            # Go through rollouts in order for a moment. If many meet each condition the page is full then, unless few meet all.
+            # Scan rollouts in order for a moment. This fills the page if each condition is common, unless few rollouts meet all of them.
             rows = db.soon(*rollout_query(filters, plan), INSTRUCTIONS)
             page = None if rows is None else [id for (id,) in rows]
         if page is None and plan.lead is None and not many:
@@ -89,11 +89,11 @@ def find_rollouts(
 
 
 def _near(db: Database, filters: RolloutFilter, plan: Plan) -> tuple[list[int] | None, bool]:
-    """Look through the first rollouts that meet all other conditions for those that have the text.
+    """Search the first rollouts that meet all other conditions for the text.
 
-    Returns the page, if it is full already or there is no more, and whether many of those that were looked at belong to it.
+    Returns the page (None if it is not complete yet), and whether any of the searched rollouts has the text.
 
-    So the index need not collect a million texts for a page of thirty, which takes it a tenth of a second and more.
+    This spares the index from collecting a million texts for a page of thirty, which takes a tenth of a second and more.
     """
     near = replace(filters, text=None, offset=0, limit=NEAR * filters.limit)
     rows = db.soon(*rollout_query(near, plan), INSTRUCTIONS)
@@ -114,7 +114,7 @@ def _ids(db: Database, query: tuple[str, Row]) -> list[int]:
 def every_rollout(
     db: Database, filters: RolloutFilter
 ) -> Generator[tuple[RolloutView, RolloutDetail]]:
-    """All rollouts that the filter asks for, as they are found, with all that is known of them; its limit and offset are not looked at."""
+    """All rollouts that match the filter, one by one, with their details; the filter's limit and offset are ignored."""
     filters = replace(filters, limit=-1, offset=0)
     query, values = rollout_query(filters, plan_of(db, filters, COMMON))
     for rows in db.stream(query, values, AT_ONCE):
@@ -129,7 +129,7 @@ def every_rollout(
 
 
 def _views(db: Database, ids: Sequence[int], most: int | None = None) -> list[RolloutView]:
-    """These rollouts, in this order."""
+    """These rollouts, in the order of `ids`."""
     texts = ", ".join(_cut(each, most) for each in (PROMPT, "completion"))
     rows = db.all(
         f"SELECT {_VIEW}, {texts} FROM json_each(?) AS chosen CROSS JOIN rollouts ON rollouts.id = chosen.value"
@@ -163,7 +163,7 @@ def _views(db: Database, ids: Sequence[int], most: int | None = None) -> list[Ro
 
 
 def _cut(text: str, most: int | None) -> str:
-    """The beginning of a text, its end where that is not in it, and how long it is; of a short one all."""
+    """SQL for the beginning of a text, its end, and its length; of a text of at most `most` characters all of it and an empty end."""
     if most is None:
         return f"{text}, '', 0"
     head = most // 2
@@ -174,7 +174,7 @@ def _cut(text: str, most: int | None) -> str:
 
 
 def _shorten(head: str | bytes, tail: str | bytes, length: int, most: int | None) -> str:
-    """A text whose middle may not have been read. Half a surrogate pair is kept as bytes, which may be cut within a letter."""
+    """Join a text whose middle was not read. A text with lone surrogates is stored as bytes, which may be cut within a character."""
     if most is None or length <= most:
         return plain_text(head) or ""
     start, end = (
@@ -187,7 +187,7 @@ def _shorten(head: str | bytes, tail: str | bytes, length: int, most: int | None
 def failure_kinds(db: Database, most: int, newest: int) -> list[FailureKind]:
     """The most frequent reasons among the newest rollouts without a score, at most `most`.
 
-    Reasons are of one kind if they differ only in a number, a name or an answer in them.
+    Reasons are of one kind if they differ only in numbers and quoted parts.
     """
     rows: list[tuple[int, str]] = []
     for outcome in _UNSCORED:
@@ -199,14 +199,14 @@ def failure_kinds(db: Database, most: int, newest: int) -> list[FailureKind]:
         rows += [(id, reason.decode("utf-8", "replace")) for id, reason in reasons]
     found: dict[str, list[tuple[int, str]]] = {}
     for id, reason in sorted(rows, reverse=True)[:newest]:
-        # The reason without what is particular to one rollout.
+        # Replace the parts that are specific to one rollout.
         found.setdefault(_PARTICULAR.sub("…", reason), []).append((id, reason))
     kinds = [FailureKind(kind, len(each), each[0][1], each[0][0]) for kind, each in found.items()]
     return sorted(kinds, key=lambda kind: (-kind.count, kind.reason))[:most]
 
 
 def find_asked(db: Database, filters: AskedFilter) -> list[GroupAsked]:
-    """The groups that the filter asks for; those of a task by their draws, which are in the order of steps but for some near each other."""
+    """The groups that match the filter. Those of a task are sorted by draw, which is nearly the order of steps and has an index."""
     conditions: list[tuple[str, Any]] = [
         ("step <= ?", filters.until),
         ("example = ?", filters.example),
@@ -229,7 +229,7 @@ def find_asked(db: Database, filters: AskedFilter) -> list[GroupAsked]:
 
 
 def read_scores(db: Database, draws: Iterable[int]) -> dict[int, GroupScore]:
-    """Rewards of these groups' members, by draw; a NaN is no reward."""
+    """Rewards of these groups' members, by draw; NaN rewards are ignored."""
     rows = db.all(
         "SELECT draw, avg(reward), max(reward) FROM json_each(?) AS chosen CROSS JOIN rollouts ON rollouts.draw = chosen.value"
         " AND +outcome = 'scored' AND +reward <= 9e999 GROUP BY chosen.value",

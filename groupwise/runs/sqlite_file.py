@@ -1,8 +1,8 @@
-"""The common part of all SQLite files of the package: opening, format, and advice when SQLite or the disk refuses.
+"""The common part of all SQLite files of the package: opening, format, and advice for errors of SQLite or the disk.
 
 A run's record (`database.py`) is such a file, and so is the ledger of a training server. Each has one writer and any number of readers
-(WAL). Its format is a list of migrations that only ever go forward; `PRAGMA user_version` counts those that it has been through, all that
-it lacks are one transaction, and a file of a newer version of the package is refused. Every commit is flushed to the disk before it
+(WAL). Its format is a list of migrations that only go forward. `PRAGMA user_version` counts the ones applied; all missing ones are
+applied in one transaction, and a file of a newer version of the package is refused. Every commit is flushed to the disk before it
 counts (`synchronous = FULL`).
 """
 
@@ -21,7 +21,7 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import StoreError
 
 BUSY_SECONDS = 30.0
-"""How long to wait for another connection's transaction; a step's transaction takes milliseconds."""
+"""Seconds to wait for another connection's transaction; a step's transaction takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Format:
     """The format of one kind of file."""
 
     name: str
-    """Name of such a file for people: `the record of a Groupwise run`."""
+    """Name of such a file in messages: `the record of a Groupwise run`."""
     application_id: int
-    """Marks the file as one."""
+    """SQLite's `application_id`, which marks a file as one of this kind."""
     migrations: tuple[str, ...]
     if_another: str = ""
-    """Advice if something else stands in its place."""
+    """Advice if another kind of file is in its place."""
 
     @property
     def newest(self) -> int:
@@ -43,7 +43,7 @@ class Format:
 
 
 def connect(path: Path, mode: str, busy_seconds: float = BUSY_SECONDS) -> sqlite3.Connection:
-    """A connection without transactions of its own; `mode` as in SQLite's URIs."""
+    """A connection in autocommit mode; `mode` as in SQLite's URIs."""
     address = f"file:{quote(str(path.absolute()))}?mode={mode}"
     connection = sqlite3.connect(
         address, uri=True, timeout=busy_seconds, isolation_level=None, check_same_thread=False
@@ -55,7 +55,7 @@ def connect(path: Path, mode: str, busy_seconds: float = BUSY_SECONDS) -> sqlite
 def connect_writer(
     path: Path, kind: Format, action: str, busy_seconds: float = BUSY_SECONDS
 ) -> sqlite3.Connection:
-    """Open or make the file, in its newest format; `action` names the migration at its crash points."""
+    """Open or create the file, in its newest format; `action` names the migration at its crash points."""
     with closed_on_failure(connect(path, "rwc", busy_seconds)) as connection:
         check_format(path, connection, kind)
         connection.execute("PRAGMA journal_mode = WAL")
@@ -68,7 +68,7 @@ def connect_writer(
 
 @contextmanager
 def closed_on_failure(connection: sqlite3.Connection) -> Generator[sqlite3.Connection, None, None]:
-    """Close it where something is raised within."""
+    """Close the connection if anything inside raises."""
     try:
         yield connection
     except BaseException:
@@ -80,12 +80,13 @@ def closed_on_failure(connection: sqlite3.Connection) -> Generator[sqlite3.Conne
 
 
 def version(connection: sqlite3.Connection) -> int:
-    """How many migrations the file has been through; 0: it is empty."""
+    """The number of migrations that were applied to the file; 0: it is empty."""
     return connection.execute("PRAGMA user_version").fetchone()[0]
 
 
 def check_format(path: Path, connection: sqlite3.Connection, kind: Format) -> None:
     """Refuse a file of another kind, and one of a newer version of the package, with a StoreError."""
+    # The file may be from another user: its schema must not run unsafe functions.
     connection.execute("PRAGMA trusted_schema = OFF")
     mark = connection.execute("PRAGMA application_id").fetchone()[0]
     empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
@@ -109,12 +110,12 @@ _COMPUTED = """
     SELECT name, sql FROM sqlite_master WHERE type = 'view'
     UNION ALL SELECT m.name, NULL FROM sqlite_master m, pragma_table_xinfo(m.name) x WHERE m.type = 'table' AND x.hidden IN (2, 3)
 """
-"""Views, and tables with columns that are generated."""
+"""SQL for the views, and the tables with generated columns, in a file."""
 
 
 @cache
 def _views_of(kind: Format, number: int) -> frozenset[str]:
-    """The views that a file has after so many migrations, as they are written."""
+    """The SQL of the views that a file has after the first `number` migrations."""
     with closing(sqlite3.connect(":memory:")) as connection:
         for migration in kind.migrations[:number]:
             connection.executescript(migration)
@@ -123,7 +124,7 @@ def _views_of(kind: Format, number: int) -> frozenset[str]:
 
 
 def begin_migration(connection: sqlite3.Connection, kind: Format) -> None:
-    """All that it lacks to the newest format, in one transaction that is left open."""
+    """Apply all missing migrations, in one transaction that is left open."""
     missing = range(version(connection), kind.newest)
     scripts = (f"{kind.migrations[each]} PRAGMA user_version = {each + 1};" for each in missing)
     connection.executescript(
@@ -131,7 +132,7 @@ def begin_migration(connection: sqlite3.Connection, kind: Format) -> None:
     )
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 FREE_SPACE = "Free space on that disk"
 _REMEDIES: Mapping[int, str] = {
@@ -154,17 +155,17 @@ def remedy(path: Path, error: sqlite3.Error) -> str:
 
 
 def is_full(path: Path, error: sqlite3.Error) -> bool:
-    """SQLite's word for it, or a failed write where the disk has no room: its shared-memory file fails so."""
+    """True if SQLite reports a full disk, or a write failed and the disk has no room (SQLite's shared-memory file fails that way)."""
     if _primary_code(error) == sqlite3.SQLITE_FULL:
         return True
     if _primary_code(error) not in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
         return False
     try:
         return os.statvfs(path.parent).f_bavail == 0
-    except OSError:  # the folder is not there
+    except OSError:  # the folder does not exist
         return False
 
 
 def _primary_code(error: sqlite3.Error) -> int:
-    """SQLite's extended codes carry the primary one in their lowest byte; what Python itself says has none."""
+    """SQLite's primary error code, the lowest byte of its extended codes; 0 for errors raised by Python's module."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -1,9 +1,9 @@
 """The run's record: one SQLite file that holds every step, metric, rollout and evaluation.
 
-The loop is the only writer; it holds the run folder's lock. Each step arrives as one transaction (`commit_step`), so that a
-step is there with its manifest, metrics and rollouts, or not at all. Groups that were finished but belong to no
-committed step are kept without one (`keep_unfinished`). A resume takes the record back to its checkpoint in one transaction
-(`rewind`) and goes on. Others may read while the loop writes (WAL): commands, the dashboard, a notebook.
+The training loop is the only writer; it holds the run folder's lock. Each step is one transaction (`commit_step`): a
+step is stored with its manifest, metrics and rollouts, or not at all. Finished groups that belong to no committed step
+are stored without a step (`keep_unfinished`). A resume deletes everything after its checkpoint in one transaction
+(`rewind`) and continues from there. Commands, the dashboard and notebooks may read while the loop writes (WAL).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from groupwise.runs.search import (
 from groupwise.runs.tables import delete_groups, insert_group, read_groups
 
 FINITE = "CASE WHEN abs(value) < 9e999 THEN value END"
-"""The value of a metric, where it is a number that a picture can show."""
+"""SQL: the value of a metric, or NULL if it is not finite and cannot be plotted."""
 
 
 class Store:
@@ -56,19 +56,19 @@ class Store:
     def __init__(self, db: Database, *, keep_tokens: bool) -> None:
         self.path = db.path
         self.keep_tokens = keep_tokens
-        """True if committed steps keep token ids and log-probabilities; texts, rewards and lengths are always kept."""
+        """True if committed steps keep token ids and log-probabilities; texts, rewards and lengths are always stored."""
         self._db = db
 
     @classmethod
     def create(cls, path: Path, *, keep_tokens: bool = True) -> Store:
-        """Make a new record; StoreError if the file is there already."""
+        """Make a new record; StoreError if the file exists already."""
         if path.exists():
             raise StoreError(f"{path} is there already; open it, or choose another path.")
         return cls(Database.open_for_writing(path), keep_tokens=keep_tokens)
 
     @classmethod
     def open(cls, path: Path, readonly: bool = False, *, keep_tokens: bool = True) -> Store:
-        """Open an existing record, bringing an older one up to date; `readonly` writes nothing, and an older one only looks like it.
+        """Open an existing record and migrate one of an older format. `readonly` writes nothing: it reads an older one through views.
 
         StoreError if it is missing, is something else, or was written by a newer version of Groupwise.
         """
@@ -83,12 +83,12 @@ class Store:
 
     @classmethod
     def facts(cls, path: Path) -> dict[str, Any]:
-        """All facts about a run, from a record of any format that there was; StoreError as in `open`."""
+        """All facts about a run, from a record of any format, old ones included; StoreError as in `open`."""
         with cls.open(path, readonly=True) as store:
             return store.get_meta()
 
     def close(self) -> None:
-        """Close the file; what was committed stays."""
+        """Close the file; committed data stays."""
         self._db.close()
 
     def __enter__(self) -> Store:
@@ -108,8 +108,8 @@ class Store:
     ) -> None:
         """Add the next step with its groups, metrics and warnings, in one transaction.
 
-        `groups` are those of `record.all_draws`, in any order; a group that was kept as unfinished is replaced. StoreError if the
-        step is not the last one + 1, or if draws and groups do not agree.
+        `groups` are those of `record.all_draws`, in any order. A group stored by `keep_unfinished` is replaced. StoreError if `record.step`
+        is not the last step + 1, or if draws and groups differ.
         """
         draws = record.all_draws
         order = {draw: position for position, draw in enumerate(draws)}
@@ -152,17 +152,17 @@ class Store:
                 self._insert_warning(warning)
 
     def keep_unfinished(self, groups: Iterable[Group]) -> None:
-        """Keep groups that belong to no committed step, tokens included; an earlier version of the same draw is replaced."""
+        """Store groups that belong to no committed step, tokens included; an earlier version of the same draw is replaced."""
         with self._db.transaction("unfinished"):
             for group in groups:
                 delete_groups(self._db, "step IS NULL AND draw = ?", (group.draw,))
                 insert_group(self._db, group, step=None, position=group.draw, keep_tokens=True)
 
     def rewind(self, to_step: int) -> Rewound:
-        """Take the record back to the state after `to_step` steps, in one transaction.
+        """Restore the record to the state after `to_step` steps, in one transaction.
 
-        Deletes the steps from index `to_step` on with their rollouts and metrics, all groups without a step, and the
-        evaluations and warnings of later policies.
+        Deletes the steps with index `to_step` and higher, with their rollouts and metrics, all groups without a step, and
+        the evaluations and warnings of later policies.
         """
         with self._db.transaction("rewind"):
             (steps,) = self._db.one("SELECT count(*) FROM steps WHERE step >= ?", (to_step,))
@@ -216,7 +216,7 @@ class Store:
         return curves
 
     def curve_ends(self, name: str, most: int) -> tuple[list[float], list[float]]:
-        """The first and the last values of a curve: so many of each, or half of them where there are fewer; of one value, that twice."""
+        """The first and the last `most` values of a curve; with fewer than `2 * most` values, half of them each; a single value, twice."""
         query = "SELECT value FROM metrics WHERE name = ? ORDER BY step {} LIMIT ?"
         first, last = (
             [
@@ -229,7 +229,7 @@ class Store:
         return first[:ends], last[:ends][::-1]
 
     def range_of(self, names: Iterable[str]) -> tuple[int, int] | None:
-        """The first and the last step that any of these metrics has; None: there is none."""
+        """The first and the last step at which any of these metrics has a value; None if none has."""
         ends = [
             self._db.one(
                 "SELECT (SELECT min(step) FROM metrics WHERE name = ?1), (SELECT max(step) FROM metrics WHERE name = ?1)",
@@ -243,9 +243,9 @@ class Store:
     def thinned_curve(
         self, name: str, columns: int, within: tuple[int, int] | None = None
     ) -> list[CurvePoint]:
-        """A curve for a picture that is so many columns wide: each column's mean, smallest and largest value, so that nothing that stands
-        out is lost. A curve of no more steps than that has each in a column of its own. `within` is the range of steps that the picture
-        shows, by default that of the curve."""
+        """A curve reduced to a plot `columns` columns wide: mean, smallest and largest value of each column, which keeps outliers
+        visible. A curve with at most `columns` steps gets one column per step. `within` is the range of steps that the plot shows,
+        by default the curve's own."""
         return self._thin_curve(
             f"SELECT step, {FINITE} AS value FROM metrics WHERE name = ?1",
             label(name),
@@ -256,7 +256,7 @@ class Store:
     def thinned_sum(
         self, names: Sequence[str], columns: int, within: tuple[int, int] | None = None
     ) -> list[CurvePoint]:
-        """The same of the sum of some metrics in each step: how high a stack of them is."""
+        """`thinned_curve` of the sum of several metrics in each step: the height of a stacked plot."""
         each = (
             f"SELECT step, sum({FINITE}) AS value FROM metrics WHERE name IN (SELECT value FROM json_each(?1))"
             " GROUP BY step"
@@ -267,15 +267,15 @@ class Store:
     def thinned_times(
         self, columns: int, within: tuple[int, int] | None, name: str | None = None
     ) -> list[CurvePoint]:
-        """When the steps of each column were done, of a metric those that have it: in seconds since the run was made, or since its first
-        step where that came before."""
+        """When the steps of each column were finished: seconds since the run was created, or since its first step if that is earlier.
+        With `name`, only steps that have this metric."""
         of_metric = " WHERE step IN (SELECT step FROM metrics WHERE name = ?5)"
         times = f"SELECT step, finished_at - ?1 AS value FROM steps{of_metric if name else ''}"
         more = (label(name),) if name else ()
         return self._thin_curve(times, self._beginning(), columns, within, *more)
 
     def seconds_after(self, steps_done: Iterable[int]) -> dict[int, float]:
-        """When so many steps were done, in the same seconds; without those that the record has not."""
+        """When this many steps were finished, in seconds as in `thinned_times`; step counts that the record does not have are left out."""
         steps_asked = set(steps_done)
         rows = self._db.all(
             "SELECT step + 1, finished_at - ?1 FROM steps WHERE step IN (SELECT value - 1 FROM json_each(?2))",
@@ -291,7 +291,7 @@ class Store:
     def thinned_points(
         self, points: Mapping[int, float], columns: int, within: tuple[int, int] | None
     ) -> list[CurvePoint]:
-        """The same of values by steps that stand elsewhere."""
+        """`thinned_curve` of points from the caller (value by step), for example those of an evaluation's metric."""
         values = "SELECT json_extract(value, '$[0]') AS step, json_extract(value, '$[1]') AS value FROM json_each(?1)"
         return self._thin_curve(
             values, json.dumps(without_nan(list(points.items()))), columns, within
@@ -324,15 +324,15 @@ class Store:
         return {name: _metric(value) for name, value in rows}
 
     def snapshot(self) -> AbstractContextManager[None]:
-        """Everything read within is of one and the same state, whatever the writer commits or takes back meanwhile."""
+        """All reads inside the `with` block see the same state, even if the writer commits or rewinds meanwhile."""
         return self._db.snapshot()
 
     # Groups and rollouts
 
     def groups(self, step: int) -> list[Group]:
-        """The groups of one step, whole, in the order of training, then the rejected ones.
+        """The complete groups of one step: those that were trained, in that order, then the rejected ones.
 
-        Tokens that were not kept come back as empty tuples, log-probabilities as None.
+        Tokens that were not stored are empty tuples, and log-probabilities None.
         """
         with self._db.snapshot():
             return read_groups(self._db, "step = ? ORDER BY position", (step,))
@@ -343,18 +343,18 @@ class Store:
             return read_groups(self._db, "step IS NULL ORDER BY draw")
 
     def group(self, draw: int) -> Group | None:
-        """The group of one draw, whole; None if there is none."""
+        """The complete group of one draw; None if there is none."""
         with self._db.snapshot():
             return next(iter(read_groups(self._db, "draw = ?", (draw,))), None)
 
     def rollouts(self, filters: RolloutFilter, most: int | None = None) -> list[RolloutView]:
-        """One page of the rollouts that the filter asks for; of prompts and completions that are longer than `most` characters beginning
-        and end, half of each."""
+        """One page of the rollouts that match the filter. Prompts and completions longer than `most` characters are shortened to their
+        beginning and end, half of `most` each."""
         with self._db.snapshot():
             return find_rollouts(self._db, filters, most)
 
     def draws_of(self, example: int, limit: int, offset: int = 0) -> list[int]:
-        """The groups of an example, those that were drawn last first."""
+        """The draws of an example, newest first."""
         rows = self._db.all(
             "SELECT draw FROM groups WHERE example = ? ORDER BY draw DESC LIMIT ? OFFSET ?",
             (example, limit, offset),
@@ -362,7 +362,7 @@ class Store:
         return [draw for (draw,) in rows]
 
     def steps_of(self, example: int) -> tuple[list[int], int]:
-        """The steps that have asked an example, in order; and how many groups of it there are, also those without a step."""
+        """The steps that drew an example, in order, and how many groups of it there are, those without a step included."""
         rows = self._db.all(
             "SELECT step, count(*) FROM groups WHERE example = ? GROUP BY step ORDER BY step",
             (example,),
@@ -377,15 +377,15 @@ class Store:
         )
 
     def every_rollout(self, filters: RolloutFilter) -> Generator[tuple[RolloutView, RolloutDetail]]:
-        """All rollouts that the filter asks for, one after the other, of one state of the record, each with what lists leave out; limit and
-        offset of the filter are not looked at.
+        """All rollouts that match the filter, one by one, from one state of the record, each with the details that lists leave out.
+        The filter's limit and offset are ignored.
 
-        For a store that nothing else is asked meanwhile; of a million some hundred are in memory.
+        Do not use the store for anything else until the generator has ended. A few hundred rollouts are in memory at a time.
         """
         return every_rollout(self._db, filters)
 
     def groups_asked(self, filters: AskedFilter) -> list[GroupAsked]:
-        """The prompts that were answered in the steps that the filter asks for."""
+        """The prompts that were completed in the steps that match the filter."""
         return find_asked(self._db, filters)
 
     def scores(self, draws: Iterable[int]) -> dict[int, GroupScore]:
@@ -393,12 +393,12 @@ class Store:
         return read_scores(self._db, draws)
 
     def draw_of(self, rollout: int) -> int | None:
-        """The group of a rollout, by the id that lists of rollouts have; None: there is no such rollout."""
+        """The draw of the rollout with this id (as in lists of rollouts); None if there is no such rollout."""
         found = self._db.all("SELECT draw FROM rollouts WHERE id = ?", (rollout,))
         return found[0][0] if found else None
 
     def failures(self, most: int = 20, newest: int = 5_000) -> list[FailureKind]:
-        """Why the newest rollouts without a score have none, by kind, the most frequent first."""
+        """The reasons why rollouts without a score have none, by kind, the most frequent first; looks at the `newest` of them."""
         return failure_kinds(self._db, most, newest)
 
     def group_rewards(self, first: int, last: int) -> list[GroupReward]:
@@ -423,11 +423,11 @@ class Store:
         return {draw: unpack_json(prompt) for draw, prompt in rows}
 
     def part_names(self) -> list[str]:
-        """The names of all reward parts that any rollout has, sorted."""
+        """The names of all reward parts in the record, sorted."""
         return self._names("parts", "name")
 
     def tasks(self, most: int) -> list[str]:
-        """The tasks of a mixture, sorted, at most so many."""
+        """The task labels of a mixture, sorted; at most `most`."""
         if self._db.tasks_indexed:
             return self._names("groups", "task", most)
         query = "SELECT DISTINCT task FROM groups WHERE task IS NOT NULL ORDER BY 1 LIMIT ?"
@@ -461,11 +461,11 @@ class Store:
             )
 
     def evaluations(self, *, rows: bool = True) -> list[EvaluationRecord]:
-        """All evaluations, by step, then as they were added. Without `rows`, only what they say as a whole."""
+        """All evaluations, by step, then in the order of insertion. Without `rows`, only their metrics."""
         return self._evaluations("TRUE ORDER BY step, id", (), rows)
 
     def evaluation(self, step: int, name: str) -> EvaluationRecord | None:
-        """The evaluation of that name after `step` steps, the last one that was added; None if there is none."""
+        """The last added evaluation of that name after `step` steps; None if there is none."""
         condition = "step = ? AND name = ? ORDER BY id DESC LIMIT 1"
         return next(iter(self._evaluations(condition, (step, label(name)), rows=True)), None)
 
@@ -489,7 +489,7 @@ class Store:
         ]
 
     def evaluations_with_rows(self) -> set[tuple[int, str, str]]:
-        """Step, name and policy of the evaluations that have rows: others are metrics alone."""
+        """Step, name and policy of the evaluations that have rows; the others are only metrics."""
         query = (
             "SELECT step, name, policy FROM evaluations"
             " WHERE EXISTS (SELECT 1 FROM evaluation_rows WHERE evaluation = evaluations.id)"
@@ -497,7 +497,7 @@ class Store:
         return {(step, name, policy) for step, name, policy in self._db.all(query)}
 
     def evaluation_rows(self, step: int, name: str, policy: str) -> tuple[dict[str, Any], ...]:
-        """The rows of one evaluation; none where there is no such one."""
+        """The rows of one evaluation; empty if there is no such evaluation."""
         found = self._db.all(
             "SELECT id FROM evaluations WHERE step = ? AND name = ? AND policy = ?",
             (step, label(name), label(policy)),
@@ -509,7 +509,7 @@ class Store:
         return tuple(unpack_json(data) for (data,) in self._db.all(query, (evaluation,)))
 
     def set_warning(self, step: int, name: str, warning: WarningRecord | None) -> None:
-        """Keep what is said of a signal after so many steps, in place of what was said of it then; None: nothing."""
+        """Set or replace the warning of a signal after `step` steps; None deletes it."""
         with self._db.transaction("warning"):
             self._db.execute(
                 "DELETE FROM warnings WHERE step = ? AND name = ?", (step, label(name))
@@ -541,7 +541,7 @@ class Store:
         return {key: unpack_json(value) for key, value in rows}
 
     def record_resume(self, record: ResumeRecord) -> None:
-        """Note that the run was taken up again."""
+        """Record that the run was resumed."""
         with self._db.transaction("resume"):
             self._db.insert(
                 "resumes",
@@ -553,7 +553,7 @@ class Store:
             )
 
     def resumes(self) -> list[ResumeRecord]:
-        """Every time that the run was taken up again, in order."""
+        """All resumes of the run, in order."""
         rows = self._db.all(
             "SELECT step, steps_dropped, rollouts_dropped, resumed_at, changes FROM resumes ORDER BY id"
         )
@@ -588,7 +588,7 @@ class Store:
         return json.dumps(content, sort_keys=True, indent=1).encode()
 
     def _names(self, table: str, column: str, most: int = -1) -> list[str]:
-        """Every value of a column that an index begins with; goes from one to the next, DISTINCT would read every row."""
+        """All values of a column that is the first of an index. Jumps from one value to the next; DISTINCT would read every row."""
         rows = self._db.all(
             f"WITH RECURSIVE names (name) AS (SELECT min({column}) FROM {table} WHERE {column} IS NOT NULL UNION ALL"
             f" SELECT (SELECT min({column}) FROM {table} WHERE {column} > names.name) FROM names"

@@ -1,7 +1,7 @@
-"""Groups as rows: how `groupwise.core.types.Group`, with all that hangs on it, enters the tables and leaves them again.
+"""Groups as rows: writes `groupwise.core.types.Group`, with everything it contains, to the tables and reads it back.
 
-A group is a row of `groups`, its rollouts are rows of `rollouts`, each with its `segments` and `parts`. What is read
-equals what was written, to the last bit of every log-probability.
+A group is a row of `groups`; its rollouts are rows of `rollouts`, each with its `segments` and `parts`. Reading
+returns exactly what was written, to the last bit of every log-probability.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from groupwise.runs.encoding import (
 )
 
 LONGEST_TASK = 200
-"""Characters of a task's name; the schema's migration says the same."""
+"""Maximum number of characters of a task's name; the schema's migration uses the same number."""
 
 
 def insert_group(
     db: Database, group: Group, *, step: int | None, position: int, keep_tokens: bool
 ) -> None:
-    """Add a group, within a transaction. StoreError if its draw belongs to a step already."""
+    """Add a group; call inside a transaction. StoreError if its draw belongs to a step already."""
     (newest_step,) = db.one("SELECT max(step) FROM groups WHERE draw = ?", (group.draw,))
     if newest_step is not None:
         raise StoreError(
@@ -96,7 +96,7 @@ def _insert_rollout(
     keep_tokens: bool,
 ) -> int:
     """Add a rollout with its segments and reward parts; returns its row id."""
-    # Tokens that the policy wrote; if it wrote nothing, because answers were given to learn from, all of them.
+    # Tokens that the policy wrote. If it wrote none, because the completions were given (SFT), all tokens.
     by_policy = any(each.source == "policy" for each in rollout.segments)
     added = db.insert(
         "rollouts",
@@ -146,7 +146,7 @@ def _insert_rollout(
 
 
 def delete_groups(db: Database, condition: str, values: Row) -> int:
-    """Delete groups with all that hangs on them, within a transaction; returns the number of rollouts."""
+    """Delete groups with their rollouts, segments and parts; call inside a transaction. Returns the number of rollouts."""
     chosen = f"draw IN (SELECT draw FROM groups WHERE {condition})"
     if db.indexed:
         text_index.remove(db.execute, chosen, values)
@@ -156,7 +156,7 @@ def delete_groups(db: Database, condition: str, values: Row) -> int:
 
 
 def read_groups(db: Database, condition: str, values: Row = ()) -> list[Group]:
-    """The groups that meet a condition (which may go on with ORDER BY)."""
+    """The groups that meet a condition, which may end with ORDER BY."""
     rows = db.all(
         "SELECT draw, example, prompt, columns, metrics, prompt_ids, prompt_seen, origin, again"
         " FROM groups WHERE " + condition,
@@ -193,7 +193,7 @@ def read_parts(db: Database, rollouts: Sequence[int]) -> dict[int, tuple[RewardP
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """A prompt for people: text as it is, messages one after the other with their roles."""
+    """A prompt for people: text unchanged, messages one after another with their roles."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(
@@ -202,19 +202,19 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def task_of(columns: Mapping[str, Any]) -> str | None:
-    """The task of a mixture that an example belongs to, by its label or its data set; None if it names neither."""
+    """The task of a mixture that an example belongs to: its label, or else its dataset's name; None if it has neither."""
     names = (columns.get(column) for column in (TASK_COLUMN, DATASET_COLUMN))
     found = next((each for each in names if isinstance(each, str) and each), None)
     return None if found is None else task_label(found)
 
 
 def task_label(task: str) -> str:
-    """A task as the tables have it: a column of that name may hold anything, also long texts."""
+    """A task as stored in the tables, shortened: the user's column may contain long texts."""
     return label(task[:LONGEST_TASK])
 
 
 RESTRICTIONS = ("min_tokens", "top_k", "top_p", "min_p")
-"""Sampling parameters that are left out of the record where they are off."""
+"""Sampling parameters that are left out of the record if they are off."""
 
 _SEGMENT = (
     "source",
@@ -281,7 +281,7 @@ def _read_segments(db: Database, rollout: int) -> tuple[Segment, ...]:
 
 
 def _packed_params(params: SamplingParams) -> str:
-    """The parameters as JSON, without those that restrict sampling and are off, as they almost always are."""
+    """The parameters as JSON, without the restrictions that are off, which most are."""
     given = asdict(params)
     idle = {name for name in RESTRICTIONS if not given[name]}
     return pack_json({name: value for name, value in given.items() if name not in idle})

@@ -1,12 +1,12 @@
-"""The full-text index of prompts and completions, beside the tables of a record, and what a search for text means.
+"""The full-text index of prompts and completions in a run's record, and the meaning of a text search.
 
-A search asks for all of its words, and its phrases in quotes, wherever they stand in a text, also within words; capitals are the same as
-small letters. So it means the same in every script, and for signs such as `+=`.
+A search is a case-insensitive substring match: all of its words and quoted phrases must occur in the text, also inside words (AND).
+It works the same in every script, and for signs such as `+=`.
 
-The index is FTS5's of trigrams: for every three neighbouring characters, the texts that have them. It narrows what is read, and the texts
-that are left decide. Words of one or two characters have no trigram, and without FTS5 there is no index: then every text is read. The
-index is made again from the tables whenever it may be stale. It keeps no texts, which stand in the tables alone, and no places in them,
-which would make it five times as large.
+The index is FTS5's trigram index: for every three adjacent characters, the texts that contain them. It only pre-filters; the remaining
+texts are matched exactly. Words of one or two characters have no trigram, and without FTS5 there is no index: then every text is read.
+The index is rebuilt from the tables whenever it may be out of date. It stores neither texts (`content=''`: they are in the tables) nor
+positions (`detail=none`), which would make it five times as large.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ TEXTS = {
     "prompt_index": "draw, indexed(prompt) FROM prompts",
     "completion_index": "id, indexed(completion) FROM rollouts",
 }
-"""Row id and text for each index."""
+"""For each index, the SQL that selects its row ids and texts."""
 CURRENT = "current, trigrams 1"
-"""The version that a record notes with its index: its tables hold all of it, and this module made it.
+"""Version of the index, stored in the record's `meta` table if the index covers all rows and this version of the module built it.
 
-A record with another one is indexed again when it is next written to."""
+A record with another value is indexed again by the next writer that opens it."""
 MOST_TRIGRAMS = 50
-"""Trigrams that a search asks for; those of a long phrase are soon in few texts."""
+"""The most trigrams that a search looks up. 50 already match very few texts; more would only slow the query."""
 Execute = Callable[[str, tuple[Any, ...]], object]
 """Runs a statement with its values."""
 
@@ -37,41 +37,41 @@ _TERM = re.compile(r'"([^"]*)"|(\S+)')
 
 
 def terms_of(words: str) -> list[str]:
-    """The words and quoted phrases that a text must contain, in small letters."""
+    """The words and quoted phrases that a text must contain, in lower case."""
     found = [quoted or word.strip('"') or word for quoted, word in _TERM.findall(words)]
     return [term.lower() for term in found if term]
 
 
 def trigram_query(terms: Sequence[str]) -> str:
-    """What all texts with these terms have, in the language of FTS5; empty if no term has three characters."""
+    """FTS5 MATCH expression that every matching text satisfies (necessary, not sufficient); empty if no term has three characters."""
     found: dict[str, None] = {}
     for term in map(_indexed, terms):
         last = len(term) - 3
-        if last >= 0:  # side by side, and the last: those between would hardly narrow it further
+        if last >= 0:  # adjacent trigrams and the last one: overlapping ones would add little
             found |= dict.fromkeys(term[at : at + 3] for at in (*range(0, last, 3), last))
     quoted = ('"{}"'.format(each.replace('"', '""')) for each in [*found][:MOST_TRIGRAMS])
     return " AND ".join(quoted)
 
 
 def lowered(text: Any) -> Any:
-    """SQLite's `lower` for letters of all scripts."""
+    """Lower case for letters of all scripts. An SQL function, so it also receives bytes and NULL; SQLite's own `lower` is ASCII only."""
     if isinstance(text, bytes):
         text = text.decode("utf-8", "replace")
     return text.lower() if isinstance(text, str) else text
 
 
 def _indexed(text: str | bytes) -> str:
-    """A text as it is indexed: FTS5 reads none further than its first NUL."""
+    """The text as it is indexed. FTS5 stops reading at the first NUL, so NULs are replaced."""
     return lowered(text).replace("\0", " ")
 
 
 def is_usable(connection: sqlite3.Connection) -> bool:
-    """True if there is an index that this SQLite can use, and that covers all of the tables."""
+    """True if this SQLite can use the index and the index covers all rows."""
     return _has_trigrams(connection) and _state(connection) == CURRENT
 
 
 def prepare(connection: sqlite3.Connection, force: bool = False) -> None:
-    """Have a writer keep it: make it where it is missing, or stale because a SQLite without FTS5 wrote since."""
+    """Create or rebuild the index if it is missing or out of date, e.g. because a SQLite without FTS5 wrote to the record."""
     connection.create_function("indexed", 1, _indexed, deterministic=True)
     wanted = CURRENT if _has_trigrams(connection) else "stale"
     if _state(connection) == wanted and not force:
@@ -79,7 +79,7 @@ def prepare(connection: sqlite3.Connection, force: bool = False) -> None:
     connection.execute("BEGIN IMMEDIATE")
     if wanted == CURRENT:
         for index in TEXTS:
-            connection.execute(f"DROP TABLE IF EXISTS {index}")  # of an older format, maybe
+            connection.execute(f"DROP TABLE IF EXISTS {index}")  # it may exist in an older format
             connection.execute(
                 f"CREATE VIRTUAL TABLE {index} USING fts5"
                 " (text, content='', columnsize=0, detail=none, tokenize='trigram case_sensitive 1')"
@@ -92,13 +92,13 @@ def prepare(connection: sqlite3.Connection, force: bool = False) -> None:
 
 
 def add(execute: Execute, condition: str, values: tuple[Any, ...] = ()) -> None:
-    """Have it find the texts of the groups whose draws meet a condition, within a transaction."""
+    """Index the prompts and completions of the groups that match the condition. Call inside a transaction."""
     for index, texts in TEXTS.items():
         execute(f"INSERT INTO {index} (rowid, text) SELECT {texts} WHERE {condition}", values)
 
 
 def remove(execute: Execute, condition: str, values: tuple[Any, ...]) -> None:
-    """Remove these texts from the index. They must still stand in the tables, because FTS5 needs their content once more for that."""
+    """Remove these texts from the index. Call it before deleting the rows: FTS5 needs the text again to remove its trigrams."""
     for index, texts in TEXTS.items():
         execute(
             f"INSERT INTO {index} ({index}, rowid, text) SELECT 'delete', {texts} WHERE {condition}",

@@ -1,8 +1,8 @@
-"""What every call to the training server shares: address, key and time limits; which failures may pass, and when to try again. Does no I/O.
+"""Common to every call to the training server: address, key and time limits; which failures may pass, and when to retry. Does no I/O.
 
-Retried are failures that may pass: a lost connection, a time-out, the problems that the table calls so, and the statuses by which proxies
-say the same. The wait is chosen by chance between nothing and a bound that doubles (full jitter); if the server names a time, it begins
-after that. A server that does not answer is logged as a warning, once, and once more when it answers again: retries last many minutes.
+Failures that may pass are retried: a lost connection, a time-out, the problems that `KINDS` marks with `retry`, and the equivalent statuses
+of proxies. The wait is random between zero and a bound that doubles (full jitter); if the server gives a time (`Retry-After`), that is
+added. An outage is logged as one warning, and its end as another: retries may last many minutes.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ A = TypeVar("A", bound=BaseModel)
 URL_VARIABLE = "GROUPWISE_URL"
 DEFAULT_URL = "http://127.0.0.1:8000"
 RETRY_TIMEOUT = 900.0
-"""Seconds from the first attempt of a call to the last one's end."""
+"""Seconds during which a call is retried, counted from its first attempt."""
 TIMEOUT = 300.0
 """Seconds without a byte after which an attempt counts as lost. Long, because a slow machine samples for minutes."""
 CONNECT_TIMEOUT = 10.0
 FIRST, LONGEST = 0.5, 30.0
-"""Seconds: bound of the wait before the second attempt, and what doubling ends at."""
+"""Bounds of the wait, in seconds: before the second attempt, and the largest one after doubling."""
 MAY_PASS = frozenset({408, 425, 429, 502, 503, 504})
-"""Statuses of answers that are no problem of ours, which a proxy gives and which may pass."""
+"""Statuses of responses without a problem body, as proxies send them, that may pass."""
 
 
 @dataclass(slots=True)
 class Outage:
-    """Reports once that a server fails, and once that it answers again. All calls of a client share it, as they fail together."""
+    """Reports once that a server fails, and once that it answers again. All calls of a client share it: they fail together."""
 
     is_reported: bool = False
     report: Callable[[str], None] = log.warning
@@ -66,13 +66,13 @@ class Outage:
             self.report = before
 
     def begins(self, error: ClientError, seconds: float) -> None:
-        """A call failed, and will be tried again for `seconds`."""
+        """Report that a call failed and will be retried for up to `seconds`, unless the outage was reported already."""
         if not self.is_reported and isinstance(error, NoAnswer | StrangeAnswer | Unavailable):
             self.is_reported = True
             self.report(f"{error} Trying again for up to {seconds:.0f} seconds.")
 
     def ends(self, url: str) -> None:
-        """A call was answered."""
+        """Report that the server answers again, if an outage was reported."""
         if self.is_reported:
             self.is_reported = False
             self.report(f"{url} answers again.")
@@ -129,13 +129,13 @@ class Connection:
         return {
             "base_url": self.url,
             "headers": {"Authorization": f"Bearer {self.key}"} if self.key else {},
-            # Calls that wait at the server for minutes must not keep others from being sent.
+            # Calls that wait at the server for minutes must not prevent others from being sent.
             "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=32),
         }
 
 
 class Patience:
-    """Time left for retries, and the waits in between."""
+    """The remaining retry time of a call, and the waits between its attempts."""
 
     def __init__(self, seconds: float, timing: Timing) -> None:
         self._seconds = seconds
@@ -143,17 +143,17 @@ class Patience:
         self.renew()
 
     def renew(self) -> None:
-        """Start again with the whole time, because something was achieved."""
+        """Restore the full retry time and the shortest wait, because data arrived."""
         self._began = self._timing.clock()
         self._failures = 0
 
     @property
     def left(self) -> float:
-        """Seconds in which another attempt may begin."""
+        """Seconds in which another attempt may start."""
         return self._seconds - (self._timing.clock() - self._began)
 
     def wait(self, error: ClientError) -> float:
-        """Seconds until the next attempt; raises the error if that would begin too late."""
+        """Seconds until the next attempt; raises the error if the retry time would be over by then."""
         bound = min(LONGEST, FIRST * 2.0 ** min(self._failures, 30))
         self._failures += 1
         wait = (error.retry_after or 0.0) + bound * self._timing.chance()
@@ -163,7 +163,7 @@ class Patience:
 
 
 def network_failure(error: httpx2.RequestError, connection: Connection) -> tuple[NoAnswer, bool]:
-    """The caller's error for a lost request or answer, and whether it may pass."""
+    """The caller's error for a lost request or response, and whether a retry may help."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
         cause = cause.__cause__ or cause.__context__
@@ -181,7 +181,7 @@ def network_failure(error: httpx2.RequestError, connection: Connection) -> tuple
 
 
 def refusal(response: httpx2.Response, connection: Connection) -> tuple[ClientError, bool]:
-    """The caller's error for an answer that is no success, and whether it may pass."""
+    """The caller's error for an unsuccessful response, and whether a retry may help."""
     try:
         problem = Problem.model_validate_json(response.content)
     except ValidationError:
@@ -195,12 +195,12 @@ def refusal(response: httpx2.Response, connection: Connection) -> tuple[ClientEr
 
 
 def stream_end_error(connection: Connection) -> NoAnswer:
-    """The caller's error for an endless stream that has ended."""
+    """The caller's error for an event stream that ended; it should never end."""
     return NoAnswer(f"{connection.url} ends the event stream again and again.")
 
 
 def read_answer(kind: type[A], response: httpx2.Response) -> A:
-    """The answer in the body. Raises StrangeAnswer."""
+    """The response body as a model. Raises StrangeAnswer."""
     try:
         return kind.model_validate_json(response.content)
     except ValidationError:
@@ -208,7 +208,7 @@ def read_answer(kind: type[A], response: httpx2.Response) -> A:
 
 
 def strange(response: httpx2.Response, why: str) -> StrangeAnswer:
-    """The caller's error for an answer that is not of this protocol."""
+    """The caller's error for a response that is not of this protocol."""
     return StrangeAnswer(
         f"{response.request.method} {response.request.url.path} was answered with {response.status_code} and what is {why}: "
         f"{excerpt(response.content)}. Look whether the URL is that of a training server, and whether a proxy stands before it.",

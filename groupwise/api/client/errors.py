@@ -1,23 +1,23 @@
-"""Errors raised by a client of the training server. Every error is one of these, whichever client and call it comes from.
+"""Errors raised by the clients of the training server. All errors of all clients and calls are listed here.
 
-ClientError                       `problem`, `code`, `status` and `retry_after` say what the server said; None if it said nothing
-├── NoAnswer                      no answer, or not to the end, for as long as the client's patience lasts
-├── StrangeAnswer                 what came is none of this protocol: a proxy, another server
-│   └── BrokenDownload            the files of a model did not arrive whole
-└── Refused                       the server answered that it does not do it; its `code` is a row of `groupwise.api.schemas.problems.KINDS`
-    ├── NotAuthorised             no valid key, or one whose role is too low
-    ├── InvalidRequest            a field or a value is wrong: `errors` names each; also before anything is sent
+ClientError                       `problem`, `code`, `status` and `retry_after` hold the server's response; None without one
+├── NoAnswer                      no response, or only a part of one, until the client's retry time was over
+├── StrangeAnswer                 the response is not of this protocol: a proxy, another server
+│   └── BrokenDownload            the files of a model did not arrive complete
+└── Refused                       the server refused the request; `code` is a key of `groupwise.api.schemas.problems.KINDS`
+    ├── NotAuthorised             no valid key, or its role is too low
+    ├── InvalidRequest            a field or a value is wrong: `errors` names each; also raised before anything is sent
     ├── NotFound                  no such group, checkpoint, version or run
     ├── NotStarted                no run
-    ├── RunActive                 there is one already
-    ├── RunFinished               max_steps are done, or it was stopped
-    ├── ManualMode                steps are taken by hand
+    ├── RunActive                 a run exists already
+    ├── RunFinished               max_steps are done, or the run was stopped
+    ├── ManualMode                the run uses `steps: manual`
     ├── GroupGone                 lease expired, given up, stale or quarantined
     ├── AlreadyRewarded           other rewards were accepted before
-    ├── DrawTaken                 the position in the order of draws is another group's
+    ├── DrawTaken                 another group has this position in the order of draws
     ├── VersionGone               that version's files are no longer kept
-    ├── TooBusy                   still over the limits, for as long as the client's patience lasts
-    └── Unavailable               the engine recovers or has failed, the disk is full, the server goes down
+    ├── TooBusy                   still over the limits when the client's retry time was over
+    └── Unavailable               the engine is recovering or has failed, the disk is full, the server is shutting down
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from groupwise.core.errors import RunError
 
 
 class ClientError(RunError):
-    """A call that was not answered as it was meant."""
+    """A call that failed."""
 
     code = "client"
 
     def __init__(
         self, message: str, problem: Problem | None = None, status: int | None = None
     ) -> None:
-        """`status` is the HTTP status of an answer that has no problem in it."""
+        """`status` is the HTTP status of a response without a problem body."""
         super().__init__(message)
         self.problem = problem
         self.status = problem.status if problem else status
@@ -46,17 +46,17 @@ class ClientError(RunError):
 
     @property
     def retry_after(self) -> float | None:
-        """Seconds after which the server says that asking again may help."""
+        """Seconds after which, according to the server, a retry may help."""
         return self.problem.retry_after if self.problem else None
 
     @property
     def errors(self) -> Sequence[FieldError]:
-        """The fields of the request that are wrong."""
+        """The wrong fields of the request."""
         return self.problem.errors if self.problem else ()
 
     @classmethod
     def about(cls, problem: Problem) -> Self:
-        """The error that tells a problem."""
+        """The error for a problem body."""
         lines = [f"{error.field or 'the body'}: {error.message}" for error in problem.errors]
         if len(lines) == 1:
             lines = []  # the detail is the same
@@ -68,29 +68,29 @@ class ClientError(RunError):
 
 
 class NoAnswer(ClientError):
-    """No answer came. Check that the server runs and that the URL is right; what was sent may or may not have arrived."""
+    """No response arrived. Check that the server runs and that the URL is right; the request may or may not have arrived."""
 
     code = "no_answer"
 
 
 class StrangeAnswer(ClientError):
-    """The answer is not of this protocol; the message holds its beginning."""
+    """The response is not of this protocol; the message shows its beginning."""
 
     code = "strange_answer"
 
 
 class BrokenDownload(StrangeAnswer):
-    """The files of a model did not arrive whole."""
+    """The files of a model did not arrive complete."""
 
     code = "broken_download"
 
 
 class Refused(ClientError):
-    """The server does not do it, and says why."""
+    """The server refused the request; the message says why."""
 
 
 class NotAuthorised(Refused):
-    """No valid key, or one whose role is too low."""
+    """No valid key, or its role is too low."""
 
 
 class InvalidRequest(Refused):
@@ -98,7 +98,7 @@ class InvalidRequest(Refused):
 
 
 class NotFound(Refused):
-    """The thing that the call names does not exist."""
+    """The object that the call names does not exist."""
 
 
 class NotStarted(Refused):
@@ -106,19 +106,19 @@ class NotStarted(Refused):
 
 
 class RunActive(Refused):
-    """There is a run already."""
+    """A run exists already."""
 
 
 class RunFinished(Refused):
-    """The run has done max_steps, or was stopped."""
+    """The run has finished max_steps, or was stopped."""
 
 
 class ManualMode(Refused):
-    """Steps are taken by hand."""
+    """The run uses `steps: manual`: steps are taken only on request."""
 
 
 class GroupGone(Refused):
-    """No rewards are taken for the group any more."""
+    """The server accepts no rewards for the group any more."""
 
 
 class AlreadyRewarded(Refused):
@@ -126,7 +126,7 @@ class AlreadyRewarded(Refused):
 
 
 class DrawTaken(Refused):
-    """The position in the order of draws is another group's."""
+    """Another group has this position in the order of draws."""
 
 
 class VersionGone(Refused):
@@ -134,11 +134,11 @@ class VersionGone(Refused):
 
 
 class TooBusy(Refused):
-    """Over the limits."""
+    """The server's limits are exceeded."""
 
 
 class Unavailable(Refused):
-    """The server cannot do it now."""
+    """The server cannot answer the request now."""
 
 
 BY_CODE: dict[str, type[Refused]] = {

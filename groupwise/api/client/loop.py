@@ -4,10 +4,10 @@
         client.start(model_id="tiny", groups_per_step=4)
         train(client, [{"prompt": "…", "answer": "…"}], reward, steps=20)
 
-Several workers each ask for the completions of the next example, have them scored and post the rewards. One watcher reads the server's
-events: it shows each step, and ends everything when the last one is done. No more groups are posted than the steps need, except to
-replace those that the server reports as lost, so that it stands still after the last step. The k-th draw is always of example k modulo
-their number, so that the run is the same whatever the number of workers.
+Each of several workers repeatedly requests the completions of the next example, scores them and posts the rewards. One watcher reads
+the server's events: it shows each step, and ends the loop after the last one. Only as many groups are posted as the steps need, plus
+replacements for those that the server reports as lost, so the server is idle after the last step. Draw k always uses example
+k modulo the number of examples: the run is the same for any number of workers.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from groupwise.core.terminal.progress import Progress
 log = logging.getLogger(__name__)
 
 MOST_FAILURES = 3
-"""Groups in a row that the reward function may fail for, or that may come back after their lease, before the loop gives up."""
+"""Consecutive groups whose reward function may fail, or whose lease may expire, before the loop raises an error."""
 FAREWELL = 5.0
-"""Seconds in which the groups that are left over are given up."""
+"""Seconds at the end for giving up the groups that are still open."""
 ENDS = frozenset({EventKind.FINISHED, EventKind.STOPPED})
 CHANGES_COUNTS = frozenset(
     {
@@ -61,7 +61,7 @@ CHANGES_COUNTS = frozenset(
 )
 
 Example = Mapping[str, Any]
-"""`prompt` (text or messages), and any other columns, which the reward function gets."""
+"""`prompt` (text or messages), and any other columns, which the reward function receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class TrainingSummary:
 
     run_id: str
     metrics: dict[int, Metrics] = field(default_factory=dict[int, Metrics])
-    """Metrics of each step (from 0) that was seen."""
+    """Metrics of each step (from 0) whose event was received."""
     failed_groups: int = 0
     """Groups for which the reward function failed."""
 
@@ -92,7 +92,7 @@ def train(
     sampling: Sampling | None = None,
     progress: bool = True,
 ) -> TrainingSummary:
-    """Train the started run for `steps` steps, or until it is finished; see `train_async`. Ctrl-C gives up what is under way."""
+    """Train the started run for `steps` steps, or until it is finished; see `train_async`. Ctrl-C gives up the open groups."""
 
     async def with_its_twin() -> TrainingSummary:
         async with client.asynchronous() as twin:
@@ -123,10 +123,10 @@ async def train_async(
 ) -> TrainingSummary:
     """Train the started run for `steps` steps, or until it is finished.
 
-    `reward_function(prompts, completions, **columns)` gives a number or None for each completion; it may be async. One that is not is
-    called in a thread, one group at a time. If it raises, the group teaches nothing; after three in a row TaskError is raised.
-    `concurrency` groups are under way at once. `first_draw`: position of the first example in the run's order of draws; None: behind
-    those of the steps that are done. `sampling` is in place of the run's own; `progress` shows the steps on standard error.
+    `reward_function(prompts, completions, **columns)` returns a number or None for each completion; it may be async. If it is not, it is
+    called in a thread, one group at a time. If it raises, the group is not trained on; after three failures in a row TaskError is raised.
+    `concurrency` groups are in progress at once. `first_draw`: position of the first example in the run's order of draws; None: the
+    position after the finished steps. `sampling` overrides the run's own settings; `progress` shows the steps on standard error.
     """
     _check(examples, reward_function, steps, concurrency)
     status = await client.status()
@@ -171,7 +171,7 @@ def _check(examples: Sequence[Example], function: object, steps: int, concurrenc
 
 
 class _Draws:
-    """Hands out positions in the order of draws, until `wanted` groups are under way or posted and not lost afterwards."""
+    """Hands out draws until `wanted` groups are in progress, or posted and not lost afterwards."""
 
     def __init__(self, first: int, total: int) -> None:
         self._next = first
@@ -180,7 +180,7 @@ class _Draws:
         self._changed = asyncio.Condition()
 
     async def take(self) -> int:
-        """The next draw; waits while enough are under way or posted."""
+        """The next draw; waits while enough groups are in progress or posted."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._under_way + self._posted - self._lost < self._wanted
@@ -190,7 +190,7 @@ class _Draws:
             return self._next - 1
 
     async def give_back(self, *, posted: bool) -> None:
-        """A draw that was taken is not under way any more."""
+        """Mark a draw as no longer in progress; `posted` if its rewards were accepted."""
         async with self._changed:
             self._under_way -= 1
             self._posted += posted
@@ -204,7 +204,7 @@ class _Draws:
 
 
 class _Scoring:
-    """Calls the reward function, and counts how often it failed."""
+    """Calls the reward function, and counts its failures."""
 
     def __init__(
         self,
@@ -214,9 +214,9 @@ class _Scoring:
         max_steps: int,
         examples: int,
     ) -> None:
-        """A function that is not async is called in `thread`, so that it doesn't hold up the event loop."""
+        """A function that is not async is called in `thread`: it must not block the event loop."""
 
-        @functools.wraps(function)  # the signature says which arguments it takes
+        @functools.wraps(function)  # callers inspect the signature to find its arguments
         async def in_thread(**arguments: Any) -> Any:
             work = functools.partial(call_plain, function, arguments)
             return await asyncio.get_running_loop().run_in_executor(thread, work)
@@ -261,7 +261,7 @@ class _Scoring:
 
 
 class _Loop:
-    """Workers and watcher of one call."""
+    """The workers and the watcher of one call of `train_async`."""
 
     def __init__(
         self,
@@ -274,9 +274,9 @@ class _Loop:
         target: int,
         view: Progress | None,
     ) -> None:
-        """`status` is that before the first draw."""
+        """`status` is the server's status before the first draw."""
         self.metrics: dict[int, Metrics] = {}
-        """Metrics of each step that was seen."""
+        """Metrics of each step whose event was received."""
         self._client = client
         self._examples = examples
         self._scoring = scoring
@@ -289,7 +289,7 @@ class _Loop:
         self._late = 0
 
     async def run(self, concurrency: int) -> None:
-        """Run until the watcher has seen the last step. Raises the error of the first task that failed."""
+        """Run until the watcher has seen the last step. Raises the error of the first worker (or watcher) that failed."""
         watcher = asyncio.create_task(self._watch())
         workers = [asyncio.create_task(self._work()) for _ in range(concurrency)]
         waiting: set[asyncio.Task[None]] = {watcher, *workers}
@@ -302,14 +302,14 @@ class _Loop:
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-            # Groups that will not be rewarded make room at once, instead of after their lease.
+            # Free the server's slots of groups that will not be rewarded now, instead of when their lease expires.
             with suppress(ClientError, TimeoutError):
                 async with asyncio.timeout(FAREWELL):
                     for group_id in list(self._open):
                         await self._client.give_up(group_id)
 
     async def _work(self) -> None:
-        """Work on one draw after the other, until the run is finished: the watcher sees that, too, behind the last steps."""
+        """Process one draw after another until the run is finished, or until the watcher ends the loop."""
         with suppress(RunFinished):
             while True:
                 draw = await self._draws.take()
@@ -320,7 +320,7 @@ class _Loop:
                     await self._draws.give_back(posted=posted)
 
     async def _draw(self, draw: int) -> bool:
-        """Get the completions of one draw, score them and post the rewards. Whether they were accepted."""
+        """Get the completions of one draw, score them and post the rewards. True if the server accepted them."""
         example = self._examples[draw % len(self._examples)]
         columns = {name: example[name] for name in (TOOLS, ARGUMENTS) if example.get(name)}
         sampling = cast("Sampling", {**self._sampling, **columns})
@@ -336,7 +336,7 @@ class _Loop:
             except GroupGone as gone:
                 if gone.code != "lease_expired":
                     return False
-                # The draw is free again and is repeated, but not for ever.
+                # The draw is free again and is repeated, at most MOST_FAILURES times in a row.
                 self._late += 1
                 self._warn(str(gone))
                 if self._late >= MOST_FAILURES:

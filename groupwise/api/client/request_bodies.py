@@ -1,6 +1,6 @@
-"""Bodies of requests to the training server, checked with the models of the wire before they are sent.
+"""Request bodies for the training server, validated with the server's own models before they are sent.
 
-So a mistake is reported at once, in the same words as by the server: `InvalidRequest`, with each field.
+A mistake is therefore reported at once, in the server's words: `InvalidRequest`, with each wrong field.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from groupwise.api.schemas.training import (
 )
 
 Rewards = Sequence[float | None]
-"""A number for each completion, or None for one that failed and does not teach."""
+"""A number for each completion, or None for one that failed and must not be trained on."""
 
 RewardsEntry = GroupRewards | Mapping[str, Any]
-"""The rewards of one group among several: made by `rewards_for`, or its fields."""
+"""The rewards of one group among several: the result of `rewards_for`, or its fields."""
 
 
 class Sampling(TypedDict, total=False):
@@ -44,7 +44,7 @@ class Sampling(TypedDict, total=False):
 def rewards_for(
     answer: GroupAnswer, rewards: Rewards, *, include: Include = "next"
 ) -> GroupRewards:
-    """The rewards of the completions of `answer`, ready to be posted. Raises InvalidRequest where they are not one for each."""
+    """The rewards of the completions of `answer`, ready to be posted. Raises InvalidRequest unless there is one for each completion."""
     if len(rewards) != len(answer.completions):
         raise _invalid(
             "rewards", f"has {len(rewards)} entries for {len(answer.completions)} completions"
@@ -61,18 +61,18 @@ def rewards_entry(group: RewardsEntry) -> dict[str, Any]:
 
 
 def without_none(**fields: Any) -> dict[str, Any]:
-    """The fields that have a value: the server has its own for the others."""
+    """The fields that have a value; the server has defaults for the others."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def waiting(wait: bool, timeout: float) -> dict[str, Any]:
-    """The fields that say whether the answer waits for the step. The server refuses a time limit without `wait`."""
+    """The fields that say whether the response waits for the step. The server refuses a time limit without `wait`."""
     limit = {"timeout": timeout} if wait or timeout != DEFAULT_WAIT else {}
     return {"wait": wait, **limit}
 
 
 def checked_body(model: type[BaseModel] | TypeAdapter[Any], fields: Mapping[str, Any]) -> bytes:
-    """The fields as JSON, once the model accepts them. Raises InvalidRequest."""
+    """The fields as JSON, after the model accepted them. Raises InvalidRequest."""
     try:
         body = json.dumps(fields, default=_plain)
     except (TypeError, ValueError) as error:
@@ -89,7 +89,7 @@ def checked_body(model: type[BaseModel] | TypeAdapter[Any], fields: Mapping[str,
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and arrays of numpy and torch as Python's own, without importing either."""
+    """Numbers and arrays of numpy and torch as Python values, without importing either."""
     for conversion in ("tolist", "item"):
         if callable(convert := getattr(value, conversion, None)):
             return convert()

@@ -1,7 +1,7 @@
 """Parses streams: events, and the files of a model. Receives bytes as they arrive, and does no network I/O.
 
-An `EventReader` makes events of a stream of server-sent events, and knows where the next stream has to continue. A `Download` writes a
-zip beside where it is to lie, and puts it there only when it is whole.
+An `EventReader` turns a stream of server-sent events into events, and knows where the next stream has to continue. A `Download` writes
+a zip to a temporary file next to its final path, and renames it only when it is complete.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from groupwise.api.client.errors import BrokenDownload, StrangeAnswer
 from groupwise.api.schemas.training import EventData
 
 LONGEST_EVENT = 16 * 2**20
-"""Bytes that may come without the end of an event."""
+"""The most bytes that may arrive without the end of an event."""
 
 
 class EventReader:
-    """Reads server-sent events; one reader goes on over several streams."""
+    """Reads server-sent events; one reader continues over several streams."""
 
     def __init__(self, after: int | None = None) -> None:
         self.last_id = after
@@ -32,7 +32,7 @@ class EventReader:
         self._rest = b""
 
     def begin(self) -> None:
-        """A new stream begins; what was left of the old one has been cut off, and comes again."""
+        """Start reading a new stream; drop the incomplete event of the old one, which the server sends again."""
         self._rest = b""
 
     def feed(self, chunk: bytes) -> list[EventData]:
@@ -40,7 +40,7 @@ class EventReader:
         self._rest += chunk
         if len(self._rest) > LONGEST_EVENT:
             raise StrangeAnswer(f"The event stream sent {len(self._rest)} bytes without an event.")
-        # A carriage return at the end may be half of a line end.
+        # A carriage return at the end may be the first half of a line end.
         has_open_return = self._rest.endswith(b"\r")
         text = (
             self._rest[: len(self._rest) - has_open_return]
@@ -72,7 +72,7 @@ def _event(block: bytes) -> EventData | None:
 
 
 class Download:
-    """A zip on its way. Use it as a context manager: whatever is not finished is removed."""
+    """A zip being downloaded. Use it as a context manager: an unfinished file is deleted."""
 
     def __init__(self, to: Path, *, unpack: bool) -> None:
         self._to = to
@@ -95,7 +95,7 @@ class Download:
         self._part.unlink(missing_ok=True)
 
     def write(self, chunk: bytes) -> None:
-        """The next bytes."""
+        """Write the next bytes."""
         self._file.write(chunk)
 
     def finish(self) -> Path:
@@ -109,7 +109,7 @@ class Download:
                     )
                     try:
                         packed.extractall(folder)
-                        folder.chmod(0o755)  # as any other folder; mkdtemp denies access to others
+                        folder.chmod(0o755)  # the usual mode; mkdtemp denies access to other users
                         folder.rename(self._to)
                     except BaseException:
                         shutil.rmtree(folder, ignore_errors=True)

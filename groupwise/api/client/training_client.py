@@ -6,8 +6,8 @@
         answer = client.completions("Sort: pear fig apple")
         client.rewards(answer, [score(text) for text in answer.completions])
 
-A call is tried again while its failure may pass (`connection`). Every attempt carries the same idempotency key, so that it does not
-matter which of them arrived.
+A call is retried while its failure may pass (`connection`). Every attempt has the same idempotency key, so it does not matter which of
+them arrived.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class TrainingClient:
     ) -> None:
         """Server and key come from GROUPWISE_URL (else http://127.0.0.1:8000) and GROUPWISE_API_KEY if they are not given.
 
-        `patience`: seconds for which a call is tried again. `timeout`: seconds without a byte after which an attempt is given up.
+        `patience`: seconds during which a call is retried. `timeout`: seconds without a byte after which one attempt counts as failed.
         `transport` replaces the network.
         """
         self.connection = Connection.of(url, api_key, patience, timeout, timing)
@@ -137,14 +137,14 @@ class TrainingClient:
     def start(
         self, settings: StartRequest | Mapping[str, Any] | None = None, **more: Any
     ) -> StartAnswer:
-        """Begin a run. Settings are those of `StartRequest`; what is given by name goes over `settings`."""
+        """Start a run. Settings are those of `StartRequest`; keyword arguments override `settings`."""
         if isinstance(settings, StartRequest):
             settings = settings.model_dump(exclude_unset=True)
         body = checked_body(StartRequest, {**(settings or {}), **more})
         return self._call(StartAnswer, "POST", "/start", body)
 
     def stop(self) -> StopAnswer:
-        """End the run with a clean checkpoint. Repeating it is harmless."""
+        """End the run with a clean checkpoint. Safe to repeat."""
         return self._call(StopAnswer, "POST", "/stop")
 
     def completions(
@@ -155,7 +155,12 @@ class TrainingClient:
         prompt_tokens: Sequence[int] | None = None,
         **sampling: Unpack[Sampling],
     ) -> GroupAnswer:
-        """Completions of one prompt, text or messages, by the policy that serves. Waits while the server is too far ahead."""
+        """Completions of one prompt, text or messages, from the policy that is served now.
+
+        `draw`: position of the prompt in the run's order of draws; None: the next free one. `sampling` overrides the run's settings.
+        Waits while `groups_per_step × (staleness + 1)` groups are in progress (sampled, open or rewarded, but not yet trained on), or until
+        a named draw is due; raises `TooBusy` after `patience` seconds.
+        """
         fields = without_none(prompt=prompt, draw=draw, prompt_tokens=prompt_tokens, **sampling)
         body = checked_body(CompletionsRequest, fields)
         return self._call(GroupAnswer, "POST", "/completions", body)
@@ -167,7 +172,7 @@ class TrainingClient:
         draws: Sequence[int] | None = None,
         **sampling: Unpack[Sampling],
     ) -> CompletionsBatch:
-        """Completions of several prompts, in their order."""
+        """Completions of several prompts, in their order; the arguments are as in `completions`."""
         fields = without_none(prompts=list(prompts), draws=draws, **sampling)
         body = checked_body(CompletionsRequest, fields)
         return self._call(CompletionsBatch, "POST", "/completions", body)
@@ -181,7 +186,9 @@ class TrainingClient:
         wait: bool = False,
         timeout: float = DEFAULT_WAIT,
     ) -> RewardAnswer:
-        """Post one number, or None, for each completion. With `wait` the answer has the metrics of the step that learnt from them."""
+        """Post one number, or None, for each completion. `include`: `next` trains the group as soon as possible; `hold` keeps it until
+        `step` names it or it is posted again with `next`. With `wait` the answer has the metrics of the step that trained on it.
+        """
         if isinstance(group, GroupAnswer):
             entry = rewards_entry(rewards_for(group, rewards, include=include))
         else:
@@ -197,14 +204,14 @@ class TrainingClient:
         wait: bool = False,
         timeout: float = DEFAULT_WAIT,
     ) -> RewardsBatchAnswer:
-        """The same for several groups (made by `rewards_for`), which are accepted all or none."""
+        """Post the rewards of several groups (made by `rewards_for`); the server accepts all of them or none."""
         fields = {"groups": [rewards_entry(group) for group in groups], **waiting(wait, timeout)}
         body = checked_body(REWARDS_REQUEST, fields)
         server_wait = timeout if wait else 0.0
         return self._call(RewardsBatchAnswer, "POST", "/rewards", body, server_wait)
 
     def give_up(self, group: GroupAnswer | str) -> GivenUpAnswer:
-        """No rewards will come for this group; its place is free at once."""
+        """Drop a group that will get no rewards, and free its slot at once."""
         name = group.group_id if isinstance(group, GroupAnswer) else group
         return self._call(GivenUpAnswer, "DELETE", f"/completions/{quote(name, safe='')}")
 
@@ -216,7 +223,7 @@ class TrainingClient:
         wait: bool = True,
         timeout: float = DEFAULT_WAIT,
     ) -> StepAnswer:
-        """Take a step now, with what has been posted or with the named groups."""
+        """Take a step now, with the posted groups or with the named ones."""
         fields = without_none(group_ids=group_ids, learning_rate=learning_rate)
         body = checked_body(StepRequest, {**fields, **waiting(wait, timeout)})
         return self._call(StepAnswer, "POST", "/step", body, timeout if wait else 0.0)
@@ -226,15 +233,15 @@ class TrainingClient:
         return self._call(StatusAnswer, "GET", "/status")
 
     def activity(self) -> ActivityAnswer:
-        """Current activity: living groups, waiting requests, steps to come, clients and their sessions."""
+        """Current activity: open groups, waiting requests, upcoming steps, clients and their sessions."""
         return self._call(ActivityAnswer, "GET", "/activity")
 
     def checkpoints(self) -> CheckpointsAnswer:
-        """The checkpoints that a run can go on from."""
+        """The checkpoints from which a run can be resumed."""
         return self._call(CheckpointsAnswer, "GET", "/checkpoints")
 
     def save_checkpoint(self, name: str) -> CheckpointAnswer:
-        """Write a checkpoint now, under this name."""
+        """Write a checkpoint of this name now."""
         body = checked_body(CheckpointRequest, {"name": name})
         return self._call(CheckpointAnswer, "POST", "/checkpoints", body)
 
@@ -245,7 +252,7 @@ class TrainingClient:
     def model(
         self, version: str | None = None, *, to: str | os.PathLike[str], unpack: bool = False
     ) -> Path:
-        """The weights of a version (`run@step`; None: the newest) as a zip at `to`, or unpacked into the new folder `to`."""
+        """Download the weights of a version (`run@step`; None: the newest) as a zip to `to`, or unpack them into the new folder `to`."""
         target = checked_target(to, unpack=unpack)
         patience = Patience(self.connection.patience, self.connection.timing)
         while True:
@@ -259,9 +266,9 @@ class TrainingClient:
             self._sleep(patience.wait(error))
 
     def events(self, after: int | None = None) -> Iterator[EventData]:
-        """Yields each event once, as it happens, also over lost connections; it ends when the caller stops iterating.
+        """Yields each event once, as it happens, and reconnects after a lost connection. It ends only when the caller stops iterating.
 
-        `after`: the id of the last event that is known already (`StatusAnswer.last_event_id`).
+        `after`: the id of the last event that the caller already knows (`StatusAnswer.last_event_id`).
         """
         reader = EventReader(after)
         patience = Patience(self.connection.patience, self.connection.timing)
@@ -282,7 +289,7 @@ class TrainingClient:
             self._sleep(patience.wait(error))
 
     def _download(self, version: str | None, to: Path, unpack: bool) -> Path:
-        """One attempt."""
+        """One attempt of `model`."""
         query = without_none(version=version)
         response = self.send("GET", "/model", query=query, stream=True)
         with closing(response), Download(to, unpack=unpack) as download:
@@ -313,10 +320,10 @@ class TrainingClient:
         patience: float | None = None,
         timeout: float | None = None,
     ) -> httpx2.Response:
-        """The successful response to a request that may have no method here, after as many attempts as `patience` allows.
+        """Send any request and return its successful response, also for routes that have no method here; retries for `patience` seconds.
 
-        `server_wait`: seconds for which the server may hold the answer on purpose. `stream`: the body is still to be read, and the
-        caller closes the response. `patience` and `timeout` replace the client's.
+        `server_wait`: seconds for which the server may delay the response on purpose. `stream`: the body has not been read yet, and the
+        caller closes the response. `patience` and `timeout` override the client's.
         """
         connection = self.connection
         left = Patience(connection.patience if patience is None else patience, connection.timing)
@@ -330,6 +337,7 @@ class TrainingClient:
             headers={**own, **(headers or {})},
             params=query,
             content=body,
+            # The server may delay the response by `server_wait` seconds, which must not count as silence.
             timeout=httpx2.Timeout(
                 silence + server_wait, connect=min(CONNECT_TIMEOUT, silence), pool=None
             ),

@@ -1,7 +1,7 @@
-"""The HTTP side of a server: its routes, what goes before them, and the OpenAPI document that is made of both.
+"""The HTTP side of a server: its routes, the middleware in front of them, and the OpenAPI document generated from both.
 
-Routes raise a `Refusal`, FastAPI its own errors for addresses that do not exist and requests that are not valid; all of them become
-refusals here, and are rendered in one place (`middleware.Observed`). For each route the document names the role that may call it, and
+Routes raise a `Refusal`; FastAPI raises its own errors for unknown addresses and invalid requests, which become
+refusals here. All are rendered in one place (`middleware.Observed`). For each route the document names the role that may call it, and
 every problem that it can answer with.
 """
 
@@ -61,7 +61,7 @@ EXAMPLE_INSTANCE = "urn:groupwise:request:0123456789abcdef"
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """A server's title and introduction in the document."""
+    """A server's title and introduction in the OpenAPI document."""
 
     title: str
     description: str
@@ -76,23 +76,23 @@ def assemble(
     local_only: bool,
     before: Mapping[str, Any] | None = None,
 ) -> FastAPI:
-    """The application of these routes. Its `state.shared` is what all requests share.
+    """The application of these routes. Its `state.shared` is the state that all requests share.
 
-    `caller_of` tells who sends a request, from its headers, or raises `unauthorised`. `local_only`: there are no keys, so that only
-    this machine is answered. `before`: what the document says of requests that are answered before they come here (`tags`, `paths`,
-    `components`).
+    `caller_of` finds the caller from a request's headers, or raises `unauthorised`. `local_only`: there are no keys, so only requests
+    from this machine are answered. `before`: the document's entries (`tags`, `paths`, `components`) for requests that another layer answers
+    before they reach this application.
     """
     try:
         version = metadata.version("groupwise")
-    except metadata.PackageNotFoundError:  # run from a folder, without being installed
+    except metadata.PackageNotFoundError:  # run from a source folder, not installed
         version = "0"
     app = FastAPI(
         title=about.title,
         version=version,
         description=about.description + _roles(routes, shared.role_words),
-        docs_url=None,  # pages that would load scripts from elsewhere
+        docs_url=None,  # FastAPI's pages would load scripts from other sites
         redoc_url=None,
-        openapi_url=None,  # ours is a route like any other
+        openapi_url=None,  # we serve the document by a route of our own
         redirect_slashes=False,
     )
     app.router.route_class = _StrictRoute
@@ -125,7 +125,7 @@ def assemble(
         _add(app, route, shared.role_words)
     app.add_exception_handler(RequestValidationError, cast("Any", _invalid))
     app.add_exception_handler(HTTPException, cast("Any", _no_such_route))
-    # The last one that is added is the outermost.
+    # The middleware that is added last is the outermost.
     app.add_middleware(cast("Any", BodyRead), shared=shared)
     app.add_middleware(cast("Any", Guarded), shared=shared, who=caller_of, local_only=local_only)
     table = RouteTable((*routes, shown))
@@ -147,7 +147,7 @@ def _roles(routes: Sequence[Route], words: Mapping[Role, str]) -> str:
 
 
 def _add(app: FastAPI, route: Route, words: Mapping[Role, str]) -> None:
-    """Add a route, with every problem that it answers with in the document, by status, and an example of each."""
+    """Add a route; in the document, with an example of every problem that it answers with, by status."""
     by_status: dict[int | str, list[str]] = {}
     for code in sorted(route.all_codes):
         by_status.setdefault(KINDS[code].status, []).append(code)
@@ -195,7 +195,7 @@ class _StrictRequest(Request):
 
 
 class _StrictRoute(APIRoute):
-    """A route for the custom request class, as FastAPI recommends. Parameters that it does not have are refused."""
+    """A route that uses `_StrictRequest`, in the way FastAPI recommends. Unknown query parameters are refused."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handler = super().get_route_handler()
@@ -204,7 +204,7 @@ class _StrictRoute(APIRoute):
             route = facts_of(request.scope).route
             known = [field.alias for field in self.dependant.query_params]
             unknown = [name for name in request.query_params if name not in known]
-            # Probes without a key may send what they like.
+            # Routes without a key, for health probes, accept any parameters.
             if route is not None and route.role is not None and unknown:
                 name = unknown[0]
                 near = difflib.get_close_matches(name, known, n=1)
@@ -226,7 +226,7 @@ async def _invalid(request: Request, error: RequestValidationError) -> NoReturn:
     errors: list[FieldError] = []
     for of_body in (True, False):
         details = [
-            # FastAPI's locations begin with the part of the request that is wrong: its body, query, path or a header.
+            # The first item of FastAPI's location is the wrong part of the request: its body, query, path or a header.
             {**detail, "loc": detail["loc"][1:]}
             for detail in error.errors()
             if (detail["loc"][0] == "body") is of_body
@@ -257,7 +257,7 @@ async def _no_such_route(request: Request, error: HTTPException) -> NoReturn:
 def _complete_document(
     document: dict[str, Any], routes: Sequence[Route], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """FastAPI's document with what FastAPI cannot know: problems, keys, bodies that handlers read themselves, and other protocols."""
+    """FastAPI's document with additions: problems, keys, bodies that handlers read themselves, and other protocols."""
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     components["securitySchemes"] = SECURITY
@@ -270,7 +270,7 @@ def _complete_document(
     add_schema(Problem)
     keys: list[dict[str, list[str]]] = [{name: []} for name in SECURITY]
     for route in routes:
-        path = re.sub(r":\w+\}", "}", route.path)  # the document has no convertors of parameters
+        path = re.sub(r":\w+\}", "}", route.path)  # the document drops converters: `{name:path}`
         operation = document["paths"][path][route.method.lower()]
         if route.reads is not None:
             add_schema(route.reads)

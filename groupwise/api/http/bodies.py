@@ -1,7 +1,7 @@
-"""Bodies of requests as they come: within a limit of bytes and of time, and no longer than the server takes work.
+"""Reads request bodies within a limit of bytes and of time, and only as long as the server accepts work.
 
-Handlers read bodies here; the server says when it ends (`give_up`), so that a client that sends a byte a minute does not hold
-it up.
+The server calls `give_up` when it shuts down: a client that sends one byte a minute cannot delay the
+shutdown.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from starlette.types import Receive
 from groupwise.api.schemas.problems import Refusal
 
 BODY_SECONDS = 120.0
-"""Seconds in which a body must arrive; slower connections are given up."""
+"""Seconds in which a body must arrive; slower requests are refused."""
 SHUTTING_DOWN_RETRY = 5.0
-"""Seconds after which another server, or the same one again, may answer."""
+"""`Retry-After` of a server that is shutting down: seconds after which another server, or the same one again, may answer."""
 
 
 LARGE = 4 << 20
-"""Bytes of a body after which the memory that reading it took is given back to the system."""
+"""Bytes of a body above which the memory used to read it is returned to the system."""
 
 
 class ClientGone(Exception):
-    """The client has gone, or does not read what is sent."""
+    """The client disconnected, or does not read the response."""
 
 
 class Bodies:
-    """The bodies that are being read."""
+    """Reads bodies, and knows which are being read."""
 
     def __init__(self, most: int) -> None:
-        """`most`: bytes of one body."""
+        """`most`: maximum number of bytes of a body."""
         self._most = most
         self._limits: set[asyncio.Timeout] = set()
         self._given_up = False
 
     @property
     def coming(self) -> int:
-        """How many are being read."""
+        """The number of bodies being read."""
         return len(self._limits)
 
     async def read(self, headers: Mapping[str, str], receive: Receive) -> bytes:
-        """The whole body. Refused as `too_large`, `timed_out` or `shutting_down`; ClientGone if the rest will not come."""
+        """The whole body. Refuses with `too_large`, `timed_out` or `shutting_down`; ClientGone if the client disconnects."""
         if self._given_up:
             raise _shutting_down()
         length = headers.get("content-length", "")
@@ -80,7 +80,7 @@ class Bodies:
         return b"".join(parts)
 
     def give_up(self) -> None:
-        """The server ends: stop waiting for bodies that are not complete."""
+        """On shutdown: stop waiting for incomplete bodies."""
         self._given_up = True
         now = asyncio.get_running_loop().time()
         for limit in self._limits:
@@ -94,7 +94,7 @@ class Bodies:
 
 
 def give_memory_back() -> None:
-    """Collect garbage now, since errors keep their frames alive, and have glibc return the free memory to the system."""
+    """Collect garbage now, since exceptions keep their frames alive, and make glibc return free memory to the system."""
     with suppress(AttributeError, OSError):
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)

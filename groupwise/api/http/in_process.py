@@ -1,7 +1,7 @@
-"""Requests from synchronous code to an application of the same process: no socket, no port, and one implementation of every route.
+"""Sends requests from synchronous code to an application in the same process: no socket, no port, and the same routes as over HTTP.
 
-The application runs on an event loop in a thread of its own. Answers are streamed: the application waits while the reader is busy, so a
-large file is never in memory as a whole. There are no time limits, since an application of this process cannot be lost.
+The application runs on an event loop in its own thread. Responses are streamed: the application waits while the reader is busy, so a
+large file is never fully in memory. There are no time limits, since an application in this process cannot be lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class InProcessTransport(httpx2.BaseTransport):
-    """Answers the requests of a client by an ASGI application. Any number of threads may use it at once."""
+    """Answers the requests of a client with an ASGI application. Any number of threads may use it at once."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -29,16 +29,17 @@ class InProcessTransport(httpx2.BaseTransport):
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run it on the application's event loop, and wait for the result."""
+        """Run `work` on the application's event loop, and wait for the result."""
         begun = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return begun.result()
-        except BaseException:  # Ctrl-C, too: nothing waits for it any more
+        except BaseException:  # Ctrl-C, too: the caller no longer waits for the result
             begun.cancel()
             raise
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send the request, and return once the answer begins."""
+        """Send the request, and return when the response starts."""
+        # Room for one message: the application waits until the reader takes it.
         messages: asyncio.Queue[Message | Exception] = asyncio.Queue(1)
         answering = asyncio.run_coroutine_threadsafe(
             self._answer(request, request.read(), messages), self._loop
@@ -59,7 +60,7 @@ class InProcessTransport(httpx2.BaseTransport):
         async def receive() -> Message:
             if unread:
                 return {"type": "http.request", "body": unread.pop(), "more_body": False}
-            await asyncio.Event().wait()  # a client that goes away cancels the task
+            await asyncio.Event().wait()  # if the client disconnects, the task is cancelled
             raise AssertionError
 
         scope = {
@@ -78,11 +79,11 @@ class InProcessTransport(httpx2.BaseTransport):
         }
         try:
             await self._app(scope, receive, messages.put)
-        except Exception as error:  # noqa: BLE001 - as on a socket, the client learns that its answer broke off
+        except Exception as error:  # noqa: BLE001 - as on a socket, the client sees a response that broke off
             await messages.put(error)
 
     def close(self) -> None:
-        """Cancel what is still being answered, and end the thread."""
+        """Cancel the requests in progress, and end the thread."""
         if self._loop.is_closed():
             return
         self.run(_cancel_others())
@@ -92,7 +93,7 @@ class InProcessTransport(httpx2.BaseTransport):
 
 
 class _AnswerBody(httpx2.SyncByteStream):
-    """The body of one answer, read from the application's messages."""
+    """The body of one response, read from the application's messages."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class _AnswerBody(httpx2.SyncByteStream):
         self._transport, self._messages, self._answering = transport, messages, answering
 
     def next_message(self) -> Message:
-        """The application's next message. Raises ReadError if it failed in the middle of an answer."""
+        """The application's next message. Raises ReadError if it failed during a response."""
         message = self._transport.run(self._messages.get())
         if isinstance(message, Exception):
             raise httpx2.ReadError(f"the answer broke off: {message}") from message
@@ -118,7 +119,7 @@ class _AnswerBody(httpx2.SyncByteStream):
         self._answering.result()
 
     def close(self) -> None:
-        """Cancel the answer: nothing more of it is read."""
+        """Cancel the response: its rest is not needed."""
         self._answering.cancel()
 
 

@@ -1,4 +1,4 @@
-"""Makes a server listen: its socket, bound before anything else is started; TLS; and uvicorn, which leaves signals to us."""
+"""Makes a server listen: its socket, which is bound before anything else is started; TLS; and uvicorn, without its signal handlers."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ else:
     from uvicorn.protocols.http.h11_impl import H11Protocol as HTTPProtocol
 
 KEEP_ALIVE = 75
-"""Seconds for which an idle connection is kept: longer than clients and proxies keep theirs, so that none is closed in their hands."""
+"""Seconds for which an idle connection stays open: longer than clients and proxies keep theirs, so the server never closes one in use."""
 HEADER_SIZE = 64 * 1024
-"""Bytes that a client may send before its headers are complete, and between two pieces of its body."""
+"""Bytes that a client may send before its headers are complete, and between two chunks of its body."""
 MOST_PIPELINED = 8
 """Requests that a client may send on one connection before the first of them is answered."""
 MOST_FILES = 65_536
-"""Files and connections that a server may have open, if the system lets it."""
+"""Limit for open files and connections of a server, if the system allows as many."""
 UNREAD_SECONDS = 60.0
-"""Seconds after which a client that reads nothing of its answer is disconnected."""
+"""Seconds after which a client that reads nothing of a response is disconnected."""
 HEADER_SECONDS = 60.0
-"""Seconds in which a client must send the headers of a request, from when it connects or sends the first byte of the next one."""
+"""Seconds for the headers of a request, from connecting or, on a kept connection, from the first byte of the next request."""
 
 
 @cache
 def most_connections() -> int:
-    """How many a server holds at once: half of the files that this process may have open, which is raised as far as it can be."""
+    """How many connections a server holds: half of the allowed open files; raises the process's soft limit as far as possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = min(hard, MOST_FILES) if hard != resource.RLIM_INFINITY else MOST_FILES
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -48,14 +48,14 @@ def most_connections() -> int:
 
 
 def check_tls(certificate: str | None, key: str | None) -> None:
-    """Raise UsageError if the two files cannot be used, or only one is given."""
+    """Raise UsageError if the two files cannot be used, or only one of them is given."""
     if (certificate is None) != (key is None):
         raise UsageError("TLS needs both: --tls-certificate and --tls-key.")
     if certificate is None or key is None:
         return
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
-    except OSError as error:  # that of the library, too
+    except OSError as error:  # SSLError is an OSError, too
         raise UsageError(
             f"tls_certificate {certificate} and tls_key {key} cannot be used: {error.strerror or error}. "
             "Both are PEM files, and the key is that of the first certificate."
@@ -64,13 +64,13 @@ def check_tls(certificate: str | None, key: str | None) -> None:
 
 @contextlib.contextmanager
 def bind(host: str, port: int) -> Generator[socket.socket]:
-    """A socket that listens there; port 0 takes any that is free. Raises UsageError."""
+    """A listening socket; port 0 chooses a free port. Raises UsageError."""
     host = host.strip("[]")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
         bound = socket.create_server(address[:2], family=family, backlog=2048)
-        # Connections inherit it; asyncio sets it only where the socket names its protocol. Without it the body of an answer waits 40 ms.
+        # Connections inherit it. asyncio sets it only if the socket names its protocol; without it the body of a response waits 40 ms.
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         raise UsageError(
@@ -82,25 +82,25 @@ def bind(host: str, port: int) -> Generator[socket.socket]:
 
 
 def url_at(scheme: str, host: str, port: int) -> str:
-    """URL of an address; IPv6 addresses stand in brackets."""
+    """URL of an address; IPv6 addresses are put in brackets."""
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class BoundedProtocol(HTTPProtocol):
-    """Hangs up on a client whose headers are too large or take too long, which sends ever more requests before it is answered, or does not
-    read its answers. All of this comes before any key is checked.
+    """Disconnects a client whose headers are too large or too slow, that pipelines too many requests, or that does not
+    read its responses. All of this happens before any key is checked.
 
-    h11 counts the bytes by itself (`h11_max_incomplete_event_size`), and takes one request at a time; httptools does neither.
+    h11 counts the bytes itself (`h11_max_incomplete_event_size`), and takes one request at a time; httptools does neither.
     """
 
     _unparsed = 0
-    """Bytes since the last headers or piece of a body."""
+    """Bytes since the last headers or chunk of a body."""
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
-    """Runs while the client reads nothing."""
+    """Timer that runs while the client reads nothing."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Begin to wait for a request."""
+        """Start the time limit for a request; abort if there are too many connections."""
         super().connection_made(transport)
         if len(self.connections) > most_connections():
             transport.abort()
@@ -114,17 +114,17 @@ class BoundedProtocol(HTTPProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Close the connection if the client does not read for too long."""
+        """Called when the client does not read: abort the connection after UNREAD_SECONDS."""
         super().pause_writing()
         self._unread = self._unread or self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client reads again."""
+        """Called when the client reads again."""
         self._stop_unread()
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        """Parse the bytes, unless they are too many."""
+        """Parse the bytes; disconnect if they are too many."""
         before = self.cycle
         self._unparsed += len(data)
         super().data_received(data)
@@ -138,7 +138,7 @@ class BoundedProtocol(HTTPProtocol):
             self._hang_up("431 Request Header Fields Too Large")
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body has arrived."""
+        """A chunk of the body has arrived."""
         self._unparsed = 0
         super().on_body(body)
 
@@ -168,27 +168,27 @@ class BoundedProtocol(HTTPProtocol):
 
 
 class Uvicorn(uvicorn.Server):
-    """A server that leaves signals to us, and says when it listens."""
+    """A server without signal handlers, whose `listening` is set once it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Start listening."""
         await super().startup(sockets)
         self.listening.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Leave signals alone."""
+        """Install no signal handlers."""
         yield
 
 
 def uvicorn_config(
     app: ASGIApp, *, certificate: str | None, key: str | None, proxy: str | None
 ) -> uvicorn.Config:
-    """`proxy`: address of a proxy in front, whose forwarded headers are believed."""
+    """Uvicorn's settings. `proxy`: address of a reverse proxy whose forwarded headers are trusted."""
     return uvicorn.Config(
         app,
         http=BoundedProtocol,

@@ -1,7 +1,7 @@
-"""The server's log, for people or as JSON: steps, whatever else happens, and requests; people see those alone that were refused.
+"""The server's log, for people or as JSON: steps, other events, and requests; the text form shows only requests that were refused.
 
-A line of a request names who asked by the id of the key, and what by the route; never a key, a header or a body. What comes from a client
-is made harmless first.
+The line of a request identifies the caller by the id of the key, and the request by its method and path. It never contains a key, a
+header or a body. Text from a client is cleaned first.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from groupwise.core.terminal.text import clean, one_line
 
 ACCESS = logging.getLogger("groupwise.api.http.access")
 NOTHING_YET = 408
-"""Status of a verb call's poll while there is no answer yet."""
+"""Status that a verb call's poll gets while the result is not ready."""
 LONGEST_PATH = 200
-"""Characters of an address that a line shows."""
+"""Maximum number of characters of a path in a line."""
 
 
 class ForPeople(logging.Formatter):
-    """`12:00:01 INFO message`, harmless to a terminal: names and texts of others stand in messages and in what went wrong.
+    """`12:00:01 INFO message`. Safe for a terminal: names and texts of others may be in messages and exceptions.
 
-    A message is one line, so that no name can look like another one; a traceback keeps its lines.
+    A message is always one line, so no name can imitate another message; a traceback keeps its lines.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class ForPeople(logging.Formatter):
 
 
 class ForPrograms(logging.Formatter):
-    """One JSON object for each line; what a record carries under `facts` are keys of it."""
+    """One JSON object per line; the entries of a record's `facts` are keys of it."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -56,7 +56,7 @@ class ForPrograms(logging.Formatter):
 
 
 def worth_reading(record: logging.LogRecord) -> bool:
-    """False for requests that succeeded (each group has two) or polled, which people do not want to see."""
+    """False for requests that succeeded (each group has two) or polled: people do not need them."""
     if record.name != ACCESS.name:
         return True
     status = cast("Mapping[str, Any]", getattr(record, "facts", {}))["status"]
@@ -64,7 +64,7 @@ def worth_reading(record: logging.LogRecord) -> bool:
 
 
 def configure(kind: Literal["text", "json"]) -> logging.Handler:
-    """Log the package and uvicorn to stderr; returns the handler, which the caller removes."""
+    """Send the logs of the package and uvicorn to stderr; returns the handler, which the caller removes at the end."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(ForPrograms() if kind == "json" else ForPeople())
     if kind == "text":
@@ -79,7 +79,7 @@ def configure(kind: Literal["text", "json"]) -> logging.Handler:
 def log_request(
     *, request_id: str, method: str, path: str, status: int, seconds: float, key_id: str, code: str
 ) -> None:
-    """Log a finished request. `code`: of the problem that it was answered with, or empty."""
+    """Log a finished request. `code`: of the problem body that answered it, or empty."""
     visible_path = one_line(path)[:LONGEST_PATH]
     milliseconds = round(seconds * 1000, 1)
     facts = {

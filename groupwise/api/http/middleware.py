@@ -1,11 +1,11 @@
-"""The layers that every request goes through before its route, from the outside inwards.
+"""The layers that every request passes before its route, from the outermost to the innermost.
 
-    Observed   gives it an id, counts and logs it, and answers whatever was raised: a `Refusal` as its problem, anything else as
-               `internal`, whose details stand in the log under that id and nowhere else
-    Guarded    checks who sends it, whether the key has the role, whether the key sends too many, whether the server still takes work
-    BodyRead   reads the body within a limit of bytes and time, and cancels the work of a client that goes away
+    Observed   assigns an id, counts and logs the request, and answers exceptions: a `Refusal` as its problem body, any other as
+               `internal`, whose details are written only to the log, under that id
+    Guarded    checks the caller's key, its role, its rate limit, and whether the server still accepts work
+    BodyRead   reads the body within a limit of bytes and time, and cancels the work if the client disconnects
 
-Plain ASGI: nothing is wrapped that streams. A route's own settings stand in its `Route`.
+Plain ASGI: streams pass unwrapped. The settings of a route are in its `Route`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = "X-Request-ID"
 CLIENT_GONE = 499
-"""Status in log and metrics of a request whose client went away."""
+"""Status in log and metrics of a request whose client disconnected."""
 
 CallerOf = Callable[[Mapping[str, str]], Awaitable[Caller]]
 """Finds the caller from a request's headers. Raises `unauthorised`."""
@@ -48,7 +48,7 @@ class RouteTable:
         self._routes = [(route, compile_path(route.path)[0]) for route in routes]
 
     def find(self, method: str, path: str) -> Route | None:
-        """The route, if there is one."""
+        """The route; None if no route matches."""
         for route, pattern in self._routes:
             if route.method == method and pattern.match(path):
                 return route
@@ -56,12 +56,12 @@ class RouteTable:
 
 
 class Observed:
-    """The outermost layer; see the module."""
+    """The outermost layer; see the module docstring."""
 
     def __init__(
         self, app: ASGIApp, shared: Shared, table: RouteTable, others: str = "other"
     ) -> None:
-        """`others`: what the metrics call requests that are for no route of the table."""
+        """`others`: the name in the metrics for requests that match no route of the table."""
         self._app = app
         self._shared = shared
         self._table = table
@@ -93,7 +93,7 @@ class Observed:
             await answer.refuse(refusal)
         except ClientGone:
             answer.status = CLIENT_GONE
-        except Exception as error:  # the boundary: a mistake in one request stops no other, and its details stay here
+        except Exception as error:  # the boundary: a bug in one request must not affect others, and its details go to the log only
             if (known := self._shared.refusal_of(error)) is not None:
                 await answer.refuse(known)
                 return
@@ -144,7 +144,7 @@ class _Response:
         await self._send(message)
 
     async def refuse(self, refusal: Refusal) -> None:
-        """Answer with a problem, unless an answer has begun: then the only way is to break it off."""
+        """Answer with a problem body. If a response has already started, it can only be broken off: raises `BrokenOff`."""
         self._facts.code = refusal.code
         if self.status is not None:
             raise BrokenOff(refusal.code)
@@ -164,11 +164,11 @@ class _Response:
 
 
 class BrokenOff(Exception):
-    """An answer that cannot be finished; the connection is closed, so that the client does not take a part for the whole."""
+    """A response that cannot be finished. The connection is closed, so the client cannot take a part for the whole."""
 
 
 class Guarded:
-    """Lets authorised requests through."""
+    """Passes authorised requests on."""
 
     def __init__(self, app: ASGIApp, shared: Shared, who: CallerOf, *, local_only: bool) -> None:
         self._app = app
@@ -177,7 +177,7 @@ class Guarded:
         self._local_only = local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or raise why not."""
+        """Pass the request on, or raise the reason why not."""
         facts = facts_of(scope) if scope["type"] == "http" else None
         if facts is not None and (facts.route is None or facts.route.role is not None):
             route, headers = facts.route, Headers(scope=scope)
@@ -192,19 +192,19 @@ class Guarded:
 
 
 class BodyRead:
-    """The innermost layer; see the module."""
+    """The innermost layer; see the module docstring."""
 
     def __init__(self, app: ASGIApp, shared: Shared) -> None:
         self._app = app
         self._shared = shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body, then do the work as long as the client is there."""
+        """Read the body, then do the work as long as the client is connected."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         route, headers = facts_of(scope).route, Headers(scope=scope)
-        body = b""  # if the route takes no body, one that comes all the same is discarded
+        body = b""  # a body sent to a route that takes none is discarded
         if route is not None and route.takes_body:
             shared = self._shared
             bodies = shared.bodies if route.takes_bytes else shared.json_bodies
@@ -219,14 +219,14 @@ class BodyRead:
         try:
             await _while_client_listens(self._app, scope, body, receive, send)
         finally:
-            if len(body) > LARGE:  # once nothing holds it any more
+            if len(body) > LARGE:  # a second later, when no reference to it is left
                 asyncio.get_running_loop().call_later(1.0, give_memory_back)
 
 
 async def _while_client_listens(
     app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
 ) -> None:
-    """Do the work; where its route says so, cancel it when the client goes before the answer is whole."""
+    """Do the work. If the route has `ends_with_client`, cancel it when the client disconnects before the response is complete."""
     route = facts_of(scope).route
     is_read = is_answered = False
 
@@ -235,7 +235,7 @@ async def _while_client_listens(
             pass
 
     async def receive_body() -> Message:
-        """The body that was read, and later that the client has gone."""
+        """The body that was read; on later calls waits for the client to disconnect and reports that."""
         nonlocal is_read
         if not is_read:
             is_read = True

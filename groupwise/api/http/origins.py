@@ -1,7 +1,7 @@
-"""Finds out where a request comes from: this machine, and which page made a browser send it, as far as the browser says so.
+"""Finds out where a request comes from: whether from this machine, and which web page made the browser send it.
 
-A browser sends the cookies that it has of a site, and reaches this machine by loopback, whatever page asks it to. Only what it says of
-that page tells ours from another: `Sec-Fetch-Site`, or in an older browser `Origin` and `Referer`. No page can change these.
+A browser sends a site's cookies, and reaches this machine by loopback, for any page that asks it to (cross-site request forgery). Only
+headers tell our pages from others: `Sec-Fetch-Site`, or in older browsers `Origin` and `Referer`. No page can change these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _OF_A_PROXY = ("x-forwarded-for", "x-real-ip", "forwarded")
 
 
 def is_loopback(host: str) -> bool:
-    """True if a name or address always leads to this machine."""
+    """True if a name or address always refers to this machine."""
     if host.lower().rstrip(".") == "localhost":
         return True
     try:
@@ -26,10 +26,10 @@ def is_loopback(host: str) -> bool:
 
 
 def is_from_our_page(headers: Mapping[str, str]) -> bool | None:
-    """True if a page of this host sent it; None: no page, but a program or a typed address.
+    """True if a page of this host sent it, False if another site's page did; None: no page, but a program or a typed address.
 
-    On a secure connection the browser says so outright, whatever a proxy makes of the host's name; else the page's host is
-    compared with the requested one.
+    On a secure connection the browser states this in `Sec-Fetch-Site`, which holds even if a proxy changes the host's name. Otherwise
+    the page's host is compared with the requested one.
     """
     if site := headers.get("sec-fetch-site"):
         return None if site == "none" else site == "same-origin"
@@ -43,10 +43,10 @@ def is_from_our_page(headers: Mapping[str, str]) -> bool | None:
 
 
 def check_local(headers: Mapping[str, str]) -> None:
-    """Refuse requests that a page of another site has a browser of this machine send: without a key nothing else tells them apart.
+    """Refuse requests that another site's page makes a local browser send: on a server without a key, nothing else distinguishes them.
 
-    A link to a page of ours may stand anywhere. If the name of another site was made to lead to this machine, it stands as the Host.
-    What a proxy passes on comes from anywhere, and its Host may be ours.
+    A link to one of our pages is allowed from anywhere. If a foreign name was made to resolve to this machine (DNS rebinding), that name
+    is in the Host header. Requests through a proxy may come from anywhere although their Host is ours, so they are refused.
     """
     if any(name in headers for name in _OF_A_PROXY):
         raise Refusal(
@@ -60,7 +60,7 @@ def check_local(headers: Mapping[str, str]) -> None:
             "The server has no key, so that it answers only requests to this machine by name: localhost or 127.0.0.1. "
             "Give it a key to reach it under other names.",
         )
-    # A link may lead to a page of its own here; a form would name its Origin.
+    # A link may lead to one of our pages; a form would send its Origin.
     follows_link = (
         headers.get("sec-fetch-mode") == "navigate"
         and headers.get("sec-fetch-dest") == "document"

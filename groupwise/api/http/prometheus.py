@@ -1,7 +1,7 @@
 """Metrics of a server's requests and its process, in the text format of Prometheus, and the code that writes that format.
 
-Rendered by hand: the format is a page long, most numbers are read from a server's status when they are asked for, and prometheus_client
-would add series of its own (`_created`), which only a switch for the whole process turns off. Each server adds its own families.
+Written by hand: the format is simple, most numbers are read from a server's status on request, and prometheus_client
+would add series of its own (`_created`), which only a process-wide switch disables. Each server adds its own metric families.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LATENCIES = (
     60.0,
     300.0,
 )
-"""Upper bounds of the buckets in seconds: an answer from the ledger takes milliseconds, a wait for a step minutes."""
+"""Upper bounds of the buckets in seconds: a stored response takes milliseconds, a wait for a step takes minutes."""
 PREFIX = "groupwise_"
 
 Sample = tuple[Mapping[str, object], float]
@@ -41,7 +41,7 @@ Sample = tuple[Mapping[str, object], float]
 
 @dataclass(slots=True)
 class Histogram:
-    """How long requests of one route took."""
+    """Durations of the requests of one route."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCIES) + 1))
     total: float = 0.0
@@ -55,7 +55,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Requests that one process has answered since it began, and the process itself."""
+    """Requests that this process has answered since it started, and the process itself."""
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     """Requests, by route and status."""
@@ -64,12 +64,12 @@ class RequestMetrics:
     refusals: Counter[str] = field(default_factory=Counter[str])
     """Refusals, by code."""
     event_streams: int = 0
-    """Open now."""
+    """Event streams that are open now."""
     began: float = field(default_factory=time.time)
-    """Seconds since 1970."""
+    """Start time in seconds since 1970."""
 
     def observe(self, route: str, status: int, seconds: float) -> None:
-        """A request was answered, or its client has gone."""
+        """Count a request that was answered, or whose client disconnected."""
         self.requests[route, status] += 1
         self.seconds.setdefault(route, Histogram()).observe(seconds)
 
@@ -100,7 +100,7 @@ class RequestMetrics:
 
 
 def resident_bytes() -> int:
-    """Memory of this process now; its peak if the system does not tell."""
+    """Resident memory of this process now; its peak if the system does not provide the current value."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -110,19 +110,19 @@ def resident_bytes() -> int:
 
 
 def one(name: str, kind: str, meaning: str, value: float | None) -> Iterator[str]:
-    """A family of one sample, or none if the value is not known."""
+    """A family with one sample, or nothing if the value is unknown."""
     if value is not None:
         yield from family(name, kind, meaning, [({}, value)])
 
 
 def plain(name: str, kind: str, meaning: str, value: float) -> Iterator[str]:
-    """A family under a name that all programs use, without our prefix."""
+    """A family with a standard Prometheus name, without our prefix."""
     yield from _head(name, kind, meaning)
     yield f"{name} {_number(value)}"
 
 
 def family(name: str, kind: str, meaning: str, samples: Iterable[Sample]) -> Iterator[str]:
-    """A family with its samples: labels, and a number."""
+    """A family with its samples (labels and a value)."""
     full = PREFIX + name
     yield from _head(full, kind, meaning)
     for labels, value in samples:

@@ -1,6 +1,6 @@
-"""Declarations of routes: who may call one, which refusals it has, whether it begins work, whether that ends with its client.
+"""Declarations of routes: who may call one, which refusals it has, whether it starts work, whether that ends with its client.
 
-Each `Route` is described in one place. The middleware enforces it, the OpenAPI document shows it, and the tests walk it.
+Each `Route` is declared once. The middleware enforces it, the OpenAPI document shows it, and the tests iterate over it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OF_KEYS = ("idempotency_key_reused", "invalid_request")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One method of one address."""
+    """One method of one path."""
 
     method: str
     path: str
@@ -36,35 +36,35 @@ class Route:
     role: Role | None
     """The lowest role that may call it; None: no key is needed."""
     tag: str
-    """The section of the document that describes it."""
+    """The section of the OpenAPI document that lists it."""
     answer: Any = None
-    """The model of its answer; None: no JSON."""
+    """The model of its response; None: not JSON."""
     media_type: str = "application/json"
-    """Media type of its answer."""
+    """Media type of its response."""
     codes: tuple[str, ...] = ()
-    """Codes that the service may refuse it with."""
+    """Codes of the problems that the service itself may answer with."""
     takes_body: bool = False
     takes_bytes: bool = False
     """True if the body may be any bytes, not only JSON."""
     reads: type[BaseModel] | None = None
-    """The model of a body that the handler reads itself; None: its parameters say it."""
+    """The model of a body that the handler reads itself; None: the handler's parameters describe the body."""
     works: bool = False
-    """True if it begins or changes something: a server that is shutting down refuses it."""
+    """True if it starts or changes something: a server that is shutting down refuses it."""
     ends_with_client: bool = True
-    """True if its work is cancelled when the client goes away."""
+    """True if its work is cancelled when the client disconnects."""
     named: bool = False
-    """True if it takes an Idempotency-Key."""
+    """True if it accepts an Idempotency-Key."""
     status: int = 200
-    """Status of a successful answer."""
+    """Status of a successful response."""
     later: str = ""
-    """Meaning of a 202 answer; empty if it never answers so."""
+    """Meaning of a 202 response; empty if it never sends one."""
     example: Any = None
     """An example of a body."""
     response_class: type[Response] = Response
 
     @property
     def all_codes(self) -> frozenset[str]:
-        """Every problem that it can be answered with."""
+        """Every problem code that it can be answered with."""
         codes = {*self.codes, *OF_ALL} if self.role else {*self.codes, "internal"}
         codes |= {*OF_BODIES} if self.takes_body else set()
         codes |= {*OF_WORK} if self.works else set()
@@ -73,7 +73,7 @@ class Route:
 
     @property
     def name(self) -> str:
-        """`POST /start`: in the log, and for idempotency keys."""
+        """`POST /start`: the route's name in the log and for idempotency keys."""
         return f"{self.method} {self.path}"
 
 

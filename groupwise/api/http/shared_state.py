@@ -1,4 +1,4 @@
-"""State that the requests to one server share: limits, requests left to each key, what each key has done; and the facts of one request."""
+"""State that all requests to a server share (limits, rate limit and activity of each key), and the facts of one request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from groupwise.api.schemas.keys import WORDS, Caller, Role
 from groupwise.api.schemas.problems import Refusal
 
 LOOKS = frozenset({"GET /status", "GET /activity", "GET /metrics"})
-"""Routes that show the state of a server."""
+"""Routes that only show the state of a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,17 @@ class Limits:
     """Limits on a server's requests."""
 
     max_body_bytes: int
-    """Limit for one request."""
+    """For one request."""
     requests_per_second: float | None = None
-    """Long-run limit for each key; None: no limit."""
+    """Long-term rate limit for each key; None: no limit."""
     burst: int = 50
-    """Requests that a key may make at once before that counts."""
+    """Requests that a key may make at once before the rate limit applies."""
     max_json_bytes: int | None = None
-    """Limit for a request whose body is JSON; None: as for any other."""
+    """For a request whose body is JSON; None: the same as for any other."""
 
 
 class Buckets:
-    """How many requests each key has left: `burst` at once, and `per_second` more each second."""
+    """A token bucket for each key: `burst` requests at once, refilled by `per_second`."""
 
     def __init__(
         self, per_second: float, burst: int, clock: Callable[[], float] = time.monotonic
@@ -42,10 +42,10 @@ class Buckets:
         self._burst = burst
         self._clock = clock
         self._left: dict[str, tuple[float, float]] = {}
-        """Key id -> requests left, and when that was; ordered by last use, and without keys that have all of them again."""
+        """Key id -> requests left, and the time of that count; ordered by last use. Keys whose bucket is full again are removed."""
 
     def take(self, key_id: str) -> float:
-        """Take one; 0 if there was one, else the seconds until there is."""
+        """Take one request from the bucket; returns 0, or the seconds until one is available."""
         now = self._clock()
         full_since = now - self._burst / self._per_second
         while (oldest := next(iter(self._left), None)) and self._left[oldest][1] <= full_since:
@@ -59,12 +59,12 @@ class Buckets:
 
 @dataclass(slots=True)
 class Seen:
-    """The record of one key's requests."""
+    """The activity of one key."""
 
     key_id: str
     role: Role
     last: float
-    """When the key's last request was answered, in seconds of the clock."""
+    """Time of the key's last response, in seconds of the clock."""
     requests: int = 0
     refused: int = 0
     last_request: str = ""
@@ -72,14 +72,14 @@ class Seen:
 
 
 class Clients:
-    """The records of all keys that have sent a request."""
+    """The activity of all keys that have sent a request."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._seen: dict[str, Seen] = {}
 
     def note(self, caller: Caller, request: str, code: str) -> None:
-        """Record an answered request; `code`: of the problem, or empty. `LOOKS` are not counted."""
+        """Record an answered request; `code`: of the problem body, or empty. `LOOKS` are not counted."""
         if request in LOOKS:
             return
         now = self.clock()
@@ -91,22 +91,22 @@ class Clients:
             seen.last_problem = code
 
     def all(self) -> list[Seen]:
-        """All records, the most recently active key first."""
+        """The activity of all keys, the most recently active first."""
         return sorted(self._seen.values(), key=lambda seen: -seen.last)
 
 
 class Shared:
-    """State shared by all requests to one server. Each kind of server has its own subclass."""
+    """State shared by all requests to a server. Each kind of server has its own subclass."""
 
     role_words: Mapping[Role, str] = WORDS
-    """Its words for the roles of its keys."""
+    """The names of the roles of its keys."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.metrics = RequestMetrics()
         self.clients = Clients()
         self.ending = asyncio.Event()
-        """Set when the server has been asked to end."""
+        """Set when the server has been asked to shut down."""
         self.bodies = Bodies(limits.max_body_bytes)
         json_bytes = limits.max_json_bytes
         self.json_bodies = self.bodies if json_bytes is None else Bodies(json_bytes)
@@ -119,31 +119,31 @@ class Shared:
             raise Refusal("rate_limited", retry_after=seconds)
 
     def end(self) -> None:
-        """Accept no new work, and none whose body is not complete."""
+        """Accept no new work, and no request whose body is still incomplete."""
         self.ending.set()
         self.bodies.give_up()
         self.json_bodies.give_up()
 
     def refusal_of(self, error: Exception) -> Refusal | None:
-        """The refusal to answer an error that a route let through; None: it is a mistake of ours."""
+        """The refusal for an exception that left a route; None: it is a bug."""
         del error
         return None
 
     async def refused(self, facts: Facts) -> None:
-        """Called when a request was answered with a problem."""
+        """Hook for subclasses: called after a request was answered with a problem body."""
 
 
 @dataclass(slots=True)
 class Facts:
-    """Facts about a request, filled in on its way through the middleware."""
+    """Facts about a request, filled in by the middleware."""
 
     request_id: str
     route: Route | None = None
     caller: Caller | None = None
     code: str = ""
-    """Code of the problem that it is answered with."""
+    """Code of the problem body that it is answered with; empty without one."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
-    """Headers of a refusal, beside those that every refusal has."""
+    """Additional headers of a refusal."""
 
     @property
     def instance(self) -> str:
@@ -152,9 +152,9 @@ class Facts:
 
 
 SCOPE = "groupwise.facts"
-"""Key of the facts in the scope of a request."""
+"""Key of the facts in the ASGI scope of a request."""
 
 
 def facts_of(scope: Any) -> Facts:
-    """Facts that the middleware has put into the scope."""
+    """The facts that the middleware put into the scope."""
     return cast("Facts", scope[SCOPE])

@@ -1,8 +1,8 @@
-"""Strict JSON: refuses what other readers silently accept.
+"""Strict JSON: refuses input that other readers silently accept.
 
-A duplicate key, NaN, a number beyond the range of a float, half of a surrogate pair, and nesting that no request needs would all
-be read by the standard library, and would mean something else to the next reader, or break it. Millions of small lists or texts, each of
-which takes more memory than what was sent, are refused before they are made.
+The standard library would read a duplicate key, NaN, a number beyond the range of a float, a lone surrogate, and nesting that
+no request needs; the next reader would understand them differently, or fail. Millions of small lists or texts, each of
+which takes more memory than its bytes in the body, are refused before they are created.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from itertools import islice
 from typing import Any
 
 DEEPEST = 64
-"""Lists and objects inside each other, at most; the deepest request has a dozen."""
+"""Maximum nesting of lists and objects; the deepest request has a dozen levels."""
 
 MOST_LISTS, MOST_TEXTS = 500_000, 2_000_000
-"""Lists and objects of a body together, and its texts; numbers stand in long lists and may be as many as there is room for."""
+"""Limits for a body: its lists and objects together, and its texts. Numbers have no limit of their own; they come in long lists."""
 MOST_KEYS = 100_000
 """Limit on one object's keys, because each unknown one is reported."""
 LARGE = 256 * 1024
-"""Bytes that are read beside everything else."""
+"""Bytes of a body above which it is parsed in a thread."""
 
 # A text that is never closed matches to its end, or each of its quotes would be tried as the beginning of one.
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
@@ -31,14 +31,14 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class NotStrict(json.JSONDecodeError):
-    """The body is not JSON, or not of the strict kind."""
+    """The body is not JSON, or not strict JSON."""
 
     def __init__(self, message: str, position: int = 0) -> None:
         super().__init__(message, "", position)
 
 
 def parse(text: bytes) -> Any:
-    """The value. Raises NotStrict, which repeats nothing of the text."""
+    """The value. Raises NotStrict, whose message repeats nothing of the text."""
     check_number(text, MOST_LISTS, MOST_TEXTS)
     _check_depth(text)
     try:
@@ -56,6 +56,7 @@ def parse(text: bytes) -> Any:
         raise NotStrict(error.msg, error.pos) from None
     except ValueError:  # Python's limit of digits
         raise NotStrict("a whole number has too many digits") from None
+    # `json.loads` accepts lone surrogates; only a body with escaped ones needs the check.
     if _SURROGATE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -65,7 +66,7 @@ def parse(text: bytes) -> Any:
 
 
 def parse_inner(text: str) -> Any:
-    """The value of JSON that stands in a text, as the arguments of a call do: within the same bounds, read as usual. Raises NotStrict."""
+    """The value of JSON inside a text, e.g. the arguments of a tool call: with the same limits, otherwise not strict. Raises NotStrict."""
     encoded = text.encode("utf-8", "surrogatepass")
     check_number(encoded, MOST_LISTS, MOST_TEXTS)
     _check_depth(encoded)
@@ -83,7 +84,7 @@ async def parse_aside(text: bytes) -> Any:
 
 
 def check_number(text: bytes, lists: int, texts: int) -> None:
-    """Raises NotStrict for JSON with more lists and objects, or more texts, before any of them is made."""
+    """Raises NotStrict if JSON has more lists and objects, or more texts, than allowed; counts them without parsing."""
     beyond = islice(_TEXT.finditer(text), texts, None)
     if text.count(b'"') > 2 * texts and next(beyond, None) is not None:
         raise NotStrict(f"there are more than {texts:,} texts in it")
@@ -105,7 +106,7 @@ def _check_depth(text: bytes) -> None:
 
 
 def finite(text: str) -> float:
-    """`parse_float` of `json.loads`: a number beyond a double is none."""
+    """For `parse_float` of `json.loads`: refuses a number beyond the range of a double."""
     value = float(text)
     if not math.isfinite(value):
         raise NotStrict("a number is beyond the range of a double")
@@ -113,12 +114,12 @@ def finite(text: str) -> float:
 
 
 def no_constant(name: str) -> Any:
-    """`parse_constant`: NaN and Infinity are no JSON."""
+    """For `parse_constant`: refuses NaN and Infinity, which are not JSON."""
     raise NotStrict(f"{name} is no number of JSON")
 
 
 def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook`: no key stands twice, and there are not more than MOST_KEYS."""
+    """For `object_pairs_hook`: refuses duplicate keys, and more than MOST_KEYS keys."""
     if len(pairs) > MOST_KEYS:
         raise NotStrict(f"an object has more than {MOST_KEYS:,} keys")
     found = dict(pairs)

@@ -1,15 +1,15 @@
-"""The one client for OpenAI-compatible services.
+"""The client for OpenAI-compatible services.
 
     endpoint = Endpoint("http://127.0.0.1:8000/v1", "my-model")
     async with Client(endpoint, concurrency=16) as client:
         answer = await client.chat([{"role": "user", "content": "Two and two?"}], n=4, temperature=1.0)
 
-Callers may ask as often at once as they like: `concurrency` of them are under way, the others wait. What may pass (no connection,
-a time-out, 408, 409, 425, 429, 5xx) is asked again `retries` times; `waiting.py` says when. Everything else, and what does not
-pass, is an EndpointError that says what came.
+Any number of calls may be made at once: `concurrency` of them are in flight, the others wait. Failures that may pass (no connection,
+a time-out, 408, 409, 425, 429, 5xx) are retried `retries` times; `waiting.py` decides when. Every other failure, and one that
+persists, is an EndpointError that shows the response.
 
-The key is read from the environment variable that the endpoint names and stands nowhere else: not in the endpoint, in a
-message or in a log, not even when the service repeats it.
+The key is read from the environment variable that the endpoint names. It appears nowhere else: not in the endpoint, in a
+message or in a log, even if the service repeats it.
 """
 
 from __future__ import annotations
@@ -48,34 +48,34 @@ from groupwise.core.types import Message
 logger = logging.getLogger(__name__)
 
 CONNECT_LIMIT = 30.0
-"""Seconds in which a connection must stand; the rest of a request's time is the service's."""
+"""Limit for connecting, in seconds; the rest of a request's time belongs to the service."""
 OUT_OF_MONEY = frozenset({"insufficient_quota"})
-"""Codes of a 429 that no waiting mends."""
+"""Codes of a 429 for which no retry helps."""
 REFUSALS_OF_N = frozenset({400, 422})
-"""Statuses of services that give one choice at a time and refuse to be asked for more."""
+"""Statuses with which services that return only one choice refuse a larger `n`."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A service and the model that is wanted of it. Raises UsageError for a URL that cannot be one."""
+    """A service and the model to use there. Raises UsageError for an invalid URL."""
 
     base_url: str
-    """URL before /chat/completions, such as `http://127.0.0.1:8000/v1`; without any path, /v1 is meant."""
+    """URL before /chat/completions, such as `http://127.0.0.1:8000/v1`; if it has no path, /v1 is added."""
     model: str
     api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key; if it is not set, requests carry no key."""
+    """The environment variable with the key; if it is not set, requests have no key."""
     timeout: float = 900.0
-    """Seconds for one attempt, from the request to the last byte of its answer."""
+    """Seconds for one attempt, from the request to the last byte of its response."""
     retries: int = 8
-    """How often a request is repeated before it is given up."""
+    """How often a request is retried before the error is raised."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "base_url", checked_url(self.base_url))
 
     def key(self) -> str | None:
-        """The key, or None if the variable is not set. Raises UsageError for one that no header can hold."""
+        """The key, or None if the variable is not set. Raises UsageError if it contains characters that no header can hold."""
         key = os.environ.get(self.api_key_env, "").strip()
         if not all("!" <= letter <= "~" for letter in key):
             raise UsageError(
@@ -99,7 +99,7 @@ class Client:
     ) -> None:
         """Runs at most `concurrency` requests at once. `transport` replaces the network.
 
-        Without `keep_connections` each request has one of its own, so that none is met that the service has closed meanwhile.
+        Without `keep_connections` each request opens a new connection, so it never uses one that the service has closed meanwhile.
         """
         self.endpoint = endpoint
         self._key = endpoint.key()
@@ -131,7 +131,7 @@ class Client:
 
     @property
     def pause(self) -> float:
-        """Seconds for which the service wants to be left alone."""
+        """Seconds until the pause that the service asked for is over."""
         return self._pause.left
 
     async def chat(
@@ -147,10 +147,10 @@ class Client:
         extra: Mapping[str, Any] | None = None,
         or_fewer: bool = False,
     ) -> Choices:
-        """`n` answers to a conversation. What is None is left to the service.
+        """`n` completions of a conversation. Arguments that are None are left to the service.
 
-        `extra` holds further fields of the request; None there takes out a field. A service that gives fewer choices than it
-        is asked for is asked for the rest, with a seed that counts on; with `or_fewer` what came first is returned as it is.
+        `extra` holds further fields of the request; None as a value removes a field. If a service returns fewer choices than
+        requested, the rest is requested again, with the seed increased by the number received; `or_fewer` accepts fewer.
         """
         body = {"model": self.endpoint.model, "messages": [dict(each) for each in messages]}
         knobs = _knobs(temperature, top_p, max_tokens, stop)
@@ -171,17 +171,17 @@ class Client:
         extra: Mapping[str, Any] | None = None,
         or_fewer: bool = False,
     ) -> Choices:
-        """`n` continuations of a text, to which no chat template is applied; everything else as in `chat`."""
+        """`n` continuations of a text, without a chat template; everything else as in `chat`."""
         body = {"model": self.endpoint.model, "prompt": prompt}
         knobs = _knobs(temperature, top_p, max_tokens, stop)
         return await self._choices("/completions", body | knobs, n, seed, extra or {}, or_fewer)
 
     async def models(self, *, retries: int | None = None) -> tuple[str, ...]:
-        """The names of the models that are served; `retries` in place of the endpoint's."""
+        """The names of the served models; `retries` replaces the endpoint's number."""
         return await self.ask("GET", "/models", None, read_models, retries)
 
     async def reach(self) -> None:
-        """Raises EndpointError if there is no answer, or the key is refused. A service need not list its models."""
+        """Raises EndpointError if there is no response, or the key is refused. A service need not list its models."""
         try:
             await self.ask("GET", "/models", None, len, 0)
         except EndpointError as error:
@@ -212,7 +212,7 @@ class Client:
         seed: int | None,
         extra: Mapping[str, Any],
     ) -> Choices:
-        """Ask for up to `n` choices, and return at least one; a single one if the service refuses to give several."""
+        """Request up to `n` choices, and return at least one; exactly one if the service refuses to return several."""
         n = 1 if self._one_at_a_time else n
         several: dict[str, Any] = {} if n == 1 else {"n": n}
         seeded: dict[str, Any] = {} if seed is None else {"seed": seed}
@@ -226,6 +226,7 @@ class Client:
             if n == 1 or refused.status not in REFUSALS_OF_N:
                 raise
             answer = await self._some(path, body, 1, seed, extra)
+            # A request for one choice succeeded, so `n` was the reason for the refusal.
             self._one_at_a_time = True
             return answer
 
@@ -237,9 +238,9 @@ class Client:
         read: Callable[[bytes], T],
         retries: int | None = None,
     ) -> T:
-        """Send a request and return `read` of its answer; passing failures are retried, `retries` times instead of the endpoint's number.
+        """Send a request and return `read` of the response body. Failures that may pass are retried, `retries` times if given.
 
-        For routes that have no method of their own. `read` raises EndpointError for what is no answer.
+        For routes that have no method of their own. `read` raises EndpointError for a body that it cannot use.
         """
         limit = self.endpoint.retries if retries is None else retries
         for attempt in range(limit + 1):
@@ -269,7 +270,7 @@ class Client:
         raise AssertionError("a request is answered, repeated or given up")
 
     async def _attempt(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
-        """The body of one answer. Raises _Passing where another attempt may do better, EndpointError where not."""
+        """The body of one response. Raises _Passing if another attempt may succeed, else EndpointError."""
         url = self.endpoint.base_url + path
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
@@ -306,19 +307,19 @@ class Client:
 
 
 class _Passing(Exception):
-    """A failure that another attempt may not meet."""
+    """A failure that another attempt may avoid."""
 
     def __init__(
         self, what: str, status: int | None = None, retry_after: float | None = None
     ) -> None:
-        """`retry_after`: seconds after which the service wants to be asked again."""
+        """`retry_after`: seconds after which the service asks for a retry."""
         super().__init__(what)
         self.status = status
         self.retry_after = retry_after
 
 
 def checked_url(given: str) -> str:
-    """A base URL in the form that paths are added to. Raises UsageError, in which no password stands."""
+    """A base URL in the form to which paths are appended. Raises UsageError, whose text never contains a password."""
     parts = urlsplit(given.strip())
     if "@" in parts.netloc:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Reads answers of an OpenAI-compatible service strictly: anything else is an EndpointError that shows what came."""
+"""Parses responses of an OpenAI-compatible service strictly: an unexpected one is an EndpointError that shows the response."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from groupwise.core.errors import EndpointError
 from groupwise.core.plugins import printable
 
 MAX_CHARACTERS_IN_MESSAGE = 300
-"""Characters of a strange body that a message shows."""
+"""Maximum number of characters of an unexpected body in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens that were billed; None if the service does not say."""
+    """Billed tokens; None if the service does not report them."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -30,16 +30,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices for one prompt; every tuple has one entry for each."""
+    """The choices for one prompt; every tuple has one entry per choice."""
 
     texts: tuple[str, ...]
     finish_reasons: tuple[str | None, ...]
-    """The service's own words: `stop`, `length`, `content_filter` …; None if it gives none."""
+    """The service's own words: `stop`, `length`, `content_filter` …; None if it does not say."""
     usage: Usage
     model: str
-    """Model named by the service."""
+    """The model named in the response."""
     reasoning: tuple[str | None, ...]
-    """A reasoning model's thoughts before its text, if the service keeps them apart."""
+    """A reasoning model's reasoning before its text, if the service separates them."""
 
     def __add__(self, other: Choices) -> Choices:
         return Choices(
@@ -51,7 +51,7 @@ class Choices:
         )
 
     def first(self, count: int) -> Choices:
-        """The answer with the first `count` choices; the usage is that of all, because all are billed."""
+        """Only the first `count` choices; the usage is still that of all, because all are billed."""
         return Choices(
             self.texts[:count],
             self.finish_reasons[:count],
@@ -73,13 +73,13 @@ def read_json(body: bytes) -> Mapping[str, Any]:
 
 
 def read_answer(body: bytes, requested_model: str) -> Choices:
-    """The choices of a body of /chat/completions or /completions, in their order. Raises EndpointError."""
+    """The choices in a body of /chat/completions or /completions, in order. Raises EndpointError."""
     value = read_json(body)
     listed: object = value.get("choices")
     if not isinstance(listed, list) or not listed:
         raise EndpointError(f"answered without choices: {excerpt(body)}")
     choices = [_mapping(choice) for choice in cast("list[Any]", listed)]
-    # `index` says where a choice belongs: services may write them as they finish.
+    # Sort by `index`: services may list choices in the order in which they finish.
     indices = [choice.get("index") for choice in choices]
     if sorted(each for each in indices if isinstance(each, int)) == list(range(len(choices))):
         choices = [choices[indices.index(place)] for place in range(len(choices))]
@@ -112,7 +112,7 @@ def read_models(body: bytes) -> tuple[str, ...]:
 
 
 def holds_error(body: bytes) -> bool:
-    """True if a body that came with status 200 holds an error: some gateways pass on others' errors so."""
+    """True if a body with status 200 contains an error: some gateways pass on others' errors this way."""
     if b'"error"' not in body:
         return False
     try:
@@ -142,7 +142,7 @@ def error_in(body: bytes) -> tuple[str, str | None, int | None]:
 
 
 def excerpt(body: bytes) -> str:
-    """A body for a message: its beginning, on one line, and how long it is."""
+    """A body for a message: its beginning on one line, and its size if it was cut."""
     if not body:
         return "an empty body"
     text = " ".join(printable(body.decode("utf-8", "replace")).split())
@@ -154,10 +154,10 @@ def excerpt(body: bytes) -> str:
 
 
 def _content(content: Any, body: bytes) -> str:
-    """The text of a message. A reasoning model that was cut off has reasoning and no text."""
+    """The text of a message. A reasoning model that was cut off has only reasoning and no text."""
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, list):  # parts; those of another kind, as thoughts, are no text
+    if isinstance(content, list):  # a list of parts; other kinds, such as thoughts, are not text
         parts = [_mapping(part) for part in cast("list[Any]", content)]
         return "".join(str(part.get("text", "")) for part in parts if part.get("type") == "text")
     raise EndpointError(f"answered content that is no text: {excerpt(body)}")

@@ -1,7 +1,7 @@
-"""Times retries to a service that could not answer: how long to wait, and the pause that all callers share.
+"""Times retries to a service that could not answer: the wait before each one, and the pause that all callers share.
 
-The wait doubles from one attempt to the next, with chance in it, so that callers that failed together do not come back together.
-If the service says how long (`Retry-After`, in seconds or as a date), that holds. A service that is asked too fast pauses
+The wait doubles from one attempt to the next and is partly random, so callers that failed together do not retry together.
+If the service gives a time (`Retry-After`, in seconds or as a date), that is used. A service that reports too many requests pauses
 all callers, not only the one that it refused.
 """
 
@@ -16,25 +16,25 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 FIRST = 1.0
-"""Seconds before the second attempt; each further one doubles it."""
+"""Seconds before the second attempt; doubled for each further one."""
 LONGEST = 60.0
-"""Seconds that a wait grows to by doubling."""
+"""Maximum wait in seconds."""
 MAX_RETRY_AFTER = 900.0
-"""Longest pause, in seconds, that a service may ask for; if it asks for more, it is better to stop and go on later."""
+"""Longest pause, in seconds, that a service may ask for; if it asks for more, the call fails, and the work can be resumed later."""
 SPREAD = 0.1
-"""Share of a common pause over which the callers come back one after the other."""
+"""After a common pause, the callers start again spread over this share of its length."""
 
 SERVER_CANNOT = frozenset({501, 505, 511})
-"""Statuses of servers that will not do it next time either."""
+"""Statuses from 500 on for which a retry cannot help."""
 ASK_AGAIN = frozenset({408, 409, 425, 429})
-"""Statuses below 500 that may pass: time-outs, conflicts, too early, too fast."""
+"""Statuses below 500 that may pass: time-outs, conflicts, too early, too many requests."""
 TOO_FAST = frozenset({429, 503})
-"""Statuses of a service that wants a pause from all callers."""
+"""Statuses of a service that needs a pause from all callers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Clocks, sleep and random numbers. Tests replace them and need not wait."""
+    """Clocks, sleep and random numbers. Tests replace them, so they need not wait."""
 
     clock: Callable[[], float] = time.monotonic
     today: Callable[[], float] = time.time
@@ -46,14 +46,14 @@ class Timing:
 
 
 class Pause:
-    """The time until which no request is sent."""
+    """A pause during which no caller sends a request."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._from = self._until = -math.inf
 
     def extend(self, seconds: float) -> bool:
-        """Let all callers wait for `seconds` from now on; True if that prolongs the pause."""
+        """Pause all callers for `seconds` from now; True if that prolongs the pause."""
         now = self._timing.clock()
         if now + seconds <= self._until:
             return False
@@ -66,24 +66,24 @@ class Pause:
         return max(self._until - self._timing.clock(), 0.0)
 
     async def over(self) -> None:
-        """Wait for the end of the pause, and of the one that may have begun meanwhile."""
+        """Wait for the end of the pause, and of a pause that started meanwhile."""
         while (left := self.left) > 0:
             spread = SPREAD * (self._until - self._from)
             await self._timing.sleep(left + spread * self._timing.chance())
 
 
 def may_pass(status: int) -> bool:
-    """True if a service that answered with this status may succeed later."""
+    """True if a request that was answered with this status may succeed later."""
     return status in ASK_AGAIN or (status >= 500 and status not in SERVER_CANNOT)
 
 
 def wait_after(attempt: int, chance: float) -> float:
-    """Seconds to wait after attempt number `attempt` (from 0): between half and all of what doubling gives."""
+    """Seconds to wait after attempt number `attempt` (from 0): random between half of the doubled wait and all of it."""
     return min(LONGEST, FIRST * 2.0 ** min(attempt, 30)) * (0.5 + 0.5 * chance)
 
 
 def retry_after(header: str | None, today: float) -> float | None:
-    """Seconds that a `Retry-After` asks for; None if there is none, or none that can be read."""
+    """Seconds in a `Retry-After` header; None if the header is missing or invalid."""
     if header is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Ending a worker with everything that it started, and ending with one's parent.
+"""Ends a worker with everything that it started, and ends a process together with its parent.
 
-A worker leads a process group of its own, so one signal reaches what it forked. What left the group (`setsid`, daemons) is
-found on Linux by a mark in its environment, which children inherit. Not covered: a process that left the group *and*
+A worker leads its own process group, so one signal reaches everything that it forked. A process that left the group (`setsid`, daemons)
+is found on Linux by a marker in its environment, which children inherit. Not covered: a process that left the group *and*
 was started with another environment; on systems other than Linux, any process that left the group.
 """
 
@@ -27,29 +27,29 @@ PLAIN = {
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Environment of a process that works for another: one computing thread, and chance that decides the same each time."""
+"""Environment of a helper process: one computing thread, and deterministic hashing."""
 ENVIRONMENT = {**PLAIN, **NO_GPU}
 """Environment of a worker."""
 
 _PR_SET_PDEATHSIG = 1
 _ROUNDS = 20
-"""How often the table of processes is searched again for what was started meanwhile."""
+"""How often the process table is searched again for processes started meanwhile."""
 
 
 def end_family(leader: int, mark: str) -> None:
-    """Kill the process group of `leader` (not yet reaped) and every process that carries `mark`."""
+    """Kill the process group of `leader` (not yet reaped) and every process with this `mark`."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
     end_marked(mark)
 
 
 def end_marked(mark: str) -> None:
-    """Kill every process but this one that carries `mark`."""
+    """Kill every process with this `mark`, except this one."""
     for _ in range(_ROUNDS):
         wanted, own = f"{MARK}={mark}".encode(), str(os.getpid())
         marked: list[int] = []
         for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # gone meanwhile, or another user's
+            with suppress(OSError):  # it has ended meanwhile, or is another user's
                 if folder.name != own and wanted in (folder / "environ").read_bytes().split(b"\0"):
                     marked.append(int(folder.name))
         for process in marked:
@@ -60,7 +60,7 @@ def end_marked(mark: str) -> None:
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """True if it has ended. It is not reaped: its number must stay taken until its group is killed."""
+    """True if it has ended. Does not reap it: its process id must stay taken until its group is killed."""
     if not hasattr(os, "waitid"):
         return process.poll() is not None
     if process.returncode is not None:
@@ -68,12 +68,12 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
     try:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, process.pid, flags) is not None
-    except ChildProcessError:  # someone else in this program reaps every child
+    except ChildProcessError:  # other code in this program reaps every child
         return True
 
 
 def how_it_ended(code: int | None) -> str:
-    """A return code in words."""
+    """Describes a return code in words, for messages."""
     if code is None:
         return "it does not react to being killed"
     if code >= 0:
@@ -84,10 +84,10 @@ def how_it_ended(code: int | None) -> str:
 
 
 def tie_to_parent(parent: int, mark: str) -> None:
-    """Make this worker, and all that it will start, end when `parent` does, however either of them ends.
+    """Make this worker, and everything that it will start, end when `parent` does, even if either of them is killed.
 
-    On Linux the kernel kills this process when its parent is gone; a forked guard, which only waits for this
-    process to be gone, then ends the rest. Elsewhere the end of the socket is all there is to go by.
+    On Linux the kernel kills this process when its parent has ended. A forked guard waits for the end of this process
+    and then kills the rest. On other systems a worker only notices that its socket was closed.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -98,7 +98,7 @@ def tie_to_parent(parent: int, mark: str) -> None:
     guard = os.fork()
     if guard == 0:
         try:
-            # Blocked, so that sigwait cannot miss it.
+            # Blocked first: sigwait then cannot miss it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
                 with suppress(OSError):
@@ -108,12 +108,12 @@ def tie_to_parent(parent: int, mark: str) -> None:
         finally:
             end_marked(mark)
             os._exit(0)
-    os.setpgid(guard, guard)  # out of the group that is killed: it has to outlive it
+    os.setpgid(guard, guard)  # the guard must outlive the group that is killed
     signal_when_parent_ends(signal.SIGKILL, parent)
 
 
 def signal_when_parent_ends(number: int, parent: int) -> None:
-    """Have the kernel send this process a signal when the thread that started it, of the process `parent`, ends. Linux only."""
+    """Make the kernel send this process a signal when the thread of `parent` that started it ends. Linux only."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it ended before the request
+    if os.getppid() != parent:  # the parent ended before the call of prctl
         os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""Messages on a stream socket: eight bytes of length, then so many bytes."""
+"""Messages on a stream socket: eight bytes with the length, then that many bytes."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import struct
 
 _LENGTH = struct.Struct(">Q")
 MAX_BYTES = 1 << 38
-"""A longer announced length can only be rubbish on the line; weights with moments that go to another machine are shorter."""
+"""A greater length can only be garbage; even model weights with optimiser moments, sent to another machine, are shorter."""
 
 
 def send_frame(connection: socket.socket, payload: bytes) -> None:
-    """Send one message; blocks as long as the socket's time-out allows."""
+    """Send one message; blocks as long as the socket's timeout allows."""
     connection.sendall(framed(payload))
 
 
 def framed(payload: bytes) -> bytes:
-    """One message as it is sent."""
+    """One message with its length in front."""
     return _LENGTH.pack(len(payload)) + payload
 
 
 class FrameBuffer:
-    """Puts messages together from the pieces in which they arrive."""
+    """Assembles messages from the pieces in which they arrive."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def add(self, piece: bytes) -> None:
-        """Take what has arrived."""
+        """Add bytes that have arrived."""
         self._bytes += piece
 
     def take(self) -> bytes | None:
-        """The next whole message, or None if it has not all arrived. Raises ValueError for an impossible length."""
+        """The next complete message; None if it is incomplete. Raises ValueError for an impossible length."""
         if len(self._bytes) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._bytes)

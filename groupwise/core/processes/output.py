@@ -1,4 +1,4 @@
-"""Turns what a worker process prints into lines of the log."""
+"""Writes the output of a worker process to the log, line by line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINE_LENGTH = 2000
 
 
 class Output:
-    """Reads what a worker prints and logs it, a bounded amount for each call, so that it can never fill up."""
+    """Reads a worker's output and logs it, a limited number of lines per call, so the log cannot fill up."""
 
     def __init__(self, process: subprocess.Popen[bytes], prefix: str) -> None:
         assert process.stdout is not None
@@ -27,7 +27,7 @@ class Output:
         self._thread.start()
 
     def begin_call(self) -> None:
-        """Give the next call its share of lines."""
+        """Reset the number of lines that may be logged, for the next call."""
         self._left = _LINES_PER_CALL
 
     def last_words(self) -> str:
@@ -40,7 +40,7 @@ class Output:
         )
 
     def join(self) -> None:
-        """Wait for the end of the output of a process that was killed."""
+        """Wait up to a second for the rest of the output of a killed process."""
         self._thread.join(1.0)
 
     def _read(self) -> None:

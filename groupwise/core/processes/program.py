@@ -1,7 +1,7 @@
-"""A program with everything that it starts: begun, waited for, ended.
+"""Runs a program, and ends it with everything that it started.
 
-It ends with the process that began it, kill -9 included (Linux), and with `end` at the latest. Its output goes into a log, from which a
-secret is taken out when it has ended.
+It ends with the process that started it, even after kill -9 (Linux), and at the latest by `end`. Its output goes to a log, from which a
+secret is removed when the program has ended.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from groupwise.core.processes.family import MARK, end_family, has_ended
 from groupwise.core.terminal.text import clean
 
 LOOK = 0.05
-"""Seconds between two looks at a program that is waited for."""
+"""Seconds between two checks of a program that is waited for."""
 TOLD_LINES, TOLD_CHARACTERS = 3, 300
-"""The number of last lines of a log in a message, and the characters of each."""
+"""For messages: the number of last lines of a log, and the maximum number of characters of each."""
 FRAMES = "╭│╰─"
-"""The beginning of the lines of a traceback in a frame."""
+"""First characters of the lines of a framed traceback, which messages leave out."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class Family:
-    """A context manager, which ends all of them."""
+    """A program and all processes that it started. As a context manager, it ends all of them."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Family:
         secret: str | None = None,
         niceness: int = 0,
     ) -> None:
-        """Begin the program in `folder`; `environment` in addition to this process's own, `niceness` by how much it gives way."""
+        """Start the program in `folder`; `environment` is added to this process's own, `niceness` lowers its CPU priority."""
         self.log = log
         self._secret = secret
         self._mark = uuid4().hex
@@ -66,7 +66,7 @@ class Family:
         return has_ended(self.process)
 
     def wait(self, seconds: float) -> int | None:
-        """The return code; None where it has not ended by then."""
+        """The return code; None if it has not ended after `seconds`."""
         deadline = time.monotonic() + seconds
         while not self.ended:
             if time.monotonic() > deadline:
@@ -75,7 +75,7 @@ class Family:
         return self.end()
 
     def end(self) -> int:
-        """End all processes that are left; returns the code of the program."""
+        """End all remaining processes; returns the return code of the program."""
         if self.process.returncode is None:
             end_family(self.process.pid, self._mark)
         code = self.process.wait()
@@ -84,7 +84,7 @@ class Family:
         return code
 
     def last_words(self) -> str:
-        """The end of its log, for a message."""
+        """The last lines of its log, for a message."""
         text = _COLOUR.sub("", self.log.read_text(encoding="utf-8", errors="replace"))
         lines = [clean(line).strip() for line in text.splitlines()]
         lines = [line for line in lines if line and line[0] not in FRAMES]
@@ -103,6 +103,6 @@ class Family:
 
 
 def free_port() -> int:
-    """A loopback port that is free now, for a program that is about to be started."""
+    """A loopback port that is free now, for a program that is about to start."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]

@@ -1,6 +1,6 @@
-"""`python -m groupwise.core.processes.run_tied PARENT MARK NICENESS WORD…` becomes the program that the words name.
+"""`python -m groupwise.core.processes.run_tied PARENT MARK NICENESS WORD…` replaces itself with the program `WORD…`.
 
-The program ends when `PARENT` does, and with it all that it starts, however its parent ended; see
+The program, and everything that it starts, ends when process `PARENT` does, even if that is killed; see
 `groupwise.core.processes.family.tie_to_parent`.
 """
 

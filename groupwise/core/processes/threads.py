@@ -1,6 +1,6 @@
-"""Daemon threads that do jobs in the order given.
+"""Daemon threads that do jobs in the order of submission.
 
-Unlike the threads of `concurrent.futures`, a hung one does not keep the interpreter from ending. They belong to no event
+Unlike with `concurrent.futures`, a hung thread does not keep the interpreter from ending. The threads belong to no event
 loop: results are futures that any loop can await.
 """
 
@@ -20,20 +20,20 @@ class Doer(Protocol[Job]):
     """The work of one thread; all three methods run in that thread."""
 
     def begin(self) -> None:
-        """Before the first job."""
+        """Called before the first job."""
         ...
 
     def do(self, job: Job) -> Any:
-        """One job; the result or exception becomes the future's."""
+        """Do one job; its result or exception becomes the future's."""
         ...
 
     def end(self) -> None:
-        """After the last job."""
+        """Called after the last job."""
         ...
 
 
 class DaemonThreads(Generic[Job]):
-    """One thread for each doer, all fed from one queue."""
+    """One thread for each doer, all with one common queue."""
 
     def __init__(self, doers: Sequence[Doer[Job]], name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
@@ -45,13 +45,13 @@ class DaemonThreads(Generic[Job]):
             thread.start()
 
     def submit(self, job: Job) -> Future[Any]:
-        """Queue a job. Cancelling its future before it began leaves it out."""
+        """Queue a job. If its future is cancelled before the job starts, the job is skipped."""
         future: Future[Any] = Future()
         self._queue.put((job, future))
         return future
 
     def close(self) -> None:
-        """Cancel what waits and let each thread end after the job it is at; does not wait for it."""
+        """Cancel the queued jobs and make each thread end after its current job; does not wait for that."""
         with suppress(queue.Empty):
             while (item := self._queue.get_nowait()) is not None:
                 item[1].cancel()
@@ -59,7 +59,7 @@ class DaemonThreads(Generic[Job]):
             self._queue.put(None)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the threads, each for at most `timeout` seconds; whether all have ended."""
+        """Wait for the threads, at most `timeout` seconds each; True if all have ended."""
         for thread in self._threads:
             thread.join(timeout)
         return not any(thread.is_alive() for thread in self._threads)
@@ -72,6 +72,6 @@ class DaemonThreads(Generic[Job]):
                 continue
             try:
                 future.set_result(doer.do(job))
-            except BaseException as error:  # noqa: BLE001 — the one that awaits the future receives it
+            except BaseException as error:  # noqa: BLE001 — the caller that awaits the future receives it
                 future.set_exception(error)
         doer.end()

@@ -1,14 +1,14 @@
-"""How one reward function is called, and what its answer may be.
+"""How a reward function is called, and which results it may return.
 
-The convention is the one that TRL users know: `f(prompts=…, completions=…, **columns) -> list[float | None]`, one call
-for a group, one entry for each member, None or NaN where the reward does not apply. A function gets what it names, or all of it through
+The convention is TRL's: `f(prompts=…, completions=…, **columns) -> list[float | None]`, one call for a group, one entry
+for each member, None or NaN if the reward does not apply. A function receives the arguments that it names, or all of them through
 `**kwargs`: the columns, and `prompt_ids`, `completion_ids`, `trainer_state`, `log_metric` and `log_extra`. It may be async, a method, a
-partial or an object with `__call__`. One that is not async is called outside of any running event loop, so that it may run one of its own;
-`asyncio.get_event_loop()` gives it one that lasts as long as its thread, for clients that it keeps between calls, and what it returns to
-be awaited is awaited there.
+partial or an object with `__call__`. A function that is not async is called outside any running event loop, so it may run its own.
+`asyncio.get_event_loop()` returns a loop that lives as long as the thread, for clients that the function keeps between calls; if the
+function returns an awaitable, it is awaited on that loop.
 
-`call` never raises for what the function does: an exception or an answer of the wrong shape is the reason why the
-rollouts concerned have no value, an entry that is no finite number concerns its own rollout only.
+`call` never raises because of the function. An exception or a result of the wrong shape fails all rollouts of the call,
+with that as the reason; an entry that is no finite number fails only its own rollout.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ RewardCallable = Callable[..., Any]
 OPTIONAL_ARGUMENTS = (
     "prompts_seen", "prompt_ids", "completion_ids", "trainer_state", "log_metric", "log_extra",
 )  # fmt: skip
-"""Given beside prompts, completions and columns."""
+"""Arguments that a function may take in addition to prompts, completions and columns."""
 
 LARGEST = 1e15
-"""Rewards beyond it are failures: the squares in their standard deviation would leave the range of the learner's numbers."""
+"""Larger rewards are failures: their squares, in the standard deviation, would overflow the learner's numbers."""
 
 RESERVED = ("prompts", "completions", *OPTIONAL_ARGUMENTS)
-"""Names that no dataset column may have, because the arguments of reward functions have them."""
+"""Names that no dataset column may have, because they are arguments of reward functions."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The state of the run, for rewards that change with time. Names and meanings are TRL's, as far as they are known here."""
+    """The state of the run, for rewards that change over time. Names and meanings are TRL's, as far as the values are known here."""
 
     global_step: int
-    """Steps done before the one that the group is drawn for."""
+    """Steps finished before the one that the group is drawn for."""
     max_steps: int
     steps_per_epoch: float | None = None
-    """Not in TRL; None if it is unknown how many steps a pass over the rows takes."""
+    """Not in TRL; None if the number of steps in one pass over the rows is unknown."""
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
     """True in every process: each group is scored once."""
@@ -69,7 +69,7 @@ class TrainerState:
     trial_name: None = None
     trial_params: None = None
     log_history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """This and all below hold TRL's values before the first step: rewards run beside the training and do not learn more."""
+    """This field and all below keep TRL's values from before the first step: rewards run in parallel to training."""
     best_metric: None = None
     best_global_step: None = None
     best_model_checkpoint: None = None
@@ -87,7 +87,7 @@ class TrainerState:
 
     @property
     def num_train_epochs(self) -> int:
-        """Passes that all steps make, the last one begun counting whole."""
+        """Passes over the rows that all steps make; a last partial pass counts as one."""
         if self.steps_per_epoch is None:
             raise AttributeError
         return math.ceil(self.max_steps / self.steps_per_epoch)
@@ -119,10 +119,10 @@ class FunctionResult:
 
 
 class Failed(float):
-    """Takes the place of a value for one completion that a function cannot score: NaN, with the reason."""
+    """Replaces the value of one completion that a function cannot score: NaN, with a reason."""
 
     def __new__(cls, reason: str) -> Failed:
-        """`reason` continues "reward `name` …"."""
+        """`reason` completes the sentence "reward `name` …"."""
         made = super().__new__(cls, math.nan)
         made.reason = reason
         return made
@@ -131,22 +131,22 @@ class Failed(float):
 
 
 def each_alone(score: Callable[..., float | None], *columns: Iterable[Any]) -> list[Any]:
-    """Call `score` for each row of the columns. A row for which it raises fails alone, and not its whole group."""
+    """Call `score` for each row of the columns. If it raises, only that row fails, not the whole group."""
     values: list[float | None] = []
     for row in zip(*columns, strict=True):
         try:
             values.append(score(*row))
-        except Exception as error:  # noqa: BLE001 — a completion is text of any kind, and others are to keep their values
+        except Exception as error:  # noqa: BLE001 — any text may be a completion, and other rows must keep their values
             values.append(Failed(f"raised {explain(error).strip()}"))
     return values
 
 
 class _Unusable(Exception):
-    """An answer that is no list of one number for each member; its text says what it is instead."""
+    """A result that is not a list of one number for each member; the exception's text says what it is instead."""
 
 
 def name_of(function: RewardCallable) -> str:
-    """How a function is called in metrics and messages."""
+    """The name of a function in metrics and messages."""
     while isinstance(function, functools.partial):
         function = function.func
     own = getattr(function, "name", None) or getattr(function, "__name__", None)
@@ -198,8 +198,8 @@ def check_columns(function: RewardCallable, columns: Collection[str], where: str
 
 
 def column_arguments(function: RewardCallable) -> list[str]:
-    """The arguments that a function means columns by: all that it names but those that every function can have, and its own settings,
-    which have a default other than None."""
+    """The arguments of a function that are dataset columns. Excludes arguments that any function may take, and the function's own
+    settings, which have a default other than None."""
     return [
         parameter.name
         for parameter in _parameters(function, "reward")
@@ -212,7 +212,7 @@ def column_arguments(function: RewardCallable) -> list[str]:
 def _of_one_completion(
     function: RewardCallable, missing: Collection[str], columns: Collection[str], where: str
 ) -> str:
-    """Advice for a function that scores one completion at a time, as those of verifiers do; empty for others."""
+    """Advice for a function that scores one completion at a time, as in verifiers; empty for others."""
     if not {"completion", "prompt", "state", "parser"} & set(missing):
         return ""
     own = getattr(function, "__name__", "")
@@ -252,7 +252,7 @@ async def call(
     request: ScoreRequest,
     started: Callable[[str], None],
 ) -> FunctionResult:
-    """Ask one function about a group. `started` hears its name just before it runs."""
+    """Score a group with one function. `started` is called with its name just before it runs."""
     count, logged = len(request.completions), Logged()
     try:
         arguments = _arguments(function, request, logged)
@@ -270,7 +270,7 @@ async def call(
 
 
 def is_async(function: RewardCallable) -> bool:
-    """True if calling it gives a coroutine, as far as it says so itself."""
+    """True if calling it returns a coroutine, as far as inspection can tell."""
     while isinstance(function, functools.partial):
         function = function.func
     made = getattr(type(function), "__call__", None)  # noqa: B004 — it may be async itself
@@ -278,7 +278,7 @@ def is_async(function: RewardCallable) -> bool:
 
 
 def call_plain(function: RewardCallable, arguments: Mapping[str, Any]) -> Any:
-    """The answer of a function that is not async; see the module for the event loop that it finds."""
+    """The result of a function that is not async; the module docstring describes the event loop that it sees."""
     with loop_of_thread() as loop:
         answer = function(**arguments)
         if inspect.isawaitable(answer):
@@ -287,7 +287,7 @@ def call_plain(function: RewardCallable, arguments: Mapping[str, Any]) -> Any:
 
 
 class _Owner:
-    """Keeps a thread's event loop, which is closed with it."""
+    """Holds a thread's event loop and closes it when the thread ends."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -299,12 +299,12 @@ _of_thread = threading.local()
 
 @contextmanager
 def loop_of_thread() -> Generator[asyncio.AbstractEventLoop]:
-    """Within, the thread has no running event loop, but one of its own that outlives the call."""
+    """Inside, the thread has no running event loop. Its current loop is one of its own, which outlives the call."""
     running = asyncio.events._get_running_loop()  # pyright: ignore[reportPrivateUsage]
     owner: _Owner | None = getattr(_of_thread, "owner", None)
-    if owner is None or owner.loop.is_closed():  # by a function that took it for one of its own
+    if owner is None or owner.loop.is_closed():  # a user's function may have closed it
         owner = _of_thread.owner = _Owner()
-    asyncio.events._set_running_loop(None)  # pyright: ignore[reportPrivateUsage] — there is no other way to leave a loop for a while
+    asyncio.events._set_running_loop(None)  # pyright: ignore[reportPrivateUsage] — asyncio has no public way to leave a running loop
     asyncio.set_event_loop(owner.loop)
     try:
         yield owner.loop
@@ -316,14 +316,14 @@ def loop_of_thread() -> Generator[asyncio.AbstractEventLoop]:
 def _parameters(function: RewardCallable, where: str) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function).parameters.values())
-    except ValueError as error:  # some functions written in C tell no signature
+    except ValueError as error:  # some functions written in C have no signature
         raise TaskError(
             f"{where}: `{name_of(function)}` has no signature that Python can read; wrap it in a function."
         ) from error
 
 
 def _arguments(function: RewardCallable, request: ScoreRequest, logged: Logged) -> dict[str, Any]:
-    """Make fresh lists for each function, so that one which changes its arguments does not change those of others."""
+    """Make new lists for each function: one that changes its arguments must not affect the others."""
     parameters = _parameters(function, "reward")
     names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -350,14 +350,14 @@ def _copy(value: Any) -> Any:
 
 
 def _log_metric(logged: Logged, name: str, value: float) -> None:
-    """Record a number about the group; several of one name are averaged, and what is not finite is left out."""
+    """Record a number about the group. Several of one name are averaged; values that are not finite are ignored."""
     number = float(value)
     if math.isfinite(number):
         logged.metrics.setdefault(printable(str(name)), []).append(number)
 
 
 def _log_extra(logged: Logged, count: int, name: str, values: Sequence[Any]) -> None:
-    """Record a value for each rollout, to be kept beside it."""
+    """Record a value for each rollout; it is stored with the rollout."""
     entries = list(values)
     if len(entries) != count:
         raise ValueError(
@@ -367,7 +367,7 @@ def _log_extra(logged: Logged, count: int, name: str, values: Sequence[Any]) -> 
 
 
 def _entries(answer: Any, count: int) -> list[Any]:
-    """The answer as a list; arrays and tensors of one axis count as lists, and so does a column."""
+    """The result as a list. Arrays and tensors of shape (count,) or (count, 1) are accepted."""
     if getattr(answer, "shape", None) == (count, 1):
         answer = answer.reshape(-1)
     listed: Any = answer.tolist() if hasattr(answer, "tolist") else answer
@@ -390,7 +390,7 @@ def _answer(name: str, entries: list[Any], logged: Logged) -> FunctionResult:
 
 
 def _number(entry: Any) -> tuple[float | None, str | None]:
-    """The value of one entry, and what is wrong with it."""
+    """The value of one entry, and the problem with it; both None if the reward does not apply."""
     if entry is None:
         return None, None
     if isinstance(entry, Failed):

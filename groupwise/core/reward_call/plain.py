@@ -1,4 +1,4 @@
-"""Values of user code as plain JSON values, so that they can be stored and sent."""
+"""Converts values of user code to plain JSON values, which can be stored and sent."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, cast
 from groupwise.core.plugins import printable
 
 _LONGEST_INTEGER = 1024
-"""Bits; readers of JSON and Python itself refuse to write out much longer ones."""
+"""Maximum number of bits: readers of JSON, and Python itself, refuse much longer integers."""
 
 
 def plain(value: Any) -> Any:
-    """`value` made of dicts with text keys, lists, text, numbers, booleans and None only.
+    """`value` with only dicts with text keys, lists, text, numbers, booleans and None.
 
-    Arrays, tensors and numpy scalars become lists and numbers, tuples and sets lists; NaN and infinities, which JSON does
-    not have, become None; anything else becomes its `str`. Text that no encoding can write is escaped, and
-    an integer beyond all floats is written in hexadecimal.
+    Arrays, tensors and numpy scalars become lists and numbers, tuples and sets lists. NaN and infinities, which JSON does
+    not have, become None; any other object becomes its `str`. Text that no encoding can write is escaped, and
+    an integer of more than 1024 bits becomes hexadecimal text.
     """
     if value is None:
         return None

@@ -1,7 +1,7 @@
-"""The request to score a group, and its result: plain records and the protocol between them.
+"""The request to score a group, and its result: plain records and the `Scorer` protocol.
 
-A `Scorer` is asked once for each group. It never raises for what a reward function did: members that could not be
-scored come back `failed` or `timed_out` with a reason. It raises `RewardWorkerError` where scoring itself cannot go on.
+A `Scorer` is called once for each group. It never raises because of a reward function: members that could not be
+scored come back as `failed` or `timed_out` with a reason. It raises `RewardWorkerError` if scoring itself is impossible.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from groupwise.core.reward_call.text import CompletionText
 from groupwise.core.types import Outcome, Prompt, RewardPart
 
 ORIGIN = "origin"
-"""The column that says where an example comes from (fresh, easy, replay), unless the dataset has one of this name."""
+"""The column with the source of an example (fresh, easy, replay), unless the dataset has a column of this name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """A group to be scored: every list has one entry for each member, in their order."""
+    """A group to be scored: every list has one entry for each member, in order."""
 
     draw: int
     prompts: list[Prompt]
     completions: list[CompletionText]
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]
-    """The other columns of the dataset; their values may be anything that pickle can write."""
+    """The other columns of the dataset; their values may be anything that can be pickled."""
     global_step: int
     max_steps: int
     prompt_ids: list[list[int]] = field(default_factory=list[list[int]])
     """Empty if the tokens are unknown."""
     prompts_seen: list[Prompt] = field(default_factory=list[Prompt])
-    """The prompts as the model saw them, with what the chat template put around them; empty if that is unknown."""
+    """The prompts as the model saw them, with the chat template's text; empty if unknown."""
     steps_per_epoch: float | None = None
-    """Steps that a pass over the rows takes; None if unknown."""
+    """Number of steps in one pass over the rows; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberScore:
-    """The verdict on one rollout."""
+    """The score of one rollout."""
 
     outcome: Outcome
     reason: str | None = None
-    """Why it is not `scored`."""
+    """The reason why it is not `scored`."""
     reward: float | None = None
     """Σ weight × value over the parts that apply; None unless `scored`."""
     parts: tuple[RewardPart, ...] = ()
@@ -54,7 +54,7 @@ class MemberScore:
 
 @dataclass(frozen=True, slots=True)
 class GroupScore:
-    """The verdicts on a group, in the order of its members."""
+    """The scores of a group, in the order of its members."""
 
     members: tuple[MemberScore, ...]
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -65,7 +65,7 @@ class Scorer(Protocol):
     """Scores groups. Implementations: `RewardWorkers` (killable processes), `InProcessScorer` (one thread)."""
 
     async def start(self) -> None:
-        """Get ready; raises RewardWorkerError if that fails. Optional: the first call does it too."""
+        """Start workers; raises RewardWorkerError if that fails. Optional: the first call of `score` does it too."""
         ...
 
     async def score(self, request: ScoreRequest) -> GroupScore:
@@ -82,7 +82,7 @@ class Scorer(Protocol):
         ...
 
     async def close(self) -> None:
-        """End every process and thread. Calls that are under way are given up."""
+        """End every process and thread. Calls in progress are abandoned."""
         ...
 
 
@@ -98,5 +98,5 @@ def unpicklable(columns: Mapping[str, Any]) -> list[str]:
 
 
 def unscored(count: int, outcome: Outcome, reason: str) -> GroupScore:
-    """A group none of whose members could be scored, for one reason."""
+    """The result of a group in which no member could be scored, for one reason."""
     return GroupScore(tuple(MemberScore(outcome, reason) for _ in range(count)))

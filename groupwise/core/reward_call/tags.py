@@ -1,9 +1,8 @@
-"""The tags that a completion is asked to write its reasoning and its answer in, `<reasoning>…</reasoning><answer>…</answer>`.
+"""The tags around reasoning and answer that prompts ask completions for, `<reasoning>…</reasoning><answer>…</answer>`.
 
-A tag is given by its name, or by the two delimiters that open and close it where they are of another kind, such as `[START, END]`. Names
-and delimiters are text, whatever characters are in them, and case does not matter. The answer is what stands in the last pair of answer
-tags that is closed and has no answer tag within. What a completion reasons is no answer: tags quoted there do not count (see
-`after_reasoning`).
+A tag is given by its name, or by its two marks if they are of another kind, such as `[START, END]`. Names and marks may contain any
+characters (they are not patterns), and case does not matter. The answer is the content of the last closed pair of answer tags that has
+no answer tag inside. Tags within the reasoning do not count (see `after_reasoning`).
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ Tag: TypeAlias = str | tuple[str, str]
 
 
 def marks(tag: Tag) -> tuple[str, str]:
-    """The opening and the closing mark of a tag, as they are written."""
+    """The opening and the closing mark of a tag, as text."""
     return (f"<{tag}>", f"</{tag}>") if isinstance(tag, str) else tag
 
 
 def check_tag(tag: Tag) -> None:
-    """Raise ValueError for what cannot be a tag."""
+    """Raise ValueError if this cannot be a tag."""
     if isinstance(tag, str):
         if not tag.strip() or set(tag) & set("<>/"):
             raise ValueError(
@@ -48,7 +47,7 @@ def _check_apart(all_marks: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Both tags. Raises ValueError for tags that could not be told apart."""
+    """Both tags. Raises ValueError if one mark contains another."""
 
     reasoning: Tag = "reasoning"
     answer: Tag = "answer"
@@ -62,7 +61,7 @@ class Tags:
 
     @property
     def four(self) -> tuple[str, str, str, str]:
-        """The tags as they are written: reasoning opens, reasoning closes, answer opens, answer closes."""
+        """The four marks: reasoning opens, reasoning closes, answer opens, answer closes."""
         return (*marks(self.reasoning), *marks(self.answer))
 
     def counts(self, text: str) -> tuple[int, int, int, int]:
@@ -76,7 +75,7 @@ class Tags:
         )
 
     def share(self, text: str) -> float:
-        """How many of the four tags occur, of four."""
+        """The share of the four marks that occur, 0 to 1."""
         return sum(count > 0 for count in self.counts(text)) / 4
 
     def last_answer(self, text: str) -> str | None:
@@ -112,9 +111,9 @@ REASONING_TAGS: tuple[Tag, ...] = (
     ("<start_working_out>", "<end_working_out>"),
     ("<unused94>", "<unused95>"),
 )
-"""Tags that models write their reasoning in."""
+"""Tags in which models write their reasoning."""
 
-# The channels of gpt-oss, with its special tokens, and without them, as completions are decoded.
+# The channels of gpt-oss, with its special tokens, and without them, which is how completions are decoded.
 _CHANNEL_OPENS = (
     r"<\|channel\|>(?:analysis|commentary)(?:<\|message\|>)?|(?-i:\Aanalysis(?=[^\s:.,]|\n))"
 )
@@ -122,9 +121,9 @@ _CHANNEL_CLOSES = r"<\|channel\|>final(?:<\|message\|>)?|(?-i:assistantfinal)"
 
 
 def after_reasoning(text: str, *more: Tag) -> str:
-    """The part of a completion behind its reasoning: after the last closing tag, and before one that is opened and not closed.
+    """The part of a completion after its reasoning: after the last closing tag, and before a reasoning tag that is opened and not closed.
 
-    Reasoning stands in `REASONING_TAGS`, in tags given as `more`, and in channels before the final one; the prompt may have opened it.
+    Reasoning is in `REASONING_TAGS`, in tags given as `more`, and in channels before the final one. The opening tag may be in the prompt.
     """
     opening, closing = _patterns((*REASONING_TAGS, *more))
     ends = [found.end() for found in closing.finditer(text)]
@@ -132,9 +131,9 @@ def after_reasoning(text: str, *more: Tag) -> str:
 
 
 def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
-    """The end of a prompt from the reasoning tag on that it opens for the assistant; empty where it opens none.
+    """The end of a prompt, from the reasoning tag on that it opens for the assistant; empty if it opens none.
 
-    In a chat the assistant's last message may say something behind the tag, in a text it is the last that stands there.
+    In a chat, the assistant's last message may have text after the tag; in a text prompt, the tag must come last.
     """
     opening, closing = _patterns((*REASONING_TAGS, *more))
     if isinstance(prompt, str):
@@ -149,7 +148,7 @@ def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
 
 
 def _patterns(tags: Sequence[Tag]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Patterns that open and close any of these tags or a channel of reasoning."""
+    """Patterns that open and close any of these tags or a reasoning channel."""
     opened, closed = zip(*map(marks, tags), strict=True)
     return _any_of(opened, _CHANNEL_OPENS), _any_of(closed, _CHANNEL_CLOSES)
 
@@ -160,13 +159,13 @@ def _any_of(texts: Sequence[str], pattern: str) -> re.Pattern[str]:
 
 
 def last_tagged(text: str, tag: Tag, *, listed: bool = False) -> str | None:
-    """The content of this tag's last pair behind the reasoning, stripped of white space; None if there is no pair.
+    """The content of this tag's last pair after the reasoning, stripped of white space; None if there is no pair.
 
-    With `listed`, pairs that have only a comma, `and` or `or` between them are one answer, a list.
+    With `listed`, pairs with only a comma, `and` or `or` between them are one answer, joined as a list.
     """
     opened, closed = map(re.escape, marks(tag))
     answer_text = text if tag in REASONING_TAGS else after_reasoning(text)
-    # Neither mark within: `<a>1<a>2</a>` says 2, and a stray closing tag after a pair spoils nothing.
+    # No mark inside a pair: `<a>1<a>2</a>` gives 2, and a stray closing tag after a pair does no harm.
     inside = rf"{opened}((?:(?!{opened}|{closed}).)*){closed}"
     found = list(re.finditer(inside, answer_text, re.DOTALL | re.IGNORECASE))
     if not found:
@@ -180,7 +179,7 @@ def last_tagged(text: str, tag: Tag, *, listed: bool = False) -> str | None:
 
 
 _IN_A_LIST = re.compile(r"\s*(?:[,;]\s*(?:and|or)?|and|or)\s*", re.IGNORECASE)
-"""Between pairs that are one answer together."""
+"""The text allowed between pairs that are one answer together."""
 
 
 def _count(tag: str, text: str) -> int:

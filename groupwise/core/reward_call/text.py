@@ -9,18 +9,18 @@ from groupwise.core.reward_call.tags import Tag, opened_reasoning
 from groupwise.core.types import Message, Prompt
 
 CompletionText = str | list[Message]
-"""A completion as reward functions get it: text, or the assistant's messages where the prompt is a chat."""
+"""A completion as reward functions receive it: text, or the assistant's messages if the prompt is a chat."""
 
 
 def completion_text(completion: CompletionText) -> str:
-    """The text of a completion; of several messages, those of the assistant, one below the other."""
+    """The text of a completion; of several messages, the assistant's ones, joined by line breaks."""
     if isinstance(completion, str):
         return completion
     assistants = [m for m in completion if m.get("role", "assistant") == "assistant"]
     texts: list[str] = []
     for message in assistants:
         content: Any = message.get("content")
-        if not isinstance(content, str):  # parts, some of them text; none if it only calls tools
+        if not isinstance(content, str):  # parts, some of them text; None for tool calls
             parts = cast("Sequence[Mapping[str, Any]]", content or ())
             content = "".join(part["text"] for part in parts if part.get("type") == "text")
         texts.append(content)
@@ -30,10 +30,10 @@ def completion_text(completion: CompletionText) -> str:
 def completion_texts(
     completions: Sequence[CompletionText], columns: Mapping[str, Any], *reasoning: Tag
 ) -> list[str]:
-    """The texts of completions as a reward gets them with its other `columns`, `prompts` and `prompts_seen` among these.
+    """The texts of completions, with the reasoning that the prompt opened. `columns`: the reward's other arguments (`prompts`, …).
 
-    Where a prompt, or what the chat template puts behind it, ends with reasoning that it opens for the assistant (in a tag that models
-    use, or one of `reasoning`), its end from that tag on stands before the completion.
+    A prompt, or the text that the chat template adds after it, may end with a reasoning tag that it opens for the assistant (a tag that
+    models use, or one of `reasoning`). The end of the prompt from that tag on is then put before the completion.
     """
     texts = [completion_text(each) for each in completions]
     prompts = columns.get("prompts") or [""] * len(texts)
@@ -45,5 +45,5 @@ def completion_texts(
 
 
 def as_completion(prompt: Prompt, text: str) -> CompletionText:
-    """`text` in the form that belongs to the prompt's."""
+    """`text` in the form that matches the prompt: text, or a list with one message."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

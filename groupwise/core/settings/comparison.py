@@ -1,4 +1,4 @@
-"""Finds the changes between two configs, and what a resume does about them."""
+"""Finds the changes between two configs, sorted by how a resume treats them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from groupwise.core.settings.schema import KeyPath, Leaf, leaves
 from groupwise.core.settings.tree import copied
 
 Change = tuple[Any, Any]
-"""Old and new value of a key; None also where a side does not have it."""
+"""Old and new value of a key; None also if a side does not have the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Changes between two configs, by dotted path, sorted by what a resume does about them."""
+    """Changes between two configs, by dotted path, sorted by how a resume treats them."""
 
     free: dict[str, Change] = field(default_factory=dict[str, Change])
     warned: dict[str, Change] = field(default_factory=dict[str, Change])
@@ -25,7 +25,7 @@ class Differences:
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], model: type[BaseModel]) -> Differences:
-    """Differences of two resolved configs. A key that the old one does not have yet counts as its default."""
+    """Differences of two resolved configs. A key that is missing in the old one counts as having its default."""
     schema = {leaf.path: leaf for leaf in leaves(model)}
     result = Differences()
     by_class = {"free": result.free, "warn": result.warned, "fixed": result.fixed}

@@ -1,6 +1,6 @@
-"""Keys and values that look like credentials. Configs are stored with their runs and shared, so secrets never stand in one.
+"""Finds keys and values that look like credentials. Configs are stored with their runs and shared, so they must not contain secrets.
 
-A key is judged by its name, in the sections whose keys are free; a value by its form, wherever it stands.
+A key is judged by its name, in the sections whose keys users choose freely; a value by its form, everywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SECRET = re.compile(
 )
 _KEY_IN_TEXT = re.compile(r"(?<![\w-])([\w-]++)[\"']?\s*+[:=]")
 _IN_URL = re.compile(
-    r"https?://(?![${<])[^\s/?#@]+@"  # the name alone may be a token
+    r"https?://(?![${<])[^\s/?#@]+@"  # a user name without a password may be a token
     r"|[a-z][a-z0-9+.-]{0,30}://[^\s/?#@:]*:(?![${<])[^\s/?#@]+@",
     re.IGNORECASE,
 )
@@ -35,12 +35,12 @@ _KEY = re.compile(
 
 
 def is_secret(key: str) -> bool:
-    """True if the value of such a key is a credential, which no message may show."""
+    """True if the value of this key is a credential, which no message may show."""
     return _SECRET.search(key) is not None
 
 
 def holds_secret(text: str) -> bool:
-    """True if a text has the form of a credential, or contains one: a key of a service, a header, a password in a URL."""
+    """True if a text is or contains something with the form of a credential: a service's key, a header, a password in a URL."""
     if _IN_URL.search(text) or _HEADER.search(text):
         return True
     for found in _KEY.findall(text):
@@ -56,14 +56,14 @@ def holds_secret(text: str) -> bool:
 
 
 def names_secret(text: str) -> bool:
-    """True if a text, such as a list of callbacks, sets a credential's key or contains a credential: no message may show it."""
+    """True if a text, such as a list of callbacks, sets a credential's key or contains a credential; no message may then show it."""
     return holds_secret(text) or any(is_secret(key) for key in _KEY_IN_TEXT.findall(text))
 
 
 def secrets_in(tree: Tree, *free: str) -> list[str]:
-    """A problem for each value that looks like a credential, and for each key below the sections `free` that does.
+    """A problem for each value that looks like a credential, and for each key with a credential's name in the sections `free`.
 
-    Keys of other sections are those of a schema, which has none for credentials.
+    Keys of other sections come from a schema, which has none for credentials.
     """
     return _secrets(tree, tree.values, (), free)
 

@@ -1,8 +1,8 @@
-"""Says in plain words which fields pydantic refused, and why.
+"""Explains in plain words which fields pydantic refused, and why.
 
-Pydantic speaks of inputs and extra inputs. `field_errors` turns its errors into what was expected, with the place of each field; an
-unknown field gets the nearest known name, or all that there are. Messages never repeat a given value, which may be secret or huge: a
-caller who wants to show it takes it from `FieldError.given`. Config files get more advice: see `groupwise.core.settings.validation`.
+Pydantic speaks of inputs and extra inputs. `field_errors` turns its errors into the expected values, with the place of each field. For
+an unknown field it gives the nearest known name, or all known ones. Messages never repeat a given value, which may be secret or huge: a
+caller that wants to show it takes it from `FieldError.given`. Config files get more advice: see `groupwise.core.settings.validation`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from groupwise.core.settings.schema import Problems, Strict, refused_keys
 from groupwise.core.settings.wording import describe
 
 Location = Sequence[int | str]
-"""A location as pydantic gives it: names, indices of lists, and the labels of unions in brackets."""
+"""A location in pydantic's form: names, list indices, and union labels in parentheses."""
 
 MOST_FIELD_ERRORS = 50
-"""The most errors returned: a document may be wrong in a million places."""
+"""The most errors returned: a document may have a million."""
 LONGEST_MESSAGE = 500
-"""The most characters of a field's path, and of a message."""
+"""Limit, in characters, of a field's path and of a message."""
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""Names of runs and checkpoints, which are folders and are addressed as `run@step`."""
+"""Names of runs and checkpoints: each is a folder name and part of an address `run@step`."""
 GROUP_ID_PATTERN = r"^[A-Za-z0-9-]+$"
 _PATTERNS: Mapping[str, str] = {
     NAME_PATTERN: "must begin with a letter (A to Z) or digit, and have only these, `.`, `_` and `-`",
@@ -62,23 +62,23 @@ _OF_RANGE = (
     *("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
     *("string_too_short", "string_too_long"),
 )
-"""Types of errors about ranges. If the field is declared with the range, its own type says what was expected."""
+"""Pydantic's error types for ranges. If the field's declaration includes the range, the message describes the field's type instead."""
 _FORMS: Mapping[str, str] = {
     "(messages)": "must be text, or a list of messages",
     "(section)": "must be a name, or an object, { … }, with parameters",
 }
-"""Descriptions of the forms of a union, by the label of the form that was tried."""
+"""The accepted forms of a union, by the label of the form that was tried."""
 _COUNTED = re.compile(r" after validation, not \d+$")
 _PYDANTIC = ("Input should ", "String should ", "List should ", "Tuple should ", "Value should ")
 
 
 class FieldError(NamedTuple):
-    """One field that is wrong."""
+    """One field with an error."""
 
     field: str
     """Its place: `rewards.3`, `groups.0.group_id`; empty for the document as a whole."""
     message: str
-    """What was expected, or what is wrong: `must be a whole number`."""
+    """The expected value, or the problem: `must be a whole number`."""
     given: Any = None
     """The refused value."""
 
@@ -89,9 +89,9 @@ class FieldError(NamedTuple):
 def field_errors(
     error: ValidationError | Iterable[Mapping[str, Any]], model: Any = None, whole: str = "the body"
 ) -> list[FieldError]:
-    """What is wrong, each field once, at most `MOST_FIELD_ERRORS` of them. `error`: pydantic's, or its details.
+    """The errors, each field and message once, at most `MOST_FIELD_ERRORS`. `error`: pydantic's exception, or its details.
 
-    `model` is the type that was validated, if it is known: then the words say more. `whole` names the document in messages about all
+    `model` is the validated type, if known; messages are then more specific. `whole` names the document in messages about all
     of it, as in `the body must be an object`.
     """
     details = error.errors(include_url=False) if isinstance(error, ValidationError) else error
@@ -106,7 +106,7 @@ def field_errors(
             if isinstance(several, Problems)
             else (_message(detail, location, place, whole),)
         )
-        # The location of invalid JSON is an offset in the text.
+        # For invalid JSON the location is an offset in the text, not a field.
         keys = [] if detail.get("type") == "json_invalid" else place.keys
         if isinstance(field := context.get("field"), str) and field:
             keys = [*keys, field]
@@ -119,7 +119,7 @@ def field_errors(
 
 
 def _writable(text: str) -> str:
-    """Cut to `LONGEST_MESSAGE`; halves of surrogate pairs, which no encoding can write, are escaped."""
+    """Cut to `LONGEST_MESSAGE`; lone surrogates, which no encoding can write, are escaped."""
     return text.encode(errors="backslashreplace").decode()[:LONGEST_MESSAGE]
 
 
@@ -174,11 +174,11 @@ def _is_label(part: int | str) -> bool:
 
 
 class _FieldLocation:
-    """The field of a model to which a location leads. `kind` is the type of the error."""
+    """The field of a model that a location refers to. `kind` is the type of the error."""
 
     def __init__(self, model: Any, location: Location, kind: str) -> None:
         self.keys: list[str] = []
-        """The path without the labels of unions, which are no keys."""
+        """The path without union labels, which are no keys."""
         self._above: list[Any] = []
         self._here: list[Any] = [] if model is None else [model]
         for number, part in enumerate(location, 1):
@@ -197,7 +197,7 @@ class _FieldLocation:
         )
 
     def owners(self) -> list[type[BaseModel]]:
-        """The models that might have had the last part as a field."""
+        """The models that could have had the last part of the location as a field."""
         return [each for above in self._above for each in _models(above)]
 
     def expected(self) -> str | None:
@@ -210,7 +210,7 @@ class _FieldLocation:
 
 
 def _members(annotation: Any) -> Iterator[tuple[str | None, Any]]:
-    """The types that it may be, each with its label."""
+    """The possible types of an annotation, each with its union label."""
     if isinstance(annotation, FieldInfo):
         yield from _members(annotation.annotation)
         return
@@ -232,7 +232,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _steps(annotation: Any, part: int | str) -> Iterator[Any]:
-    """The types to which a part of a location leads."""
+    """The types that a part of a location leads to."""
     if _is_label(part):
         yield from (each for label, each in _members(annotation) if label == part)
         return

@@ -1,7 +1,6 @@
-"""Single keys of a config from elsewhere than its file: words of a command line, and variables of the environment.
-
-training.learning_rate=1e-5        a word, typed as the same text in the file would be
-GROUPWISE_<PROGRAM>_<KEY>=value    a variable, laid over what a file says
+"""Single keys of a config from outside its file: arguments of a command line, and environment variables.
+training.learning_rate=1e-5        an argument, typed as the same text in the file would be
+GROUPWISE_<PROGRAM>_<KEY>=value    a variable, which overrides the file
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from groupwise.core.settings.wording import as_given
 
 
 def override(tree: Tree, words: Sequence[str]) -> Tree:
-    """The tree with `a.b=value` words laid over it, the later ones winning. What is wrong with them joins `problems`."""
+    """The tree with `a.b=value` arguments applied in order, so the last one wins. Their problems are added to `problems`."""
     result = Tree(
         tree.source, copied(tree.values), dict(tree.origins), list(tree.problems), set(tree.unread)
     )
@@ -36,7 +35,7 @@ def override(tree: Tree, words: Sequence[str]) -> Tree:
 
 
 def parse_override(word: str) -> tuple[KeyPath, Any]:
-    """`training.learning_rate=1e-5` as path and value. Raises ConfigError with the right way to write it."""
+    """`training.learning_rate=1e-5` as path and value. Raises ConfigError that shows the right form."""
     name, equals, text = word.partition("=")
     if not equals:
         visible = "…" if names_secret(word) else word
@@ -61,6 +60,7 @@ def parse_override(word: str) -> tuple[KeyPath, Any]:
         )
     if value is None and not re.match(r"(null|Null|NULL|~)(\s|$)", text.strip()):
         raise ConfigError(f"{origin}: nothing is given after `=`; write {name}=null for no value.")
+    # `plain_value` reports problems to a tree; this one is for this override alone.
     holder = Tree(origin)
     plain = plain_value(value, path, holder)
     if holder.problems:
@@ -86,7 +86,7 @@ def _check_override_key(key: str, name: str, word: str) -> None:
 
 
 def _override_origin(path: KeyPath, word: str) -> str:
-    """How messages call it, without its value where that is, or holds, a credential."""
+    """The override's name in messages, without its value if that is, or contains, a credential."""
     secret = any(map(is_secret, path)) or names_secret(word.partition("=")[2])
     return f"override {'.'.join(path)}=…" if secret else f"override {' '.join(word.split())}"
 
@@ -116,9 +116,9 @@ def lay_environment_over(
     prefix: str,
     as_text: frozenset[str] = frozenset(),
 ) -> None:
-    """Lay every variable that begins with `prefix` over the tree, typed as in the file; those that are no key become problems of the tree.
+    """Apply every variable that starts with `prefix` to the tree, typed as in the file; unknown ones become problems of the tree.
 
-    `as_text`: keys whose values are taken as they stand, but for `null`; a URL may hold what YAML reads otherwise.
+    `as_text`: keys whose values are taken as plain text, except `null`; YAML would misread some URLs.
     """
     known = keys_of(config)
     for variable in sorted(environment):

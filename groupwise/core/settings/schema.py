@@ -1,8 +1,8 @@
-"""How the keys of a config are declared, and what keys a schema has.
+"""How the keys of a config are declared, and which keys a schema has.
 
-Keys live beside the code that they configure, as fields made by `setting`: default, meaning, limits, and whether the value
+Keys are declared next to the code that they configure, as fields made by `setting`: default, meaning, limits, and whether the value
 may change when a run is resumed. A section is a `Strict` model; `leaves` lists all keys of a schema, and `locate` finds a
-spot in it.
+place in it.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validat
 from pydantic.fields import FieldInfo
 
 OnResume = Literal["free", "warn", "fixed"]
-"""A resume takes a changed value (`free`), takes it and says so (`warn`), or refuses it (`fixed`)."""
+"""Whether a resume accepts a changed value (`free`), accepts it with a warning (`warn`), or refuses it (`fixed`)."""
 
 KeyPath = tuple[str, ...]
-"""The keys from the root to a value, `("training", "learning_rate")`."""
+"""Path of keys from the root to a value, `("training", "learning_rate")`."""
 
 
 EACH_VALUE_ALONE = {"conflicts": "are looked for during validation"}
-"""A context of pydantic's validation in which sections are made whose keys do not go together."""
+"""A pydantic validation context that skips the check for conflicts, so sections with conflicting keys can be built."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Keys that are right each by itself, but do not go together."""
+    """Keys that are valid individually, but not together."""
 
     message: str
     keys: tuple[str, ...]
-    """Every key whose value decides about it, from the section that says so: `samples_per_prompt`, `rollout.type`."""
+    """Every key whose value decides about the conflict, relative to this section: `samples_per_prompt`, `rollout.type`."""
 
 
 class Strict(BaseModel):
-    """A section of a config: unknown keys are refused, values are never converted, and nothing changes afterwards."""
+    """A section of a config: unknown keys are refused, values are never converted, and an instance cannot be changed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     not_yet: ClassVar[frozenset[str]] = frozenset()
-    """Keys (`top_p`) and values (`engine=vllm`) of parts that are not in this version."""
+    """Keys (`top_p`) and values (`engine=vllm`) of features that are not in this version."""
     refused: ClassVar[Mapping[str, str]] = {}
-    """Keys that one might look for in this section, and why it has none."""
+    """Keys that users might look for in this section, and why it does not have them."""
     foreign_values: ClassVar[Mapping[tuple[str, str], str]] = {}
-    """Set on the root: values that people write elsewhere, by key and how Python writes them, and what they are here."""
+    """Set on the root: values that other frameworks use, by key and their Python repr, and what to write here."""
     type_from: ClassVar[tuple[str, ...]] = ("type",)
-    """The keys that decide the type of a section that comes in several types."""
+    """The keys that decide the type of a section that has several types."""
 
     @classmethod
     def foreign_keys(cls) -> Mapping[str, str]:
-        """Of the root: names that other frameworks use for a key, and what to write here. `vllm_*` matches by its beginning."""
+        """Set on the root: names that other frameworks use for a key, and what to write here. `vllm_*` matches by prefix."""
         return {}
 
     def conflicts(self) -> Iterable[Conflict]:
-        """Conflicts between its keys. Each key is right by itself, whatever else is wrong in the config."""
+        """Conflicts between its keys. Each key is valid on its own when this is called, even if the rest of the config is not."""
         return ()
 
     @model_validator(mode="after")
@@ -66,7 +66,7 @@ class Strict(BaseModel):
 
 
 class Problems(ValueError):
-    """Several things that are wrong with one value, or with a section; each has a line of its own."""
+    """Several problems with one value or section; each is reported on a line of its own."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -74,7 +74,7 @@ class Problems(ValueError):
 
 
 def refuse(problems: Iterable[str | None]) -> None:
-    """Raise `Problems` in a validator if there are any; None stands for none."""
+    """For validators: raise `Problems` if there are any; None entries are ignored."""
     if found := [problem for problem in problems if problem is not None]:
         raise Problems(found)
 
@@ -89,12 +89,12 @@ def setting(
 
 
 def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The keys of a section as they are written in the file."""
+    """The keys of a section by their names in the file."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
 def sections_in(annotation: Any) -> dict[str, type[BaseModel]]:
-    """The models that an annotation admits, by the value of their `type` key, else by class name."""
+    """The models that an annotation allows, by the value of their `type` key, else by class name."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return {tag_of(annotation): annotation}
     if get_origin(annotation) is Annotated:
@@ -108,7 +108,7 @@ def sections_in(annotation: Any) -> dict[str, type[BaseModel]]:
 
 
 def tag_of(model: type[BaseModel]) -> str:
-    """The name of a section where several are possible: the value of its `type` key, else its class name."""
+    """The name of a section that is one of several types: the value of its `type` key, else its class name."""
     kind = model.model_fields.get("type")
     values = get_args(kind.annotation) if kind and get_origin(kind.annotation) is Literal else ()
     return str(values[0]) if len(values) == 1 else model.__name__
@@ -116,13 +116,13 @@ def tag_of(model: type[BaseModel]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One key of the schema that holds a value."""
+    """One key of the schema that has a value of its own."""
 
     path: KeyPath
     section: type[BaseModel]
     key: FieldInfo
     kind: str = ""
-    """The `type` of the section that has it, where the section comes in several types."""
+    """The `type` of its section, if that has several types."""
 
     @property
     def on_resume(self) -> OnResume:
@@ -131,9 +131,9 @@ class Leaf:
 
 
 def leaves(model: type[BaseModel], above: KeyPath = (), kind: str = "") -> Iterator[Leaf]:
-    """Every key in the order of the schema; a key that several types of a section share comes once for each.
+    """Every key in the order of the schema; a key that several types of a section share is yielded once for each type.
 
-    A section that may be null is a key as well as its contents.
+    A section that may be null is yielded as a key, and its keys are yielded too.
     """
     for name, info in keys_of(model).items():
         inner = sections_in(info.annotation)
@@ -145,20 +145,20 @@ def leaves(model: type[BaseModel], above: KeyPath = (), kind: str = "") -> Itera
 
 @dataclass(frozen=True, slots=True)
 class SchemaLocation:
-    """A spot in the schema: where an error is, seen from the schema instead of from pydantic's location."""
+    """A place in the schema: the location of an error, in terms of the schema instead of pydantic's."""
 
     path: KeyPath
-    """Within the model, without the labels that pydantic puts in for unions and lists."""
+    """Path within the model, without the labels that pydantic inserts for unions and lists."""
     section: type[BaseModel]
-    """The model that holds the last key, or would hold it."""
+    """The model that has the last key, or should have had it."""
     key: FieldInfo | None
     """None if the section has no such key."""
     variants: Mapping[str, type[BaseModel]]
-    """All models that could stand where `section` stands, as `sections_in` names them."""
+    """All models that are allowed in place of `section`, as `sections_in` names them."""
 
 
 def locate(root: type[BaseModel], location: Sequence[int | str]) -> SchemaLocation:
-    """The spot in a schema that pydantic's location of an error means."""
+    """The place in a schema that pydantic's error location refers to."""
     variants: Mapping[str, type[BaseModel]] = {"": root}
     place = SchemaLocation((), root, None, variants)
     section = root
@@ -178,12 +178,12 @@ def locate(root: type[BaseModel], location: Sequence[int | str]) -> SchemaLocati
 
 
 def refused_keys(model: type[BaseModel]) -> Mapping[str, str]:
-    """The keys that people look for in this model although it has none, and why: the class attribute `refused`, as of `Strict`."""
+    """The keys that users look for in this model although it does not have them, and why: the class attribute `refused`, as in `Strict`."""
     return cast("Mapping[str, str]", getattr(model, "refused", {}))
 
 
 def foreign_advice(root: type[BaseModel], key: str) -> str | None:
-    """What to write in place of another framework's key; None for a name that no framework is known to use."""
+    """What to write in place of another framework's key; None if no known framework uses the name."""
     if not issubclass(root, Strict):
         return None
     foreign = root.foreign_keys()
@@ -196,5 +196,5 @@ def foreign_advice(root: type[BaseModel], key: str) -> str | None:
 
 
 def later_keys(model: type[BaseModel]) -> frozenset[str]:
-    """`Strict.not_yet` of a section; empty for a model that is not ours."""
+    """`Strict.not_yet` of a section; empty for other models."""
     return model.not_yet if issubclass(model, Strict) else frozenset()

@@ -1,7 +1,7 @@
-"""A config as it was written: plain values, and for each of them where it stands.
+"""A config as it was written: plain values, and the file and line of each.
 
-A config is a YAML 1.2 file. `read_yaml` turns it into a `Tree`: what is written, with file and line. `tree_of` does the same
-with a mapping given from Python. What no config can hold is noted as a problem, for the validation to report with the rest.
+A config is a YAML 1.2 file. `read_yaml` turns it into a `Tree`: its values with file and line. `tree_of` does the same
+with a mapping from Python. Values that no config can hold are noted as problems, which the validation reports with the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from groupwise.core.settings.schema import KeyPath
 from groupwise.core.settings.wording import as_given
 
 DEEPEST, LARGEST = 100, 100_000
-"""Sections and lists inside each other, and values of a file, at most."""
+"""Limits: nesting of sections and lists, and number of values in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class Tree:
     """A config as it was written, not yet validated."""
 
     source: str
-    """Its name in messages, `configs/wordle.yaml`."""
+    """Its name in messages, e.g. `configs/wordle.yaml`."""
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     origins: dict[KeyPath, str] = field(default_factory=dict[KeyPath, str])
     """The origin of each key: `configs/wordle.yaml:12` or `override training.seed=1`."""
     problems: list[str] = field(default_factory=list[str])
-    """Problems found before any schema is looked at; `validate` reports them with the rest."""
+    """Problems found before validation against a schema; `validate` reports them with the others."""
     unread: set[KeyPath] = field(default_factory=set[KeyPath])
-    """The keys that they are about, whose values are unknown."""
+    """The keys that `problems` are about; their values are unknown."""
 
     def origin(self, path: KeyPath) -> str:
         """The origin of the value at `path`, or of the nearest section around it."""
@@ -60,12 +60,12 @@ class Tree:
 
 
 MOST_OPEN = 500
-"""Brackets that are open at once, wherever they stand: more than any text has that is meant."""
+"""Limit for brackets that are open at once, counted anywhere in the text: far more than any real config has."""
 _BRACKET = re.compile(r"[\[\]{}]")
 
 
 class _Yaml12(RoundTripConstructor):
-    """YAML 1.2 with line numbers; a date stays the text that was written."""
+    """YAML 1.2 with line numbers; a date stays text."""
 
 
 def _as_written(constructor: Any, node: Any) -> str:
@@ -84,19 +84,19 @@ def parse_yaml(text: str) -> Any:
         depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
         deepest = max(deepest, depth)
     try:
-        if deepest > MOST_OPEN:  # reading alone would take long
+        if deepest > MOST_OPEN:  # parsing it would take very long
             raise RecursionError
         found = reader.load(text)
     except RecursionError:
         raise YAMLError(f"it is nested more than {DEEPEST} deep") from None
-    except (ValueError, KeyError, IndexError) as error:  # of a value that is not what its tag says
+    except (ValueError, KeyError, IndexError) as error:  # a value does not match its tag
         raise YAMLError(f"a value is not of the kind that it is said to be ({error})") from None
     _check_size(found)
     return found
 
 
 def _check_size(value: Any) -> None:
-    """Raise YAMLError for what is too deep or too large to be a config, with everything that an alias stands for."""
+    """Raise YAMLError if the value is too deep or too large to be a config; an alias counts as everything that it refers to."""
     left, count = [(value, 0)], 0
     while left:
         part, depth = left.pop()
@@ -114,9 +114,9 @@ def _check_size(value: Any) -> None:
 
 
 def read_yaml(path: Path, expected: str | None = None) -> Tree:
-    """The tree of a file. Raises ConfigError where there is no such file or it is not a YAML mapping with unique keys.
+    """The tree of a file. Raises ConfigError if the file does not exist or is not a YAML mapping with unique keys.
 
-    `expected` tells in messages what the file should hold, where that is no config of a run.
+    `expected` describes in messages what the file should hold, if it is not the config of a run.
     """
     source = str(path)
     try:
@@ -163,14 +163,14 @@ def _missing_file_message(path: Path, error: OSError) -> str:
 
 
 def tree_of(values: Mapping[str, Any], source: str = "config") -> Tree:
-    """The tree of a mapping given from Python."""
+    """The tree of a mapping from Python; `source` names it in messages."""
     tree = Tree(source)
     tree.values.update(plain_value(values, (), tree))
     return tree
 
 
 def plain_value(value: object, path: KeyPath, tree: Tree) -> Any:
-    """The value as JSON knows it, noting lines and whatever JSON cannot hold on the way."""
+    """The value as plain JSON data; records lines, and a problem for each value that JSON cannot hold."""
     if isinstance(value, TaggedScalar):
         tag: Any = cast("Any", value).tag
         return _problem(tree, path, f"carries the YAML tag {tag.value}; use plain values")

@@ -1,7 +1,7 @@
-"""Checking a config once against its schema, and wording whatever is wrong with it.
+"""Checks a config once against its schema, and words every problem.
 
-`validate` raises one `ConfigError` that lists every problem with its place, what was given and what is allowed. For an unknown key it
-names the nearest known one, or the name here of a key that other frameworks use. It says so if a key belongs to a part that does not
+`validate` raises one `ConfigError` that lists every problem: its place, the given value, and the allowed values. For an unknown key the
+message names the nearest known one, or our name for another framework's key. It also says if a key belongs to a feature that does not
 exist yet, and why a section leaves out a key on purpose.
 """
 
@@ -52,7 +52,7 @@ def validate(
 ) -> Model:
     """The tree (or its section `at`) as a `model`. Raises one ConfigError with every problem, each with its place.
 
-    `check` looks at the raw tree for what no schema can say and returns further problems.
+    `check` receives the raw tree, checks rules that a schema cannot express, and returns further problems.
     """
     problems = [*tree.problems, *(check(tree) if check else ())]
     section = tree.value(at) if at else tree.values
@@ -77,7 +77,7 @@ def validate(
             )
 
         def line_of(problem: str) -> float:
-            """The problem's line in the file; those of overrides come last."""
+            """The problem's line in the file; problems of overrides are sorted last."""
             found = re.match(rf"{re.escape(tree.source)}(:\d+)?: ", problem)
             return int((found[1] or ":0")[1:]) if found else math.inf
 
@@ -86,12 +86,12 @@ def validate(
 
 
 def _where(tree: Tree, path: KeyPath) -> str:
-    """Origin and name of a section; the whole config has no name of its own."""
+    """Origin and name of a section; the root of the config has no name."""
     return ": ".join([tree.origin(path), *([".".join(path)] if path else [])])
 
 
 def _conflicts(section: BaseModel, within: KeyPath = ()) -> Iterator[tuple[KeyPath, Conflict]]:
-    """Conflicts in a section and in those inside it, each with the path of its section, or of the list that holds it."""
+    """Conflicts in a section and its nested sections, each with the path of its section, or of the list that contains the section."""
     if isinstance(section, Strict):
         for conflict in section.conflicts():
             yield within, conflict
@@ -104,33 +104,34 @@ def _conflicts(section: BaseModel, within: KeyPath = ()) -> Iterator[tuple[KeyPa
 
 
 class _Search:
-    """Searches for everything that is wrong with single keys.
+    """Searches for every problem with single keys.
 
-    Some of it shows only where the rest is right. So a wrong value is taken out, a key that is missing gets a value, and the
-    rest is looked at again, until there is nothing more. What the config says of such keys is unknown from then on: a problem
-    that exists only because of the values now in their place is not reported.
+    Some problems appear only if the rest is valid. So a wrong value is removed, a missing key gets a value, and the
+    config is validated again, until no new problem appears. From then on the config's values for such keys count as unknown: a problem
+    that exists only because of the values put in their place is not reported.
     """
 
     def __init__(self, model: type[Model], section: Any, unread: Iterable[KeyPath]) -> None:
         self.model = model
         self.told: list[ErrorDetails] = []
+        # A copy, from which `_replace` removes wrong values.
         self._left = json.loads(json.dumps(section))
         self._replaced: set[KeyPath] = set()
         self._meant: set[KeyPath] = set()
-        """Keys that may be written under another name."""
+        """Keys that the user may have meant by an unknown key, whose value is therefore uncertain."""
         self.more = 0
-        """How many problems were not looked at: advice for one takes some milliseconds."""
+        """Number of problems that were not examined: the advice for one takes some milliseconds."""
         for path in unread:
             self._replaced.add(path)
             _take_out(self._left, path)
 
     def run(self) -> Any:
-        """The model with the keys that are right; None where nothing could be put in the place of what is wrong."""
+        """The model of the valid keys; None if no replacement made the rest valid."""
         seen: set[str] = set()
         while (text := json.dumps(self._left)) not in seen:
             seen.add(text)
             try:
-                # Unknown keys are refused also by a model that does not say what it does with them.
+                # Unknown keys are rejected even by a model whose config does not say so.
                 return self.model.model_validate_json(
                     text,
                     extra=None if self.model.model_config.get("extra") else "forbid",
@@ -145,12 +146,12 @@ class _Search:
         return None
 
     def doubts(self, keys: Iterable[KeyPath]) -> bool:
-        """True if it is unknown what the config says of one of these keys or sections."""
+        """True if the config's value for one of these keys or sections is unknown."""
         unknown = self._replaced | self._meant
         return any(_starts(key, path) or _starts(path, key) for key in keys for path in unknown)
 
     def _learn(self, details: Sequence[ErrorDetails]) -> None:
-        """Tell what is wrong, and put something right in its place."""
+        """Record the problems, and replace each wrong value with a valid one."""
         read = [self._read_by(detail) for detail in details]
         before = frozenset(self._replaced)
         for detail, keys in zip(details, read, strict=True):
@@ -166,10 +167,10 @@ class _Search:
                 self._replace(locate(self.model, detail["loc"]), detail["type"])
 
     def _read_by(self, detail: ErrorDetails) -> list[KeyPath]:
-        """The other keys that decide whether it is wrong at all: none, mostly."""
+        """The other keys that decide whether this is a problem at all; mostly none."""
         place = locate(self.model, detail["loc"])
         if detail["type"] in ("value_error", "assertion_error"):
-            # A check of a schema that does not say what it reads.
+            # The schema's own validator raised; it does not say which keys it reads.
             return [place.path] if isinstance(_inside(self._left, place.path), dict) else []
         of_another_type = detail["type"] == "extra_forbidden" and any(
             place.path[-1] in keys_of(variant) for variant in place.variants.values()
@@ -186,7 +187,7 @@ class _Search:
             self._meant.update(_explain_unknown(self.model, place).meant)
         if kind.startswith("union_tag") and isinstance(given, dict):
             section = cast("dict[str, Any]", given)
-            # The type that has most of the keys.
+            # Choose the type that has most of the given keys.
             section["type"] = max(
                 inner, key=lambda kind: len(keys_of(inner[kind]).keys() & section.keys())
             )
@@ -199,20 +200,20 @@ class _Search:
 
 
 MANY_FOREIGN = 3
-"""Keys of other frameworks from which on a config is taken for one of theirs."""
+"""From this many keys of other frameworks on, a config is taken for one of theirs."""
 MOST_PROBLEMS = 50
 """The most problems reported for one config."""
 MOST_NAMES = 3
-"""Keys that a message names where it is not sure which one is meant."""
+"""The most keys that a message names if it is unclear which one is meant."""
 
 _UNQUOTED = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false|null")
-"""Texts that are another kind of value in YAML, without quotes."""
+"""Quoted texts that YAML would read as another kind of value without the quotes."""
 _SOME_TEXT = "…"
-"""Stands for a required value: those of our own sections, which others are compared with, are all texts."""
+"""Replaces a missing required value. The required keys of our own sections that conflicts compare are all texts."""
 
 
 def _starts(path: KeyPath, other: KeyPath) -> bool:
-    """True if a path is another one or lies below it."""
+    """True if `path` equals `other` or lies below it."""
     return path[: len(other)] == other
 
 
@@ -313,11 +314,11 @@ class _Unknown:
 
     text: str
     meant: tuple[KeyPath, ...] = ()
-    """The keys or sections that it may have been written for, from the root of the schema."""
+    """The keys or sections that the user may have meant, as paths from the root of the schema."""
 
 
 def _explain_unknown(root: type[BaseModel], place: SchemaLocation, at: KeyPath = ()) -> _Unknown:
-    """The most certain advice first."""
+    """Advice for an unknown key; the most certain advice first."""
     *above, key = at + place.path
     dotted = ".".join((*above, key))
     unknown = f"{dotted} is not a key"
@@ -326,7 +327,7 @@ def _explain_unknown(root: type[BaseModel], place: SchemaLocation, at: KeyPath =
     if any(key in later_keys(variant) for variant in place.variants.values()):
         return _Unknown(f"{dotted} is not in this version.")
     if advice := foreign_advice(root, key):
-        # It names keys in full, as `training.max_steps`.
+        # The advice names keys in full, e.g. `training.max_steps`.
         meant = tuple(tuple(name.split(".")) for name in re.findall(r"\w+(?:\.\w+)+", advice))
         return _Unknown(f"{unknown}; {advice}.", meant)
     if is_secret(key):
@@ -335,7 +336,7 @@ def _explain_unknown(root: type[BaseModel], place: SchemaLocation, at: KeyPath =
         return elsewhere
     if found := tuple(dict.fromkeys(leaf.path for leaf in leaves(root) if leaf.path[-1] == key)):
         names = " or ".join(".".join(path) for path in found[:MOST_NAMES])
-        # Another section may say why it leaves out a key that this one does not have either.
+        # Another section may say why it leaves out the same key.
         reasons = (
             f" {'.'.join((*leaf.path[:-1], key))} is none either: {reason}."
             for leaf in leaves(root)

@@ -1,4 +1,4 @@
-"""Says in words what a key accepts and what was given for it, and lists the keys of a schema as a table for readers."""
+"""Describes in words which values a key accepts and which was given, and lists the keys of a schema as a Markdown table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LIMITS = {
 
 
 def describe(key: FieldInfo) -> str | None:
-    """Describes the values of a key: `a number above 0 or null`. None for a type that these words do not cover."""
+    """Describes the values of a key: `a number above 0 or null`. None for a type that has no description."""
     return _describe(key.annotation, key.metadata)
 
 
@@ -70,7 +70,7 @@ def choices(values: Sequence[Any]) -> str:
 
 
 def as_given(value: Any) -> str:
-    """A given value as one would write it, cut where it is long."""
+    """A given value as a user would write it, shortened if it is long."""
     if isinstance(value, str | int | float | bool | list | dict | None):
         text = json.dumps(value, ensure_ascii=False, default=str)
     else:
@@ -79,7 +79,7 @@ def as_given(value: Any) -> str:
 
 
 def document(model: type[BaseModel]) -> str:
-    """A Markdown table of all keys: path, what it accepts, default, meaning, and what a resume allows."""
+    """A Markdown table of all keys: path, accepted values, default, meaning, and the effect of a change on a resume."""
     rows = ["| key | value | default | meaning | on resume |", "|---|---|---|---|---|"]
     by_path: dict[KeyPath, list[Leaf]] = {}
     for leaf in leaves(model):

@@ -1,4 +1,4 @@
-"""The present state of long work, and how a line or a terminal lays it out."""
+"""The current state of long work, and its layout as one line or as a terminal's block."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from groupwise.core.terminal.plot import sparkline
 from groupwise.core.terminal.text import one_line, shorten
 
 NARROW = 64
-"""Columns below which the live view puts one number beside another no more."""
+"""Width in columns below which the live view puts only one number per row."""
 
 RECENT = 10
-"""Steps whose times are averaged to say how long the rest will take."""
+"""Steps whose times are averaged to estimate the remaining time."""
 
 LINE_PARTS = 6
-"""Parts of the reward that a plain line names; more of them would hide the rest."""
+"""Maximum number of reward parts in a plain line; more would hide the rest."""
 
 Metrics = Mapping[str, float]
 
 
 class Board:
-    """The last step's numbers, the phase within the next one, and times."""
+    """The last step's numbers, the phase of the next step, and times."""
 
     def __init__(self, title: str, total: int, start: int, clock: Callable[[], float]) -> None:
         self.title = title
@@ -60,11 +60,11 @@ class Board:
             self._losses.append(metrics["loss"])
 
     def line(self) -> str:
-        """The step as one plain line; what the step did not measure is left out."""
+        """The step as one plain line, without numbers that the step did not measure."""
         parts = self._part_means("{:z.2f}")
         facts = [
             ("reward", self._reward()),
-            *(parts[:LINE_PARTS] if len(parts) > 1 else []),  # a single one would repeat the reward
+            *(parts[:LINE_PARTS] if len(parts) > 1 else []),  # one part would repeat the reward
             ("loss", self._number("loss", "{:z.4f}")),
             ("tokens right", self._number("mean_token_accuracy", "{:.1%}")),
             ("kl", self._number("kl", "{:.4f}")),
@@ -89,7 +89,7 @@ class Board:
         return Group(*self._head(width), *self._numbers(width), Text(self.phase_text(), "dim"))
 
     def times(self) -> str:
-        """How long it has taken, and will take."""
+        """The elapsed and the estimated remaining time."""
         elapsed = f"{_duration(self._clock() - self._began)} gone"
         left = self._remaining()
         return f"{elapsed}, {left} to go" if left else elapsed
@@ -141,7 +141,7 @@ class Board:
         return [*lines, table]
 
     def headline(self) -> tuple[str, str]:
-        """The number that the run is about: its reward, or the loss where nothing is rewarded."""
+        """Name and value of the main number: the reward, or the loss if the run has no rewards."""
         if self._has_rewards():
             return "reward", self._reward() or "none scored"
         return "loss", self._number("loss", "{:z.4f}") or ""
@@ -150,7 +150,7 @@ class Board:
         return "reward" in self._metrics or "rollouts/scored" in self._metrics
 
     def facts(self) -> list[tuple[str, str]]:
-        """The last step's numbers beside the headline, in words."""
+        """The last step's other numbers, with their names."""
         found = [
             ("kl", self._number("kl", "{:.4f}")),
             ("entropy", self._number("entropy", "{:.3f}")),
@@ -204,7 +204,7 @@ class Board:
         return _duration(sum(self._seconds) / len(self._seconds) * (self.total - self.done))
 
     def phase_text(self) -> str:
-        """The present phase, and how much of it is done."""
+        """The current phase, and how much of it is done."""
         name, done, total = self._phase
         if not name:
             return ""
@@ -212,7 +212,7 @@ class Board:
 
 
 def part_of(metric: str) -> str | None:
-    """The part of the reward whose mean a metric is; None for any other."""
+    """The reward part that a metric is the mean of; None for other metrics."""
     is_part = metric.startswith("rewards/") and metric.endswith("/mean")
     return metric.removeprefix("rewards/").removesuffix("/mean") if is_part else None
 

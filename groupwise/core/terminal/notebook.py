@@ -1,6 +1,6 @@
-"""Showing things in a notebook: HTML where a kernel draws it (Jupyter, Colab, Kaggle), plain text everywhere else.
+"""Shows things in a notebook: HTML if a kernel displays it (Jupyter, Colab, Kaggle), plain text everywhere else.
 
-What is shown may come from a model or a dataset, so all of it is cleaned and escaped.
+The content may come from a model or a dataset, so all of it is cleaned and escaped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CELL = "text-align: left; vertical-align: top; padding: .2em .9em .2em 0; white-
 
 
 class Shown(Protocol):
-    """An object that can be shown both ways."""
+    """An object that can be shown as HTML and as text."""
 
     def as_html(self) -> str: ...
     def __str__(self) -> str: ...
@@ -30,16 +30,16 @@ class Shown(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Lines of cells under a title; with `header`, a name above each column."""
+    """Rows of cells under a title; with `header`, a name above each column."""
 
     title: str
     rows: Sequence[Sequence[str]]
     header: Sequence[str] = ()
     unbroken: tuple[int, ...] = ()
-    """Columns whose lines stay whole, however narrow the page."""
+    """Columns whose lines are never wrapped, even on a narrow page."""
 
     def __str__(self) -> str:
-        """Columns beside each other, as wide as their longest cell."""
+        """Columns side by side, each as wide as its longest cell."""
         lines = [
             [one_line(cell) for cell in row]
             for row in ([self.header] if self.header else []) + list(self.rows)
@@ -55,7 +55,7 @@ class Table:
         return "\n".join([*([self.title] if self.title else []), *(f"  {line}" for line in body)])
 
     def as_html(self) -> str:
-        """A table of HTML."""
+        """An HTML table."""
         head = "".join(
             f'<th style="{CELL}; opacity: .6">{as_html(name)}</th>' for name in self.header
         )
@@ -63,7 +63,7 @@ class Table:
         for row in self.rows:
             cells = ""
             for column, cell in enumerate(row):
-                # The names of facts are faint if no header says what a column is.
+                # The first column is faint if no header names the columns: it then holds the names of facts.
                 style = f"{CELL}; opacity: .6" if column == 0 and not self.header else CELL
                 style += "; white-space: pre" if column in self.unbroken else ""
                 cells += f'<td style="{style}">{as_html(cell)}</td>'
@@ -87,23 +87,23 @@ class Code:
     text: str
 
     def __str__(self) -> str:
-        """Lines under the title."""
+        """The title, and the lines indented below it."""
         return "\n".join([self.title, *(f"  {line}".rstrip() for line in self.text.splitlines())])
 
     def as_html(self) -> str:
-        """A block of HTML, whose lines are broken where the page is narrower."""
+        """An HTML block; its lines wrap if the page is narrower."""
         title = f'<div style="font: {FONT}; font-weight: 600">{as_html(self.title)}</div>'
         return f'{title}<pre style="margin: .3em 0 .6em; white-space: pre-wrap">{as_html(self.text)}</pre>'
 
 
 class Output:
-    """A place below the cell; what is drawn there stands in place of what was drawn before."""
+    """An output below the cell; each drawing replaces the one before."""
 
     def __init__(self) -> None:
         self._handle: Any = None
 
     def draw(self, kernel: Any, html: str) -> None:
-        """`kernel` is `IPython.display`."""
+        """Draw `html`. `kernel` is the module `IPython.display`."""
         shown = kernel.HTML(html)
         if self._handle is None:
             self._handle = kernel.display(shown, display_id=True)
@@ -116,7 +116,7 @@ _shared: ContextVar[Output | None] = ContextVar("shared", default=None)
 
 @contextmanager
 def one_output() -> Generator[None]:
-    """All that is shown within, tables and the pages of trainings, has one place below the cell, for which each takes its turn."""
+    """Everything shown inside (tables, pages of trainings) shares one output below the cell; each drawing replaces the one before."""
     before = _shared.set(Output())
     try:
         yield
@@ -125,12 +125,12 @@ def one_output() -> Generator[None]:
 
 
 def output() -> Output:
-    """The place to draw next: a new one, except within `one_output`."""
+    """The output to draw into next: a new one, except inside `one_output`."""
     return _shared.get() or Output()
 
 
 def show(shown: Shown) -> None:
-    """Show it where the reader is: below the cell, or on standard output."""
+    """Show it to the reader: below the cell, or on standard output."""
     kernel = kernel_display()
     if kernel is None:
         tell(str(shown))
@@ -144,7 +144,7 @@ def tell(text: str) -> None:
 
 
 def kernel_display() -> Any | None:
-    """`IPython.display`, where a kernel draws what is displayed; None in a terminal, a script or a file."""
+    """`IPython.display` if a kernel displays results; None in a terminal, a script or a file."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return importlib.import_module("IPython.display") if hasattr(shell, "kernel") else None

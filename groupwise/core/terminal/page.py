@@ -1,7 +1,7 @@
 """The progress of long work in a notebook: one output below the cell, redrawn in place.
 
-It shows the numbers of the board, curves of reward, its parts, KL and length, and the newest completions with their rewards. Pictures are
-images of their own, whose styles cannot reach the rest of the notebook. What stands there last is saved with the notebook.
+It shows the numbers of the board, curves of reward, its parts, KL and length, and the newest completions with their rewards. Plots are
+separate images, whose styles cannot affect the rest of the notebook. The last state is saved with the notebook.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from groupwise.core.terminal.text import ending, shorten
 from groupwise.core.types import Group, Prompt
 
 REDRAW = 1.0
-"""Seconds between two drawings. The last step is drawn at once, and the end in any case."""
+"""Minimum number of seconds between two drawings. The last step is drawn at once."""
 GROUPS, OF_EACH = 3, 2
-"""Groups of a step that are shown, and completions of each."""
+"""Number of groups of a step that are shown, and of completions of each."""
 LONGEST = 240
-"""Characters shown of a completion."""
+"""Maximum number of characters shown of a completion."""
 ASKED = 120
-"""Characters shown of a prompt, the last ones."""
+"""Maximum number of characters shown of a prompt: its last ones."""
 WIDTH, HEIGHT = 375, 215
 EACH = "each step"
-"""The kind of points of a curve."""
+"""Name of the raw points of a curve."""
 _CURVES = {
     "kl": "KL to the reference",
     "completions/mean_length": "length in tokens",
@@ -36,7 +36,7 @@ _CURVES = {
 
 
 class Page:
-    """Draws a board with `IPython.display`; from whatever thread, it appears below the cell that made it."""
+    """Draws a board with `IPython.display`. From any thread, the output appears below the cell that created the page."""
 
     def __init__(self, kernel: Any, board: Board, clock: Callable[[], float]) -> None:
         self._kernel = kernel
@@ -50,7 +50,7 @@ class Page:
         self._groups: Sequence[Group] = ()
 
     def step(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
-        """A step is done."""
+        """Record a finished step and redraw."""
         for name, value in metrics.items():
             if name in ("reward", *_CURVES) or part_of(name) is not None:
                 self._curves.setdefault(name, []).append((step + 1, value))
@@ -61,22 +61,22 @@ class Page:
             self.tick()
 
     def note(self, text: str) -> None:
-        """Something that the reader should know; stays above the numbers."""
+        """Add a line for the reader; it stays above the numbers."""
         self._notes.append(text)
         self.draw()
 
     def tick(self) -> None:
-        """Something went on; shown if the last drawing is not too fresh, else by the next one."""
+        """Redraw, unless the last drawing is less than `REDRAW` seconds old; a later call then draws the change."""
         if self._clock() - self._drawn_at >= REDRAW:
             self.draw()
 
     def draw(self) -> None:
-        """Replace what is shown."""
+        """Draw the current state in place of the last one."""
         self._drawn_at = self._clock()
         self._cell.copy().run(self._output.draw, self._kernel, self.html())
 
     def html(self) -> str:
-        """The content that is shown now."""
+        """The page as HTML."""
         pictures = [
             picture(svg_curve(series, title=title, width=WIDTH, height=HEIGHT), title)
             for title, series in self._plots()
@@ -134,7 +134,7 @@ class Page:
 
 
 def prompt_end(prompt: Prompt, longest: int) -> str:
-    """The end of a prompt, or of its last message, where the question stands."""
+    """The end of a prompt, or of its last message: the question is usually there."""
     if isinstance(prompt, str):
         return ending(prompt, longest)
     content = prompt[-1].get("content") if prompt else ""
@@ -142,11 +142,11 @@ def prompt_end(prompt: Prompt, longest: int) -> str:
 
 
 def picture(svg: str, title: str) -> str:
-    """An image that stands alone."""
+    """A self-contained image."""
     source = base64.b64encode(svg.encode()).decode()
     return f'<img alt="{as_html(title)}" style="max-width: 100%" src="data:image/svg+xml;base64,{source}">'
 
 
 def number(value: float | None) -> str:
-    """A reward, or none."""
+    """A reward as text, `–` for None."""
     return "–" if value is None else f"{value:.2f}"

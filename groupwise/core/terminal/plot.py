@@ -1,6 +1,6 @@
 """Curves: in a terminal as Unicode, in a file as SVG, in a line as a sparkline.
 
-All take plain numbers. Points that are not finite are left out. A curve of raw values is noisy in reinforcement learning, so
+All take plain numbers and ignore points that are not finite. Raw values are noisy in reinforcement learning, so
 `with_mean` shows them as faint points under the bold line of their moving mean.
 """
 
@@ -20,7 +20,7 @@ Point = tuple[float, float]
 SPARKS = "▁▂▃▄▅▆▇█"
 
 MOST_POINTS = 400
-"""Points of a line, or dots, in a picture: about one for each pixel of a small one, so that no picture grows with a run."""
+"""Maximum number of points of a line, or dots, in a plot: about one per pixel of a small one, so its size does not grow with a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Series:
     points: tuple[Point, ...]
     """(x, y) in order of x."""
     style: Literal["line", "points", "band"] = "line"
-    """A band is the area between the lowest and the highest point of each x; a terminal shows its points."""
+    """A band is the area between the lowest and the highest point at each x; a terminal shows its points instead."""
 
 
 def with_mean(
@@ -40,9 +40,9 @@ def with_mean(
     window: int | None = None,
     warm_up: Sequence[Point] = (),
 ) -> list[Series]:
-    """The raw points and the line of their moving mean over the last `window` (default: a tenth of them, at least 3).
+    """The raw points and the line of their moving mean over `window` values (default: a tenth of them, at least 3).
 
-    Points of a warm-up are a line of their own.
+    Points of a warm-up become a separate line.
     """
     finite = _finite(points)
     window = window or max(3, math.ceil(len(finite) / 10))
@@ -56,7 +56,7 @@ def with_mean(
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the last `window` values at each place, of fewer at the beginning."""
+    """The mean of the last `window` values at each position; of fewer at the beginning."""
     return [
         math.fsum(values[max(0, end - window) : end]) / min(window, end)
         for end in range(1, len(values) + 1)
@@ -64,7 +64,7 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
-    """Thin out the points to `most` (at least 4): the first, the last, and the lowest and highest of each stretch between."""
+    """Reduce the points to `most` (at least 4): the first, the last, and the lowest and highest of each interval between."""
     if len(points) <= most:
         return tuple(points)
     stretches = (most - 2) // 2
@@ -134,7 +134,7 @@ LARGEST = 1e300
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The rectangle of values that is shown."""
+    """The range of values that is shown, and its ticks."""
 
     left: float
     right: float
@@ -165,14 +165,14 @@ class _Frame:
         )
 
     def place(self, x: float, y: float) -> Point:
-        """Coordinates from (0, 0) at the bottom left to (1, 1) at the top right."""
+        """Relative coordinates, from (0, 0) at the bottom left to (1, 1) at the top right."""
         return (x - self.left) / (self.right - self.left), (y - self.bottom) / (
             self.top - self.bottom
         )
 
 
 def _finite(points: Iterable[Point]) -> tuple[Point, ...]:
-    """Keep the points that a curve can show: the difference of any two must be a finite number, too."""
+    """Keep the points that can be plotted: the difference of any two must be finite, too."""
     return tuple((x, y) for x, y in points if abs(x) < LARGEST and abs(y) < LARGEST)
 
 
@@ -185,7 +185,7 @@ def _spread(values: Sequence[float], at_least: float) -> tuple[float, float]:
 
 
 def _nice_step(extent: float, count: int) -> float:
-    """The step of 1, 2 or 5 × a power of ten that divides `extent` into about `count`."""
+    """The step, 1, 2 or 5 × a power of ten, that divides `extent` into about `count` parts."""
     rough = extent / count
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * nice for nice in (1.0, 2.0, 5.0, 10.0) if power * nice >= rough * 0.999)
@@ -212,7 +212,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 class _Canvas:
-    """Character cells; each holds 2 × 4 braille dots of a line, or one faint point."""
+    """Character cells; each has 2 × 4 braille dots for lines, or one faint point."""
 
     def __init__(self, columns: int, rows: int, frame: _Frame) -> None:
         self.columns = columns
@@ -233,7 +233,7 @@ class _Canvas:
         for start, end in zip(dots, dots[1:] or dots, strict=False):
             (x0, y0), (x1, y1) = start, end
             length = max(abs(x1 - x0), abs(y1 - y0), 1)
-            for i in range(length + 1):  # the dots on the way from one to the other
+            for i in range(length + 1):  # the dots between the two
                 column, row = round(x0 + (x1 - x0) * i / length), round(y0 + (y1 - y0) * i / length)
                 self._dots[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
                 self._owner[row // 4][column // 2] = index
@@ -318,7 +318,7 @@ def svg_curve(
     width: int = 720,
     height: int = 360,
 ) -> str:
-    """A picture that stands alone: no scripts, no fonts to load, light and dark. Many points are thinned."""
+    """A self-contained SVG image: no scripts, no fonts to load, light and dark mode. Many points are thinned."""
     drawn: list[Series] = []
     for each in series:
         finite = _finite(each.points)
@@ -365,7 +365,7 @@ def _svg_series(
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places)
         return f'<g class="dots {colour}">{dots}</g>'
     if series.style == "band":
-        # Along the highest place of each x, and back along the lowest.
+        # Along the highest point at each x, and back along the lowest (SVG's y axis points down).
         heights: dict[float, list[float]] = {}
         for x, y in places:
             heights.setdefault(x, []).append(y)
@@ -380,12 +380,12 @@ def _path(places: Sequence[Point]) -> str:
 
 
 def _colour(index: int, drawn: Sequence[Series]) -> int:
-    """Points or a band and the line after them belong together and share a colour."""
+    """Points or a band and the line after them share a colour."""
     return len(_lines(drawn[:index])) % COLOURS
 
 
 def _line(index: int, drawn: Sequence[Series]) -> str:
-    """The classes of a line: dashed where it lies on an earlier one, which shows between the dashes, and where colours begin again."""
+    """CSS classes of a line. It is dashed if an earlier line has the same points, which then show in the gaps, or if colours repeat."""
     before = _lines(drawn[:index])
     lies_on = any(each.points == drawn[index].points for each in before)
     dashed = " dashed" if lies_on or len(before) >= COLOURS else ""
@@ -397,13 +397,13 @@ def _lines(drawn: Sequence[Series]) -> list[Series]:
 
 
 _SIGN, _TITLE_SIGN, _SWATCH, _LINE = 7.5, 9.5, 44, 18
-"""Pixels of a letter, of one of the title, of the colour beside a name, and from one row of names to the next."""
+"""In pixels: width of a letter, width of a letter of the title, width of a colour sample with its gaps, height of a legend row."""
 
 
 def _legend(drawn: Sequence[Series], width: int, title: str) -> tuple[list[str], int]:
-    """The names of the series, and by how many pixels the curves go down for them.
+    """The legend, and by how many pixels the plot moves down for it.
 
-    They stand beside the title, or below it if the two would meet, in as many rows as it takes.
+    The names are to the right of the title, or below it if they would overlap, in as many rows as needed.
     """
     rows: list[list[tuple[int, str]]] = [[]]
     for index, each in enumerate(drawn):

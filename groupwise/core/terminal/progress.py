@@ -1,9 +1,9 @@
 """The progress of long work: a live view in a terminal or a notebook, plain lines everywhere else.
 
-The loop tells it what happens (`phase`, `step`, `note`, `result`); it decides how that looks. In a terminal it redraws one
-block in place and releases the screen however the work ends; in a notebook it redraws an output below the cell. In a file, a
-pipe or a dumb terminal it writes one line for each `logging_steps` steps, without control characters. It writes to standard
-error, so that standard output belongs to results.
+The loop reports events (`phase`, `step`, `note`), and this module decides how to show them. In a terminal it redraws one
+block in place and restores the screen at the end, even after an error; in a notebook it redraws an output below the cell. In a file, a
+pipe or a dumb terminal it writes one line for every `logging_steps` steps, without control characters. It writes to standard
+error; standard output is for results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from groupwise.core.types import Group
 
 
 class Progress:
-    """Shows the progress of `total_steps` steps; `start_step` of them were done before. Use it as a context manager."""
+    """Shows the progress of `total_steps` steps, `start_step` of them done before. Use it as a context manager."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Progress:
 
     @property
     def live(self) -> bool:
-        """True if the view is redrawn in place, which takes a terminal that can move its cursor."""
+        """True if the view is redrawn in place, in a terminal that can move its cursor."""
         return (
             self._page is None and _is_terminal(self._stream) and not self._console.is_dumb_terminal
         )
@@ -77,7 +77,7 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Leave the last view on the screen and give the cursor back; a second call does nothing."""
+        """Leave the last view on the screen and restore the cursor; a second call does nothing."""
         live, self._live = self._live, None
         if live is not None:
             self._board.phase("", None, None)
@@ -87,13 +87,13 @@ class Progress:
             self._page.draw()
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Show the phase within the step, such as `sampling`, and how much of it is done. Only the live views show it."""
+        """Show the current phase of the step, such as `sampling`, and how much of it is done. Only live views show it."""
         self._board.phase(one_line(name), done, total)
         if self._page is not None:
             self._page.tick()
 
     def step(self, step: int, metrics: Metrics, groups: Sequence[Group] = ()) -> None:
-        """Step `step` (an index from 0) is done, and gave these metrics. Of its groups a notebook shows completions."""
+        """Report that step `step` (an index from 0) is done, with its metrics. A notebook shows completions of its groups."""
         self._board.step(step, metrics)
         if self._page is not None:
             self._page.step(step, metrics, groups)
@@ -103,7 +103,7 @@ class Progress:
             self._line(self._board.line())
 
     def note(self, text: str) -> None:
-        """Something that the reader should know; stays above the view."""
+        """Add a line for the reader; it stays above the view."""
         if self._page is not None:
             self._page.note(text)
         else:

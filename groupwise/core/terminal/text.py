@@ -1,7 +1,7 @@
-"""Showing untrusted text. What a model says may hold terminal commands, markup, or characters that reorder a line.
+"""Shows untrusted text. A model's text may contain terminal commands, markup, or characters that reorder a line.
 
-`clean` makes such text harmless and still shows what was there: a control character becomes its picture (`␛`), an
-invisible one its code. The result is plain text: give it to rich as `Text`, never as markup.
+`clean` makes such text harmless and still shows what it contained: a control character becomes its symbol (`␛`), an
+invisible one its code. The result is plain text: pass it to rich as `Text`, never as markup.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import unicodedata
 
 _KEPT_INVISIBLE = "\u200c\u200d"
-"""Joiners: words of several scripts and many emoji need them."""
+"""Zero-width joiners: several scripts and many emoji need them."""
 
 
 def clean(text: str) -> str:
-    """The text without anything that a terminal would obey; line breaks stay, tabs become spaces."""
+    """The text without characters that a terminal would interpret; line breaks stay, tabs become spaces."""
     text = text.replace("\r\n", "\n").replace("\t", "    ")
     return text if text.isprintable() else text.translate(_SHOWN)
 
@@ -29,12 +29,12 @@ def shorten(text: str, limit: int) -> str:
 
 
 def ending(text: str, limit: int) -> str:
-    """Cut a text to its last `limit` characters, the first of them `…` if something was cut off: questions end a prompt."""
+    """Cut a text to its last `limit` characters, the first of them `…` if it was cut. For prompts: the question is at the end."""
     return text if len(text) <= limit else "…" + text[len(text) - max(limit - 1, 0) :]
 
 
 class _Shown(dict[int, str]):
-    """How each letter is shown, by its code; found when it first occurs, so that long texts are not gone through in Python."""
+    """The text shown for each character, by its code. Filled on first use: `str.translate` then rarely calls Python."""
 
     def __missing__(self, code: int) -> str:
         letter = chr(code)

@@ -1,4 +1,4 @@
-"""One line that tells how far long work is: redrawn in place in a terminal, a new line now and then everywhere else."""
+"""One line that shows the progress of long work: redrawn in place in a terminal, a new line now and then everywhere else."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import TextIO
 from groupwise.core.terminal.text import clean, one_line, shorten
 
 REDRAW = 0.2
-"""Seconds between two drawings of the line in a terminal."""
+"""Minimum number of seconds between two drawings of the line in a terminal."""
 
 
 class Ticker:
-    """Use it as a context manager. It writes to standard error, so that standard output belongs to results."""
+    """Use it as a context manager. It writes to standard error; standard output is for results."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Ticker:
         every: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`every`: seconds between two lines where nothing can be redrawn."""
+        """`every`: seconds between two lines if the stream cannot be redrawn."""
         self._stream = stream if stream is not None else sys.stderr
         self._redraws = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._pause = REDRAW if self._redraws else every
@@ -48,13 +48,13 @@ class Ticker:
             self._write("\n")
 
     def show(self, line: str) -> None:
-        """How far the work is now; written where enough time has passed, and when the work ends."""
+        """Set the line; it is written if enough time has passed, and when the work ends."""
         self._line = one_line(line)
         if self._clock() >= self._next:
             self._draw()
 
     def note(self, text: str) -> None:
-        """Something that the reader should know; stays above the line."""
+        """Add a line for the reader; it stays above the progress line."""
         self._write(("\r\x1b[K" if self._redraws else "") + clean(text) + "\n")
         self._shown = ""
         if self._redraws:
