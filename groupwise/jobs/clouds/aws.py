@@ -271,7 +271,8 @@ class AwsBackend:
         """Wait until the machine is ready, then start the job on it, or find that it has started."""
         attempt = attempt_of(machine, None)
         on = await self._machines.ready(machine)
-        if "begun" not in machine.tags:  # the process that started the machine may have died hours ago
+        # The process that started the machine may have died hours ago.
+        if "begun" not in machine.tags:
             await self._give_time(machine, on, order)
         if attempt == 1:
             handle = await on.submit(order, store)

@@ -246,7 +246,7 @@ class Rented:
     since: float
     """Seconds since the epoch."""
     deadline: float
-    """Time at which it ends by itself, in seconds since the epoch; if it exists later, it has to be ended."""
+    """The time, in seconds since the epoch, when it ends by itself; if it exists later, it has to be ended."""
     address: str = ""
     """Its address, for messages."""
     price_per_hour: float | None = None

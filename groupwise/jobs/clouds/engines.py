@@ -66,7 +66,7 @@ class Door:
     ask: Callable[[], Awaitable[object]]
     """Call the engine. Raises HostUnreachable if it does not answer."""
     try_options: Callable[[Sequence[str]], Awaitable[str]]
-    """Let the engine validate a job with these options without creating it; returns its message. Raises HostUnreachable, RunnerRefused."""
+    """Make the engine validate a job with these options without creating it; returns its message. Raises HostUnreachable, RunnerRefused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,8 @@ class GangBackend(_Machine):
         (runner, where), *others = machines
         super().__init__(name, runner, where, 0, count, meets_at)
         self._own: set[bytes] = set()
-        """Secrets of the attempts that this object started, or tried to. The first machine stores the secret of the process that succeeded."""
+        """Secrets of the attempts that this object started, or tried to. The first machine stores the secret of the process that
+        succeeded."""
         self._others = [
             _Other(name, runner, where, rank, count, meets_at)
             for rank, (runner, where) in enumerate(others, 1)
@@ -223,7 +224,8 @@ class GangBackend(_Machine):
         """See `Backend.cancel`."""
 
         async def cancelled(other: _Other) -> None:
-            with suppress(Unreachable):  # the machine ends its part by itself once the first one is missing
+            # An unreachable machine ends its part by itself once the first one is missing.
+            with suppress(Unreachable):
                 await other.cancel(handle, grace)
 
         await _all((super().cancel(handle, grace), *map(cancelled, self._others)))

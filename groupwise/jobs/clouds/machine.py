@@ -308,7 +308,8 @@ class MachineBackend:
         return Order.from_document(json.loads(await self._read_own_file(handle, ORDER)))
 
     async def _read_own_file(self, handle: Handle, path: str) -> bytes:
-        """Read a file that we laid out for an attempt. Waits until all files exist: another process may be starting the job at this moment."""
+        """Read a file that we laid out for an attempt. Waits until all files exist: another process may be starting the job at this
+        moment."""
         key = (handle.name, handle.attempt)
         with self._cloud_errors():
             state = await self._runner.status(*key)

@@ -38,7 +38,8 @@ def ray_options(
 
 
 def resources_of(words: Iterable[str]) -> dict[str, float]:
-    """Parse resource amounts from words of the form NAME=N. Raises UsageError for an invalid word, or a resource that has its own option."""
+    """Parse resource amounts from words of the form NAME=N. Raises UsageError for an invalid word, or a resource that has its own
+    option."""
     found: dict[str, float] = {}
     for word in words:
         name, _, number = word.rpartition("=")

@@ -222,7 +222,8 @@ class Runner:
             body["method"] = launch.method
         longest = None
         if launch.engine is not None:
-            body["engine"], longest = launch.engine.name, LONGEST  # all files are laid out before the answer
+            # All files are laid out before the answer, which takes long.
+            body["engine"], longest = launch.engine.name, LONGEST
             body["engine_options"] = list(launch.engine.options)
         answer = await self._ask(
             "launch", body, secrets=launch.secrets, timeout=timeout, longest=longest
@@ -421,7 +422,8 @@ def _list_of(answer: RunnerResponse, name: str) -> list[Any]:
 
 
 def grouped(sized: Iterable[tuple[T, int]], most_bytes: int, most: int) -> Iterator[list[T]]:
-    """Split items, each with its size in bytes, into groups of at most `most_bytes` and `most` items; a larger item is alone in its group."""
+    """Split items, each with its size in bytes, into groups of at most `most_bytes` and `most` items; a larger item is alone in its
+    group."""
     group: list[T] = []
     total = 0
     for item, size in sized:

@@ -24,7 +24,7 @@ LOOK_SECONDS = 10.0
 ON_ITS_WAY = 60.0
 """Seconds for which the process that laid an attempt out may still be submitting it."""
 LIVING_BEAT = 60.0
-"""Largest age in seconds of a heartbeat that proves a living supervisor, whatever its engine says. Heartbeats are 5 s apart."""
+"""Largest age in seconds of a heartbeat that proves a living supervisor, even if its engine says otherwise. Heartbeats are 5 s apart."""
 FORGOTTEN = "its engine knows nothing of it any more"
 UNSURE = frozenset({RunnerState.QUEUED, RunnerState.LOST, RunnerState.REBOOTED})
 """States for which the files alone do not suffice."""

@@ -222,7 +222,7 @@ class BlobStore:
         return {name: stored(name, path) for name, path in files.items()}
 
     def read(self, sha256: str) -> bytes:
-        """The bytes of a blob. If their hash is wrong, removes the blob, so that it can be put again, and raises BlobError."""
+        """The bytes of a blob. If their hash is wrong, removes the blob, which can then be put again, and raises BlobError."""
         return b"".join(self.pieces(sha256))
 
     def pieces(self, sha256: str, *, piece: int = PIECE) -> Iterator[bytes]:
@@ -304,7 +304,7 @@ class BlobStore:
     def collect(self, keep: Collection[str], *, now: float | None = None) -> int:
         """Remove every blob that is neither in `keep` nor spared; returns the number of freed bytes.
 
-        `now`: a time before the caller read which blobs to keep. Blobs put after it are spared, however long the collection takes."""
+        `now`: a time before the caller read which blobs to keep. Blobs put after it are spared even if the collection takes long."""
         moment = self.now() if now is None else now
         return sum(
             self._collect_in(folder, keep, moment)
@@ -484,7 +484,7 @@ def _write_durably(path: Path, pieces: Iterable[bytes], mode: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that the names in it survive a crash."""
+    """Flush a folder's entries to disk: the names in it then survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -64,7 +64,8 @@ class HostKey:
 
 
 def parse(line: str) -> HostKey:
-    """Parse a key of the form `type base64`, with or without a comment, or a line of a `.pub` file or of `ssh-keyscan`. Raises UsageError."""
+    """Parse a key of the form `type base64`, with or without a comment, or a line of a `.pub` file or of `ssh-keyscan`. Raises
+    UsageError."""
     words = line.split()
     if len(words) > 2 and words[0] not in ALGORITHMS and words[1] in ALGORITHMS:
         words = words[1:]  # lines of ssh-keyscan and known_hosts start with the host's name
@@ -93,7 +94,8 @@ def trusting(key: HostKey) -> TrustedKeys:
 
 
 def signatures(pinned: HostKey | None) -> list[str]:
-    """Signature algorithms to request from a machine. Those of the pinned type come first: a machine with several keys then shows that one."""
+    """Signature algorithms to request from a machine. Those of the pinned type come first: a machine with several keys then shows that
+    one."""
     first = [*ALGORITHMS[pinned.type]] if pinned else []
     return first + [name for names in ALGORITHMS.values() for name in names if name not in first]
 

@@ -1,4 +1,4 @@
-"""`seal`: marks a checkpoint of any trainer as complete, so that the fleet can mirror it while the job continues.
+"""`seal`: marks a checkpoint of any trainer as complete: the fleet can then mirror it while the job continues.
 
 A trainer writes many files, and only the trainer knows when it has written the last one. It then calls `seal`, which writes
 `manifest.json` with step, sizes and hashes after all other files. From a program that is not in Python:

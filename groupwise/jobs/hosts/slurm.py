@@ -78,7 +78,7 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         return sorted(found, key=lambda job: job.id)
 
     async def try_options(self, options: Sequence[str]) -> str:
-        """Let Slurm validate a job with these options without creating it; returns its message. RunnerRefused `engine`: Slurm would reject
+        """Make Slurm validate a job with these options without creating it; returns its message. RunnerRefused `engine`: Slurm would reject
         it."""
         ran = await self._run_slurm("sbatch", "--test-only", *options, "--wrap=true")
         _expect_taken(ran)

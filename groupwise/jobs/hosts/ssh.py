@@ -202,7 +202,8 @@ class SshHost:
         agent_path: str | None = None,
         patience: Patience | None = None,
     ) -> None:
-        """`jump` is a host to connect through; it must show its own pinned key. `agent_path` is the socket of an agent that holds the keys."""
+        """`jump` is a host to connect through; it must show its own pinned key. `agent_path` is the socket of an agent that holds the
+        keys."""
         self.address = address
         self._jump = jump
         self._agent_path = agent_path
@@ -287,7 +288,8 @@ class SshHost:
                     self._opening = asyncio.create_task(self._connect())
                     self._opening.add_done_callback(_mark_as_seen)
                 opening = self._opening
-                await asyncio.wait({opening})  # a caller that is cancelled does not cancel it for the others
+                # `wait` does not cancel the task if this caller is cancelled: others wait for it too.
+                await asyncio.wait({opening})
                 if opening.cancelled():
                     raise HostUnreachable(
                         f"the connection to {self.address} was closed as it was made"
@@ -428,7 +430,7 @@ def _private_file(name: str) -> str:
     try:
         path = Path(name).expanduser()
         mode = path.stat().st_mode
-    except (OSError, RuntimeError, ValueError) as error:  # a name that is no valid path is no key either
+    except (OSError, RuntimeError, ValueError) as error:  # also for an invalid path
         why = error.strerror if isinstance(error, OSError) else error
         raise HostUnreachable(f"the private key {name} cannot be read: {why}") from error
     if stat.S_IMODE(mode) & 0o077:

@@ -155,7 +155,7 @@ class LiveModal:
                 raise
             except OSError as error:  # a network error: the worker itself raises no OSError
                 raise OutcomeUnknown(str(error)) from None
-            except (Exception, exception.InputCancellation):  # noqa: BLE001  (whatever a container that could not be begun has raised)
+            except (Exception, exception.InputCancellation):  # noqa: BLE001  (any error of a container that could not start)
                 return False
         return False
 

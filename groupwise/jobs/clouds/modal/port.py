@@ -56,7 +56,7 @@ class Call:
         return [variable for variables in self.named.values() for variable in variables]
 
     def document(self) -> dict[str, Any]:
-        """The call as a JSON object, in which form it is sent."""
+        """The call as a JSON object, as it is sent."""
         return asdict(self)
 
 

@@ -215,7 +215,8 @@ def engine_of(call: Call) -> Engine:
 
 
 def _is_news(state: MemberState, known: Known) -> bool:
-    """True if an attempt differs from what its caller knows. Queued and claimed count as the same, since callers do not distinguish them."""
+    """True if an attempt differs from what its caller knows. Queued and claimed count as the same, since callers do not distinguish
+    them."""
     waits = {state.state, known.state} <= {RunnerState.QUEUED, RunnerState.CLAIMED}
     progress = (state.log_size, state.checkpoints, state.step)
     differs = progress != (known.log_size, known.checkpoints, known.step)

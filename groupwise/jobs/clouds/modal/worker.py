@@ -135,7 +135,7 @@ class Stint:
                     self.share()
         except (
             BaseException
-        ):  # the container is taken away: for any cause, the command saves first
+        ):  # the container is taken away, for whichever reason: the command saves first
             self.leave(process)
             raise
         return self.settle()

@@ -26,7 +26,8 @@ BLOB_TIME = 1_000_000_000
 
 
 def has_blob(root: Root, sha: str) -> bool:
-    """True if the blob exists and is unchanged. A blob with another modification time is hashed again, and removed if its content differs."""
+    """True if the blob exists and is unchanged. A blob with another modification time is hashed again, and removed if its content
+    differs."""
     path = root.blob(sha)
     try:
         found = os.lstat(path)
@@ -87,7 +88,8 @@ def store_blob(root: Root, sha: str, size: int, source: Readable, by: str | None
 
 
 def lay_out(root: Root, work: str, manifest: dict[str, list[Any]]) -> Iterator[None]:
-    """Copy the files of a manifest into the working folder, where the command may change them. Yields regularly, so the caller can stop it."""
+    """Copy the files of a manifest into the working folder, where the command may change them. Yields regularly, so the caller can stop
+    it."""
     for path, (sha, mode, _) in manifest.items():
         target = os.path.join(work, path)
         os.makedirs(os.path.dirname(target), exist_ok=True)

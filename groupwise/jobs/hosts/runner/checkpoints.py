@@ -96,7 +96,8 @@ def checkpoint_of(walk: Walk, path: str) -> Checkpoint | None:
 
 
 class OtherManifests:
-    """Large files named `manifest.json` that belong to no checkpoint, e.g. in data sets. They are not read again while they are unchanged."""
+    """Large files named `manifest.json` that belong to no checkpoint, e.g. in data sets. They are not read again while they are
+    unchanged."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.path = attempt.at("others.json")

@@ -81,7 +81,7 @@ def run_child(
             exec_command(order, environment, log, inherited)
     except OSError as error:
         os.write(failure, b"%d" % (error.errno or errno.EIO))
-    except BaseException:  # noqa: BLE001  (it must not go on as a second supervisor, whatever exec would not take)
+    except BaseException:  # noqa: BLE001  (after any error of exec it must not continue as a second supervisor)
         os.write(failure, b"%d" % errno.EINVAL)
     finally:
         os._exit(127)
@@ -120,7 +120,8 @@ class Log:
 
     def __init__(self, path: str) -> None:
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        self.source, self.sink = os.pipe()  # the sink stays open here: otherwise the pipe would reach its end
+        # The sink stays open here: otherwise the pipe would reach its end.
+        self.source, self.sink = os.pipe()
         os.set_blocking(self.source, False)
         self.unwritten = b""
         self.last = b""

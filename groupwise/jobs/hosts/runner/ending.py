@@ -79,7 +79,8 @@ def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     before = time.time() - seconds_of(body, "older_than", 3600.0)
     removed = remove_old_runners(root, text_of(body, "runner"), before)
     for folder, _folders, names in os.walk(root.at("blobs")):
-        with HeldLock(root.lock("blobs.lock")):  # taken separately for each folder, since launches wait for it
+        # Take the lock separately for each folder, since launches wait for it.
+        with HeldLock(root.lock("blobs.lock")):
             for name in names:
                 path = os.path.join(folder, name)
                 if name not in keep and changed_before(path, before):

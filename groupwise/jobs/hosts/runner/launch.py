@@ -80,7 +80,8 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
             claim(attempt, {"phase": "refused", "refused": error.record, **order.first_state()})
             return member(attempt), b""
     if report is not None:
-        select.select([report], [], [], LAUNCH_PATIENCE)  # readable: the supervisor has closed the pipe
+        # Readable once the supervisor has closed the pipe.
+        select.select([report], [], [], LAUNCH_PATIENCE)
         os.close(report)
     return member(attempt), b""
 
@@ -163,7 +164,8 @@ def supervise(folder: str) -> int:
 
     Returns the command's exit status as shells report it: 128 plus the signal's number if a signal ended it."""
     os.umask(0o077)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until the supervisor's handler is installed
+    # Block TERM until the supervisor's handler is installed.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     known = read_json(os.path.join(folder, "state.json")) or {}
     if not known:
         return skip_attempt(

@@ -84,7 +84,8 @@ def marker_of(pid: int, root: Root) -> str | None:
 
 
 def has_open(pid: int, path: str) -> bool:
-    """True if a process has the file open. This also finds programs that overwrite their environment in memory to set their process title."""
+    """True if a process has the file open. This also finds programs that overwrite their environment in memory to set their process
+    title."""
     try:
         names = os.listdir(f"/proc/{pid}/fd")
     except OSError:
@@ -135,7 +136,7 @@ class Belonging:
         self.same_boot = state.get("boot_id") == boot_id()
 
     def alive(self) -> dict[int, Process]:
-        """Living processes by pid. If none is found, look again: while /proc is listed, a process may fork and end, so that its child is
+        """Living processes by pid. If none is found, look again: while /proc is listed, a process may fork and end, and its child may be
         missed."""
         return self.look() or self.look()
 

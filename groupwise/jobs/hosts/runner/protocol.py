@@ -57,8 +57,8 @@ Requests and answers
                 runs, or as `claimed` after LAUNCH_PATIENCE seconds: then poll. If repeated, it answers with the state and ignores the
                 body. With `engine` (its name) nothing is started here: the attempt is laid out as `queued`, and `sh <folder>/begin.sh`,
                 run by that engine on a machine with the same folder, starts it there and ends with its exit status. The engine then
-                assigns the GPUs. engine_options [word]: options for the engine, reported with the attempt: any client can submit it
-                again
+                assigns the GPUs. engine_options [word]: options for the engine, reported with the attempt, with which any
+                client can submit it again
     void      job, epoch, because? → member (voided; or its state, if it had started)
     status    job, epoch → member
     wait      known {"<job>.<epoch>": {state?, log_size?, checkpoints?, step?, clock?}}, timeout, quiet? → attempts [member], when one
@@ -70,7 +70,8 @@ Requests and answers
     manifest  job, epoch, what ("artefacts", "checkpoints", "all") → files {path: [sha256, mode, size]}, refused [[path, why]],
                 refused_more {why: number of unlisted ones}, checkpoints [{path, step, files}], complete ones only, oldest first; all
                 paths relative to the working folder
-    run       arguments, timeout? → code (null: it did not end in time), out, err. Runs a program of the machine, such as an engine's; not a job
+    run       arguments, timeout? → code (null: it did not end in time), out, err. Runs a program of the machine, not
+                a job: for example an engine's command
     read      job, epoch, path, offset, limit, sha256? → size, payload; with sha256, `changed` if the file has another hash by now
     gather    job, epoch, files [[path, sha256, size], ...], MOST_GATHERED of them at most, LARGEST_GATHERED bytes together → whole
                 [true or false, ...], payload: the bytes of the whole ones, in order. The others have changed, or cannot be read: `read`
@@ -111,13 +112,14 @@ Guarantees
     - The log holds all output of the command and its processes, to the byte: the supervisor takes it from a pipe and appends it.
     - A full disk: verbs answer `disk_full`; a command never starts without its record. Disk space is reserved for the exit record, and for
       `void` and `forget`: a failed launch can be voided and old attempts can be removed.
-    - Secrets are in the memory of launch, supervisor and command (and in the command's /proc/…/environ), and in no file, with one exception: an
-      attempt that waits for an engine has them in its token, readable by its user alone and removed when it starts or is voided.
+    - Secrets are in the memory of launch, supervisor and command (and in the command's /proc/…/environ), and in no file, with one
+      exception: an attempt that waits for an engine has them in its token, which only its user can read, and which is removed when the
+      attempt starts or is voided.
     - `limits.ram_mb` is compared with the free memory before a launch. It is enforced only if a memory control group can be
       made (v1 or v2: mostly as root); otherwise a command may outgrow it.
 
 Not guaranteed: after its supervisor was killed, a process that left the tree, has neither our environment nor inherited files, and is in
-no control group, is visible only by the memory it holds on a GPU, or not at all. Attempts of one Unix user are not isolated from each other.
+no control group, is visible only by its memory on a GPU, or not at all. Attempts of one Unix user are not isolated from each other.
 """
 
 from __future__ import annotations
@@ -310,7 +312,8 @@ def arguments_of(value: object) -> list[str]:
 
 
 class Work:
-    """Counts the work that the current request has done. Signs of life are sent only while the count grows, so a hanging disk stops them."""
+    """Counts the work that the current request has done. Signs of life are sent only while the count grows, so a hanging disk stops
+    them."""
 
     done = 0
 

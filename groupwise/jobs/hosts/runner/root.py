@@ -61,7 +61,8 @@ class Root:
             make_folder(self.path)
             write_file(new, os.urandom(16).hex().encode())
             with contextlib.suppress(FileExistsError):
-                os.link(new, path)  # if several requests do this at once, the first determines the name
+                # If several requests do this at once, the first determines the name.
+                os.link(new, path)
             remove_file(new)
             sync_folder(self.path)
         except OSError:

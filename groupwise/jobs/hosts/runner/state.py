@@ -159,7 +159,8 @@ def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> 
         # The age, because the caller cannot compare this machine's clock with others.
         ended["age"] = max(0.0, time.time() - ended["finished_at"])
     same_boot = state.get("boot_id") == boot_id()
-    beat = number_in(cell_words(attempt.at("heartbeat")))  # the boot-clock time of the supervisor's last heartbeat
+    # The boot-clock time of the supervisor's last heartbeat.
+    beat = number_in(cell_words(attempt.at("heartbeat")))
     count, step = progress_of(attempt, state, word, ended, progress)
     found = absent_member(attempt)
     found.update({name: state.get(name) for name in MEMBER_FIELDS})
@@ -276,7 +277,8 @@ def held_locks(attempt: Attempt, uuids: Sequence[str], share: object) -> list[di
     for uuid in uuids:
         if share is None:
             path = attempt.root.gpu_lock(uuid)
-            ours = read_text(path).strip() in ("", attempt.name)  # otherwise another attempt has the GPU by now
+            # If the lock file names another attempt, that one has the GPU by now.
+            ours = read_text(path).strip() in ("", attempt.name)
         else:
             path, ours = os.path.join(attempt.root.shares(uuid), attempt.name), True
         if ours and is_locked(path):

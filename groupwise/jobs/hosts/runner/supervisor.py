@@ -327,7 +327,7 @@ class Supervisor:
     def beat(self) -> None:
         """Write the heartbeat, at most every HEARTBEAT seconds."""
         if time.monotonic() >= self.next_beat:
-            with contextlib.suppress(OSError):  # e.g. a full disk: the supervisor works without a heartbeat
+            with contextlib.suppress(OSError):  # the supervisor works without it
                 set_cell(self.attempt.at("heartbeat"), f"{boot_clock():.3f}")
             self.next_beat = time.monotonic() + HEARTBEAT
 
@@ -391,7 +391,8 @@ class Supervisor:
         if self.ending:
             belonging.terminate(but_session=self.child)
         else:
-            until = time.monotonic() + LEAVING  # helper processes may exit by themselves once the command has ended
+            # Helper processes may exit by themselves once the command has ended.
+            until = time.monotonic() + LEAVING
             while belonging.alive() and time.monotonic() < until:
                 reap_adopted(but=self.child)
                 self.sleep(0.02)
@@ -499,7 +500,8 @@ def save_exit(attempt: Attempt, record: dict[str, Any]) -> bool:
 
 
 def make_room_for_exit(attempt: Attempt) -> None:
-    """Make way for the exit record if the job has created a folder under its name, or has removed the permissions of the attempt's folder."""
+    """Make way for the exit record if the job has created a folder under its name, or has removed the permissions of the attempt's
+    folder."""
     with contextlib.suppress(OSError):
         os.chmod(attempt.path, 0o700)
     for path in (attempt.at("exit.json"), f"{attempt.at('exit.json')}.{os.getpid()}.new"):

@@ -105,7 +105,8 @@ def open_regular(work: str, path: str) -> int:
 
 
 class Walk:
-    """Collects all plain files below some folders of the working folder; `refused` maps every other path to the reason why it is left out."""
+    """Collects all plain files below some folders of the working folder; `refused` maps every other path to the reason why it is left
+    out."""
 
     def __init__(self, work: str, most: int | None = None) -> None:
         self.work, self.most = work, MOST_ENTRIES if most is None else most
