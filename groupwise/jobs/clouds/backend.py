@@ -297,7 +297,7 @@ class Backend(Protocol):
     capabilities: Capabilities
 
     async def plan(self, order: Order) -> Plan:
-        """Describe what `submit` would do; changes nothing."""
+        """Describe the steps of `submit` without making any change."""
         ...
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:

@@ -280,7 +280,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class SeenGPU:
-    """A GPU, as the probe showed it. None: the probe did not say."""
+    """A GPU, as the probe reported it. None: the probe did not report the value."""
 
     index: Small
     uuid: Name

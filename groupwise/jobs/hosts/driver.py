@@ -109,7 +109,7 @@ class Known:
     step: int | None = None
     """The step of the newest complete checkpoint."""
     clock: float | None = None
-    """Machine clock of the last `MemberState` that came back."""
+    """Boot clock of the machine in the last `MemberState` that was received."""
 
 
 class Runner:

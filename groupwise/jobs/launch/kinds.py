@@ -313,7 +313,7 @@ def _all_words(row: Row, given: Mapping[str, Any], found: list[str]) -> tuple[st
 
 
 def as_word(value: Any) -> str:
-    """A value as an override reads it: JSON that is YAML as well, with nothing in it but visible ASCII. ValueError for NaN."""
+    """A value in the syntax of overrides: JSON that is also valid YAML, in visible ASCII only. Raises ValueError for NaN."""
 
     def escaped(found: re.Match[str]) -> str:
         code = ord(found[0])

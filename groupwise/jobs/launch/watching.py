@@ -47,7 +47,7 @@ class Watch:
         self._waited_for = ""
 
     async def until_ended(self, backend: Backend, handle: Handle) -> tuple[Status, Fetched]:
-        """Watch the job to its end; returns how it ended, with its whole log written and its results fetched. Raises CloudError.
+        """Watch the job to its end; writes its whole log and fetches its results. Returns how it ended. Raises CloudError.
 
         If called again, even with another backend of the same place, it continues at the same offset.
         """

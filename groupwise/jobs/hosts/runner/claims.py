@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.runner.root import Attempt, Root
 
 RESERVE = 48 * 1024
-"""Bytes set aside for the exit record: the tail, each byte as `\\u0000` at worst, and the rest."""
+"""Bytes reserved for the exit record: the tail, in the worst case with each byte as `\\u0000` and the other fields."""
 
 
 def verb_void(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:

@@ -40,7 +40,7 @@ Requests and answers
     here is ignored. While a verb in LONG makes progress, it sends a newline every SIGN_EVERY seconds before its answer, as a sign of life.
 
     hello     → protocols, python, hostname, user, boot_id, home, root, filesystem, cpus, ram_mb, disk_free_mb, cgroup {v2, memory},
-                methods, time. Locks do not hold on a network file system (`filesystem` "nfs4" or the like): choose another root there
+                methods, time. Locks are unreliable on a network file system (`filesystem` "nfs4" or the like): choose another root there
     observe   probe? (argument list, default ["nvidia-smi"]), probe_timeout? → boot_id, time, load, cpus, ram_mb, ram_free_mb,
                 disk_free_mb, gpus [{index, uuid, model, memory_mb, memory_used_mb, utilisation, temperature, mig, mig_devices, problems}],
                 apps [{uuid, pid, memory_mb, attempt}], probe {status, apps, lines_not_read, exit, said}, attempts [member], quarantined,
@@ -116,7 +116,7 @@ Guarantees
       exception: an attempt that waits for an engine has them in its token, which only its user can read, and which is removed when the
       attempt starts or is voided.
     - `limits.ram_mb` is compared with the free memory before a launch. It is enforced only if a memory control group can be
-      made (v1 or v2: mostly as root); otherwise a command may outgrow it.
+      created (v1 or v2; usually only by root); otherwise a command may exceed it.
 
 Not guaranteed: after its supervisor was killed, a process that left the tree, has neither our environment nor inherited files, and is in
 no control group, is visible only by its memory on a GPU, or not at all. Attempts of one Unix user are not isolated from each other.

@@ -34,7 +34,7 @@ MOST_EPOCH = (1 << 62) - 1
 """Highest accepted epoch; `ATTEMPT_NAME` has enough digits for larger numbers."""
 TOKEN = "queued.json"
 SPARE = 256 * 1024
-"""Bytes reserved in a root for `void` and `forget` on a full disk."""
+"""Bytes reserved in a root for `void` and `forget` on a full disk; more than a launch leaves over when it has claimed its folder."""
 MOST_UNREMOVED = 20
 """Most folders of this kind (prefix STAYS) that an answer lists."""
 
