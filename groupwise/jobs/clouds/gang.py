@@ -208,6 +208,7 @@ class GangBackend(_Machine):
         resume: Resume | None,
         beside: Mapping[str, bytes] = MappingProxyType({}),
     ) -> MemberState:
+        # A new secret for each try: the stored one shows which process started the attempt.
         secret = new_secret().encode()
         self._own.add(secret)
         mine = {**beside, KEY: secret}

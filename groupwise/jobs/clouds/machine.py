@@ -235,8 +235,8 @@ class MachineBackend:
         resume: Resume | None,
         beside: Mapping[str, bytes] = MappingProxyType({}),
     ) -> MemberState:
-        """Start under this epoch, or return the attempt if one has started, of any content. `beside`: additional files for its working
-        folder that are not part of the order."""
+        """Start under this epoch. If an attempt with it has started already, return that one, without comparing the orders. `beside`:
+        additional files for its working folder that are not part of the order."""
         with self._cloud_errors():
             there = await self._runner.status(order.name, epoch)
         if there.state in BEGUN:

@@ -385,6 +385,7 @@ class BlobStore:
             target.parent.mkdir(exist_ok=True)
             sync_folder(self.root)
         with self._marking():
+            # A blob that is stored without a mark stays unmarked: another process relies on it.
             counted_on = target.exists() and not target.stat().st_mode & MARK
             temporary.chmod(0o400 | MARK if marked and not counted_on else 0o400)
             os.utime(temporary)  # its last piece may have arrived long ago

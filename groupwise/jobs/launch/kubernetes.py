@@ -130,6 +130,7 @@ def manifests(options: ManifestOptions) -> list[dict[str, Any]]:
 def _pod(options: ManifestOptions) -> dict[str, Any]:
     gpus = str(options.gpus) if options.gpus else None
     limits = {"nvidia.com/gpu": gpus, "cpu": options.cpus, "memory": options.memory}
+    # Worker processes and NCCL use /dev/shm, which is small by default in containers.
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     if options.pvc is not None:

@@ -209,7 +209,7 @@ class Artefacts:
             return self._refuse(path, "unreadable")
         except OSError:
             return self._refuse(path, "broken")
-        except Refusal:
+        except Refusal:  # it is no plain file any more
             sha = None
         if sha is None:
             return self._refuse(path, "changing")

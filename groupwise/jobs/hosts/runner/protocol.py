@@ -81,8 +81,8 @@ Requests and answers
     release   job, epoch, gpus, share_mb?, idle_memory_mb?, probe?, probe_timeout? → clean, holders [{what, detail, pid?}]; `what` ∈
                 lock, process, cgroup, memory. A whole GPU with more than idle_memory_mb in use, or that cannot be read, is not clean
     forget    job, epoch → forgotten. The folder is removed, and no launch of this or a lower epoch is ever accepted again
-    sweep     keep [sha256, ...], older_than? (seconds, 3600) → removed. Removes blobs that were neither sent nor asked for since,
-                remains of killed runners, and all runners of earlier releases except the newest
+    sweep     keep [sha256, ...], older_than? (seconds, 3600) → removed. Removes blobs that are not in `keep` and were neither sent nor
+                asked for within that time, remains of killed runners, and all runners of earlier releases except the newest
 
     member    job, epoch, rank, state, boot_id, same_boot, pid, start_ticks, method, started_at, log_size, heartbeat_age, checkpoints,
                 step, exit, refused, survivors, clock, place (the root's name, given at its creation; null: it has none), gpus,

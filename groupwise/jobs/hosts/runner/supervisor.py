@@ -120,6 +120,7 @@ class Supervisor:
         except OSError as error:
             code = "disk_full" if is_full(error) else "bad_spec"
             return self.refuse({"code": code, "message": f"its files cannot be laid out: {error}"})
+        # The files are laid out: release the lock on the blobs, which a sweep may remove now.
         os.close(self.blobs)
         # Its deadman may have expired, or the attempt may have been cancelled in the meantime.
         failure = self.reason() or self.start()
@@ -232,6 +233,7 @@ class Supervisor:
             for fd in (go, failed, self.lock, self.speak):
                 os.close(fd)
             run_child(self.order, environment, go_on, failure, log.sink, [tether, *self.inherited])
+        # From here on only the child needs the secrets.
         self.order.secrets.clear()
         environment.clear()
         for fd in (go_on, failure, tether):
