@@ -3,9 +3,9 @@ them on a machine of its choice.
 
 As everywhere, an attempt's files show its state (`runner/`). The engine is asked only if they do not suffice: about a queued attempt, or
 one that seems lost because its supervisor runs on another machine. A single answer of an engine proves little: it may have been
-restarted, and an attempt that it gave up may still run. Hence three rules. An attempt is found by its name. It starts only
-once if it is submitted repeatedly, because the first process that takes its token starts it. It counts as ended only if both the engine and its supervisor
-are silent."""
+restarted, and an attempt that it gave up may still run. Hence three rules. An attempt is found by its name. It starts only once even if it
+is submitted repeatedly, because the first process that takes its token starts it. It counts as ended only if both the engine and its
+supervisor are silent."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def enqueue(order: Order) -> None:
 
 
 def hold_blobs(order: Order) -> int:
-    """Lock the blobs, so that `sweep` removes none. Raises Refusal `busy` if a sweep is running, or if a blob of this launch is missing."""
+    """Lock the blobs against removal by `sweep`. Raises Refusal `busy` if a sweep is running, or if a blob of this launch is missing."""
     lock = take_lock(order.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_PATIENCE)
     if lock is None or order.missing():
         raise Refusal("busy", "blobs are being swept; ask again")
