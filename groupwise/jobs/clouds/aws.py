@@ -1,11 +1,11 @@
-"""AWS as a backend: a job gets a machine of its own on EC2, and from then on that machine answers all questions (`machine.py`).
+"""AWS as a backend: each job gets its own EC2 machine, which then answers all requests about it (`machine.py`).
 
 A machine's tags say what it is for: the job, the attempt, a hash of the order, its host key, its deadline. So any user with credentials
-finds it by the job's name (`aws_machines.py`). When it is gone, AWS remembers it for about an hour; anything older, and what the next
-attempt needs, is kept on the machine that launched or fetched (`aws_state.py`).
+finds it by the job's name (`aws_machines.py`). After its end, AWS remembers it for about an hour; anything older, and the data for the
+next attempt, is stored on the machine that launched or fetched (`aws_state.py`).
 
-The process that starts a machine ends it if the job does not begin on it, for whatever reason: an error, a time-out, Ctrl-C. The machine
-itself arms its own end before anything else (`boot.py`), and thanks to the tag of its deadline any user can sweep.
+The process that starts a machine ends it if the job does not start on it for any reason: an error, a timeout, Ctrl-C. The machine itself
+schedules its own shutdown before anything else (`boot.py`), and any user can end expired machines by their deadline tag.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 class _NoAnswer(Exception):
-    """An attempt's machine is not ready, or gone. `machine` is what AWS says of it."""
+    """An attempt's machine is not ready, or has ended. `machine`: its description by AWS."""
 
     def __init__(self, machine: Machine | None) -> None:
         super().__init__(machine)
@@ -73,7 +73,7 @@ class _NoAnswer(Exception):
 
 
 class AwsBackend:
-    """A `Backend` that rents a machine of EC2 for each job; see `Renting` as well."""
+    """A `Backend` that rents an EC2 machine for each job; it also implements `Renting` and `Priced`."""
 
     capabilities = Capabilities(paid=True)
 
@@ -87,7 +87,7 @@ class AwsBackend:
         owner: str = "",
         patience: Patience | None = None,
     ) -> None:
-        """`owner`: the user who launches, shown to people who sweep."""
+        """`owner`: the user who launches, shown to users who sweep."""
         self.name = name
         self._ec2, self._access, self._records = ec2, access, records
         self._patience = patience or Patience()
@@ -97,7 +97,7 @@ class AwsBackend:
     # --- placing ------------------------------------------------------------------------------
 
     async def plan(self, order: Order) -> Plan:
-        """See `Backend.plan`. Everything that can be checked before anything is paid is checked here, as far as there are credentials."""
+        """See `Backend.plan`. Checks everything that can be checked before any cost arises, as far as credentials allow."""
         order.check()
         found = await asyncio.to_thread(
             check, self._ec2, self._access, order.asks, type_of(order), order.gpus
@@ -134,7 +134,7 @@ class AwsBackend:
         return await self._set_up(machine, order, store, await self._newest_here(record, store))
 
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
-        """See `Backend.resume`. It continues on its machine if that still exists, else on a new one."""
+        """See `Backend.resume`. Continues on the job's machine if it still exists, else on a new one."""
         before = len(await self._machines.every(name))
         machine, record = await self._machine_and_record(name)
         if machine is not None and machine.lives:
@@ -157,7 +157,7 @@ class AwsBackend:
     async def _resumed_there(
         self, machine: Machine, name: str, secrets: Mapping[str, str], store: BlobStore
     ) -> Handle | None:
-        """Resume on the machine that exists. None: AWS wants it back, so its results were fetched and it was ended."""
+        """Resume on the existing machine. None: AWS takes the machine back, so its results were fetched and it was ended."""
         on = self._machines.reach(machine)
         handle = None if on is None else await on.find(name)
         if on is None or handle is None:
@@ -176,7 +176,7 @@ class AwsBackend:
         moved = begins and await self._give_time(machine, on, await on.order(handle))
         try:
             again = await on.resume(name, secrets, store)
-        except BaseException:  # Ctrl-C, too: the machine ends when it was to end before
+        except BaseException:  # also Ctrl-C: restore the machine's earlier deadline
             if moved:
                 await to_its_end(asyncio.create_task(self._put_back(machine, on)))
             raise
@@ -187,9 +187,10 @@ class AwsBackend:
         return again
 
     async def _give_time(self, machine: Machine, on: MachineBackend, order: Order) -> bool:
-        """Move a machine's end if it would come before this job's time is over; True if it was moved.
+        """Postpone a machine's shutdown if it would come before the end of this job's time; True if it was postponed.
 
-        The old end stays armed until the new one is, and the tag never says a later time than the machine has armed. Raises CloudError.
+        The old time stays scheduled until the new one is, and the tag never contains a later time than the scheduled one. Raises
+        CloudError.
         """
         minutes, now = minutes_of(order), time.time()
         enough = (minutes - MARGIN_MINUTES / 2) * 60
@@ -197,7 +198,7 @@ class AwsBackend:
             return False
         try:
             await self._arm(machine, on, now + minutes * 60, minutes)
-        except BaseException:  # the new end may be armed, but not in the tag
+        except BaseException:  # the new time may be scheduled, but not tagged
             await to_its_end(asyncio.create_task(self._put_back(machine, on)))
             raise
         return True
@@ -217,10 +218,10 @@ class AwsBackend:
         await self._machines.tag(machine, {"deadline": f"{deadline:.0f}"})
 
     async def _put_back(self, machine: Machine, on: MachineBackend) -> None:
-        """Arm the end that it had before this attempt, unless an attempt runs there: that was begun after all, or by another caller, and
-        needs its time.
+        """Schedule the earlier shutdown again, unless an attempt runs there: it was started after all, or by another caller, and needs its
+        time.
 
-        An error here is swallowed, because the caller is about to raise the cause; the machine then ends at the later time.
+        Errors are ignored, because the caller is about to raise the cause; the machine then ends at the later time.
         """
         deadline = float(machine.tags["deadline"])
         minutes = max(0, math.ceil((deadline - time.time()) / 60))
@@ -237,7 +238,7 @@ class AwsBackend:
         return Order.from_document(record.order)
 
     async def _newest_here(self, record: Record | None, store: BlobStore) -> Resume | None:
-        """The newest checkpoint among the results that were fetched here."""
+        """The newest checkpoint among the results that were fetched to this machine."""
         if record is None or record.results is None:
             return None
         return await asyncio.to_thread(newest_checkpoint, Path(record.results), store)
@@ -247,9 +248,9 @@ class AwsBackend:
     async def _on_new_machine(
         self, order: Order, store: BlobStore, attempt: int, newest: Resume | None, before: int
     ) -> Handle:
-        """Begin this attempt on a machine that is started for it, and end the machine if that fails for whatever reason.
+        """Start a machine and this attempt on it; if that fails for any reason, end the machine.
 
-        `before`: how many machines of this job there were when the caller found that this attempt has none.
+        `before`: how many machines of this job existed when the caller found that this attempt has none.
         """
         started: list[Machine] = []
         try:
@@ -258,7 +259,7 @@ class AwsBackend:
             return await self._set_up(machine, order, store, newest)
         except (
             BaseException
-        ):  # Ctrl-C, too: what costs money must not outlive the process that began it
+        ):  # also Ctrl-C: a paid machine must not outlive the process that started it
             if not order.asks.get(KEEP_ON_FAILURE):
                 for each in started:
                     await to_its_end(asyncio.create_task(self._machines.undo(each)))
@@ -267,10 +268,11 @@ class AwsBackend:
     async def _set_up(
         self, machine: Machine, order: Order, store: BlobStore, newest: Resume | None
     ) -> Handle:
-        """Wait until the machine is ready, and begin the job on it, or find that it has begun."""
+        """Wait until the machine is ready, then start the job on it, or find that it has started."""
         attempt = attempt_of(machine, None)
         on = await self._machines.ready(machine)
-        if "begun" not in machine.tags:  # a process that died hours ago may have left it
+        # The process that started the machine may have died hours ago.
+        if "begun" not in machine.tags:
             await self._give_time(machine, on, order)
         if attempt == 1:
             handle = await on.submit(order, store)
@@ -287,8 +289,8 @@ class AwsBackend:
     # --- finding --------------------------------------------------------------------------------
 
     async def _machine_and_record(self, name: str) -> tuple[Machine | None, Record | None]:
-        """The job's newest machine, and the record that is kept here. A machine that is gone before the job began on it does not count: the
-        process that started it died, and nothing of the job was ever there."""
+        """The job's newest machine, and its record on this machine. An ended machine on which the job never started is ignored: the process
+        that started the machine died, and the job left nothing there."""
         machine, record = await self._machines.newest(name), self._records.find(name)
         if machine is not None and record is None and not machine.lives:
             never_began = "begun" not in machine.tags and attempt_of(machine, None) == 1
@@ -332,7 +334,7 @@ class AwsBackend:
     async def _ask_machine(
         self, handle: Handle, ask: Callable[[MachineBackend], Awaitable[T]]
     ) -> T:
-        """The answer of this attempt's machine. Raises _NoAnswer if that is not ready, or gone."""
+        """The answer of this attempt's machine. Raises _NoAnswer if the machine is not ready, or has ended."""
         machine = self._machines.reached(handle.name)
         if machine is None:
             machine = await self._machines.newest(handle.name)
@@ -344,7 +346,7 @@ class AwsBackend:
         try:
             return await ask(on)
         except (NotHere, Unreachable) as error:
-            # What this process knows of the machine may be outdated.
+            # The machine that this process knows may be outdated: look it up again.
             await self._machines.forget(handle.name)
             machine = await self._machines.newest(handle.name)
             there = machine is not None and machine.lives and "begun" in machine.tags
@@ -362,7 +364,7 @@ class AwsBackend:
             return self._status_without(handle, none.machine)
 
     def _status_without(self, handle: Handle, machine: Machine | None) -> Status:
-        """The status without asking the machine: from what AWS says of it, and from the record that is kept here."""
+        """The status without asking the machine: from its description by AWS, and from the record on this machine."""
         record = self._records.find(handle.name)
         if machine is None and record is None:
             raise NotHere(
@@ -405,7 +407,7 @@ class AwsBackend:
     # --- ending ---------------------------------------------------------------------------------
 
     async def cancel(self, handle: Handle, grace: float) -> None:
-        """See `Backend.cancel`. A machine on which the job has not begun is ended."""
+        """See `Backend.cancel`. If the job has not started on its machine, the machine is ended."""
         try:
             await self._ask_machine(handle, lambda on: on.cancel(handle, grace))
         except _NoAnswer as none:
@@ -414,7 +416,7 @@ class AwsBackend:
                 await self._machines.undo(machine)
 
     async def fetch(self, handle: Handle, folder: Path) -> Fetched:
-        """See `Backend.fetch`. Its ending and its log are kept here from then on."""
+        """See `Backend.fetch`. If the attempt has ended, its ending and its log are stored on this machine."""
 
         async def there(on: MachineBackend) -> Fetched:
             ending = (await on.status(handle)).ending
@@ -438,7 +440,7 @@ class AwsBackend:
             return await asyncio.to_thread(self._fetched_before, handle, folder, status)
 
     def _fetched_before(self, handle: Handle, folder: Path, status: Status) -> Fetched:
-        """The results fetched while its machine existed; complete if that was after its end."""
+        """The results that were fetched while the machine existed; complete if the attempt had ended by then."""
         record = self._records.find(handle.name)
         whole = record is not None and handle.attempt in record.endings
         with results_folder(folder, f"{handle.name} on {self._where}") as results:
@@ -447,7 +449,7 @@ class AwsBackend:
         return Fetched(folder, files, 0, left_out)
 
     async def cleanup(self, handle: Handle) -> None:
-        """See `Backend.cleanup`. Its machine is ended."""
+        """See `Backend.cleanup`. Also ends the job's machine."""
         with suppress(_NoAnswer):
             await self._ask_machine(handle, lambda on: on.cleanup(handle))
         for machine in await self._machines.every(handle.name):
@@ -486,8 +488,8 @@ class AwsBackend:
         return found
 
     async def cost(self, handle: Handle) -> Cost | None:
-        """See `Priced.cost`: the cost of all machines that the job has had, also of those on which it never began."""
-        # AWS forgets a machine after about an hour, so what it says now is kept here.
+        """See `Priced.cost`: the cost of all machines that the job has had, including those on which it never started."""
+        # AWS forgets a machine after about an hour, so store what it reports now.
         machines = await self._machines.every(handle.name)
         its = [each for each in machines if each.tags.get(VOID) != REMOVED]
         now = time.time()
@@ -502,7 +504,7 @@ class AwsBackend:
 
 
 def _lost_ending(machine: Machine | None) -> Ending:
-    """The ending of an attempt whose machine is gone and never said how it ended."""
+    """The ending of an attempt whose machine has ended without reporting how the attempt ended."""
     if machine is None:
         why = "its machine is gone, and AWS does not remember it"
         return Ending(Outcome.LOST, why, FailureClass.HOST_LOST)

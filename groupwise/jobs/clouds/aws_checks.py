@@ -1,7 +1,7 @@
-"""Checks before a machine of AWS is paid for: credentials, key, security group, type, quota; and its price.
+"""Checks before an AWS machine is paid for: credentials, key, security group, instance type, quota; and its price.
 
-Everything that AWS would refuse later is refused here, all at once. Checks that cannot be made, because there are no credentials or these
-may not ask, are listed as such: a plan needs no credentials.
+All reasons for which AWS would refuse later are reported together. Checks that are not possible, without credentials or permission, are
+listed as such: a plan needs no credentials.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ OPTIONS = {
     "security_group": "--security-group: one that lets SSH in",
 }
 USER = "ubuntu"
-"""The user of the deep-learning image."""
+"""The login user of the deep-learning image."""
 DISK = "its disk costs about $0.03 an hour more"
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How machines are started, and the user that logs in to them."""
+    """How machines are started, and how to log in to them."""
 
     key_name: str | None = None
     key_path: str | None = None
@@ -43,7 +43,7 @@ class Access:
     python: str = "python3"
 
     def required(self, what: str) -> str:
-        """The option of this name. Raises UsageError if it was not given: a caller that only looks for a job need not give all."""
+        """The option of this name. Raises UsageError if it was not set: a caller that only looks for a job need not set all."""
         found = getattr(self, what)
         if found is None:
             raise UsageError(f"this needs {OPTIONS[what]}.")
@@ -60,7 +60,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The price of an hour, and its source; `str` of it is for people."""
+    """The price per hour in dollars, and its source; `str` of it is for messages."""
 
     dollars: float | None
     source: str
@@ -77,12 +77,12 @@ class CheckResults:
 
     price: Price
     lines: list[str] = field(default_factory=list[str])
-    """Lines for people: what is right, and what could not be checked."""
+    """Lines for users: what is right, and what could not be checked."""
     failed: list[str] = field(default_factory=list[str])
 
 
 def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str, gpus: int) -> CheckResults:
-    """Make all checks. Raises UsageError if this machine lacks something: boto3 or, with credentials, the private key."""
+    """Run all checks. Raises UsageError if this machine lacks boto3 or, with credentials, the private key."""
     spot = bool(asks.get("spot"))
     found = CheckResults(price_of(ec2, kind, spot=spot))
     named = {
@@ -113,7 +113,7 @@ def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str, gpus: in
 
 
 def private_key(path: str) -> str:
-    """The public half of a private key, as `type base64`. Raises UsageError for a key that ssh would not use either."""
+    """The public key of a private key file, as `type base64`. Raises UsageError for a key that ssh would not use either."""
     place = Path(path).expanduser()
     try:
         mode = place.stat().st_mode
@@ -182,7 +182,7 @@ def _quota(ec2: Ec2, kind: str, *, spot: bool) -> str:
 
 
 def price_of(ec2: Ec2, kind: str, *, spot: bool) -> Price:
-    """The price that AWS gives, else the list price when this release was made."""
+    """The price that AWS reports, else the list price at the time of this release."""
     try:
         price = ec2.price(kind, spot=spot)
     except CloudError as error:

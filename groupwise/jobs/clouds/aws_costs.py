@@ -1,8 +1,8 @@
-"""The cost of a job's machines so far, as far as it is known: each from its start to its end, at the price that it began with.
+"""The known cost of a job's machines so far: each from its start to its end, at its price at the start.
 
-AWS reports machines for about an hour after their end; the machine that launches or fetches keeps what it has seen (`aws_state.py`). A
-machine whose end was never reported is counted until it was found to be gone, or until its deadline, so its cost is never underestimated.
-Disks, traffic, and changes of a spot price stand in the cloud's bill alone.
+AWS reports machines for about an hour after their end; the machine that launches or fetches stores what it has seen (`aws_state.py`). If
+a machine's end was never reported, it counts until it was found to be missing, or until its deadline: its cost is never underestimated.
+Disks, network traffic, and changes of a spot price are only in AWS's bill.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from groupwise.jobs.clouds.ec2 import Machine
 
 @dataclass(frozen=True, slots=True)
 class InstanceUsage:
-    """The time in which a machine existed, and its price. Times are seconds since the epoch."""
+    """The lifetime of a machine, and its price. Times are seconds since the epoch."""
 
     since: float
     until: float
-    """Its end, or when it was seen last."""
+    """Its end, or the time when it was last seen."""
     price: float | None
-    """Dollars an hour; None: not known."""
+    """Dollars per hour; None: not known."""
     ended: bool
     deadline: float | None = None
-    """When it ends by itself at the latest."""
+    """Time at which it ends by itself at the latest."""
 
     @property
     def hours(self) -> float:
@@ -33,7 +33,7 @@ class InstanceUsage:
 
 
 def usage_of(machines: Iterable[Machine], now: float) -> dict[str, InstanceUsage]:
-    """The usage of each machine by its id, as AWS reports it."""
+    """The usage of each machine by id, as AWS reports it."""
     found: dict[str, InstanceUsage] = {}
     for machine in machines:
         tags, price = machine.tags, machine.tags.get("price")
@@ -51,7 +51,7 @@ def usage_of(machines: Iterable[Machine], now: float) -> dict[str, InstanceUsage
 def merge_usage(
     known: Mapping[str, InstanceUsage], seen: Mapping[str, InstanceUsage]
 ) -> dict[str, InstanceUsage]:
-    """Join what was seen before with what is seen now; the end that was found first is nearest to the truth."""
+    """Merge earlier usage with the current one. The first recorded end of a machine is kept, as the most exact."""
     ends = {name: each for name, each in known.items() if each.ended}
     return {**known, **seen, **ends}
 
@@ -59,7 +59,7 @@ def merge_usage(
 def with_forgotten(
     usage: Mapping[str, InstanceUsage], reported: Collection[str], now: float
 ) -> dict[str, InstanceUsage]:
-    """Extend machines that AWS reports no longer and whose end was not seen: they may have existed until their deadlines."""
+    """Extend the usage of machines that AWS no longer reports and whose end was not seen: they may have existed until their deadlines."""
     found = dict(usage)
     for name, each in usage.items():
         if not each.ended and name not in reported and each.deadline is not None:
@@ -68,7 +68,7 @@ def with_forgotten(
 
 
 def cost_of(usage: Mapping[str, InstanceUsage]) -> Cost | None:
-    """The cost of all of them; None if no price is known."""
+    """The total cost of these machines; None if no price is known."""
     priced = {name: (each, each.price) for name, each in usage.items() if each.price is not None}
     if not priced:
         return None

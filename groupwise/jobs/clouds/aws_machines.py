@@ -1,7 +1,7 @@
-"""The machines of EC2 that belong to jobs: start the one for an attempt, wait until it answers, tag it, end it.
+"""EC2 machines that belong to jobs: starts a machine for an attempt, waits until it answers, tags it, ends it.
 
-A machine's tags say what it is for. It is started with a token of its attempt, so that two callers who submit at once start one machine;
-if AWS was made to start two all the same, all callers keep the same one. `aws.py` decides what runs on it.
+A machine's tags say what it is for. It is started with an idempotency token of its attempt, so two callers that submit at once start one
+machine. If AWS still starts two, all callers keep the same one. `aws.py` decides what runs on it.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ from groupwise.jobs.hosts.ssh import Address, SshHost
 INSTANCE_TYPE = "g5.2xlarge"
 HOURS = 24.0
 MARGIN_MINUTES = 30
-"""Minutes that a machine lives beyond its job's own limit: to be made ready before, to have its results fetched after."""
+"""Minutes that a machine lives longer than its job's limit: for the set-up before, and for fetching the results afterwards."""
 VOID = "void"
-"""The tag of a machine that no longer belongs to its job: its set-up failed, or the job was removed."""
+"""The tag of a machine that no longer belongs to its job, because its set-up failed or the job was removed."""
 REMOVED = "removed"
-"""The tag's value if the job was removed: the machine's cost does not count for the next job of this name."""
+"""The tag's value if the job was removed: the machine's cost is not part of the next job of this name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Times in seconds."""
+    """Timeouts and intervals in seconds."""
 
     look: float = 4.0
-    """Pause between two looks at a machine that is not ready."""
+    """Pause between two polls of a machine that is not ready."""
     ready: float = 900.0
-    """Longest time from the start of a machine to the first answer of its sshd; a console may be minutes late."""
+    """Timeout from the start of a machine until its sshd answers; console output may be minutes late."""
     known: float = 120.0
-    """Longest time until AWS knows the machine that it has started."""
+    """Timeout until AWS knows a machine that it has just started."""
     other: float = 30.0
-    """Longest time until a machine is seen that another caller starts at this moment."""
+    """Timeout until a machine becomes visible that another caller is starting."""
 
 
 class AwsMachines:
     """The machines of all jobs of an account in one region."""
 
     def __init__(self, name: str, ec2: Ec2, access: Access, owner: str, patience: Patience) -> None:
-        """`name`: the backend's; `owner`: the user who launches, shown to people who sweep."""
+        """`name`: the backend's name; `owner`: the user who launches, shown to users who sweep."""
         self._name, self._owner = name, owner
         self._ec2, self._access, self._patience = ec2, access, patience
         self._where = f"AWS, {ec2.region}"
         self._reached: dict[str, tuple[Machine, MachineBackend]] = {}
-        """The machine of each job that was called last, and the backend that calls it."""
+        """By job: the last used machine, and the backend that calls it."""
         self._left: list[MachineBackend] = []
-        """Backends of machines that were replaced by others; closed at the end."""
+        """Backends of machines that were replaced by others; `close` closes them."""
 
     async def newest(self, name: str) -> Machine | None:
-        """The machine of the newest attempt. Of several that were started for it, a living one, and for all callers the same."""
+        """The machine of the newest attempt. If several were started for it, a living one, and the same for all callers."""
 
         def newness(machine: Machine) -> tuple[int, bool, float]:
             since = float(machine.tags.get("since", 0))
@@ -73,11 +73,11 @@ class AwsMachines:
         return max(await self.all(name), key=newness, default=None)
 
     async def every(self, name: str | None = None) -> list[Machine]:
-        """All machines of this job, or of all jobs, also those that no longer belong to them."""
+        """All machines of this job, or of all jobs, including those with the tag VOID."""
         return await asyncio.to_thread(self._ec2.machines, name)
 
     async def all(self, name: str | None = None) -> list[Machine]:
-        """The machines that belong to this job, or to any job."""
+        """The machines that belong to this job, or to any job: those without the tag VOID."""
         return [each for each in await self.every(name) if VOID not in each.tags]
 
     def expect_same(self, order: Order, machine: Machine | None, record: Record | None) -> None:
@@ -92,14 +92,14 @@ class AwsMachines:
     async def start(
         self, order: Order, attempt: int, started: list[Machine], before: int
     ) -> Machine:
-        """The machine of this attempt; it is added to `started` if it was started here."""
+        """Start the machine of this attempt, or find it; it is added to `started` if it was started here."""
         request = await self._request(order, attempt, f"{before}")
         try:
             return await self._run_instance(request, started)
         except Refused as refused:
             if refused.aws != "IdempotentParameterMismatch":
                 raise
-        # Another caller has used the token: at this moment, or for a machine that is gone and forgotten.
+        # Another caller has used the token: at this moment, or for a machine that has ended and that AWS has forgotten.
         until = time.monotonic() + self._patience.other
         while True:
             other = await self.newest(order.name)
@@ -114,7 +114,7 @@ class AwsMachines:
 
     async def _run_instance(self, request: Request, started: list[Machine]) -> Machine:
         def start() -> Machine:
-            # Noted in the thread, because a caller that is cancelled meanwhile must know what exists.
+            # Recorded in the thread: a caller that is cancelled meanwhile must know which machine exists.
             machine = self._ec2.start(request)
             started.append(machine)
             return machine
@@ -122,7 +122,7 @@ class AwsMachines:
         try:
             return await to_its_end(asyncio.to_thread(start))
         except Unreachable as error:
-            # It may have been started although no answer came.
+            # It may have been started although AWS did not answer.
             name = request.tags["job"]
             try:
                 found = await asyncio.to_thread(self._ec2.machines, name)
@@ -136,7 +136,8 @@ class AwsMachines:
             raise
 
     async def _request(self, order: Order, attempt: int, salt: str) -> Request:
-        """`salt`: the same for all callers who decide this from the same facts, so that AWS starts one machine for them."""
+        """The request for a machine. `salt`: the same for all callers that decide from the same facts: AWS then starts one machine for
+        them."""
         asks, access = order.asks, self._access
         group = await asyncio.to_thread(access.group, self._ec2)
         image, root_device = await asyncio.to_thread(self._ec2.image, asks.get("ami"))
@@ -173,8 +174,8 @@ class AwsMachines:
         )
 
     async def settle(self, order: Order, machine: Machine, started: list[Machine]) -> Machine:
-        """The machine to keep if several were started for one attempt. All callers choose the same; those in `started` are ended if it is
-        another."""
+        """The machine to keep if several were started for one attempt. All callers choose the same; if it is another machine, those in
+        `started` are ended."""
         chosen = await self.newest(order.name)
         if chosen is None or not chosen.lives or chosen.id == machine.id:
             return machine
@@ -185,7 +186,7 @@ class AwsMachines:
         return chosen
 
     async def ready(self, machine: Machine) -> MachineBackend:
-        """Wait until the machine answers with its own host key. Raises CloudError if it does not in time."""
+        """Wait until the machine answers with its own host key. Raises CloudError after the timeout."""
         until = time.monotonic() + self._patience.ready
         while True:
             machine = await self._seen_again(machine)
@@ -215,12 +216,12 @@ class AwsMachines:
             await asyncio.sleep(self._patience.look)
 
     async def _seen_again(self, machine: Machine) -> Machine:
-        """The machine as AWS describes it now; unchanged while AWS does not know yet what it has just started."""
+        """The machine as AWS describes it now; unchanged while AWS does not know the new machine yet."""
         found = await asyncio.to_thread(self._ec2.machines, machine.tags["job"])
         return next((each for each in found if each.id == machine.id), machine)
 
     def reach(self, machine: Machine) -> MachineBackend | None:
-        """The machine's backend, kept for the next call; None: its host key or address is not known yet."""
+        """The machine's backend, cached for the next call; None: its host key or address is not known yet."""
         job, key = machine.tags["job"], machine.tags.get("host-key")
         known = self._reached.get(job)
         if known is not None and known[0].id == machine.id:
@@ -237,7 +238,7 @@ class AwsMachines:
         return backend
 
     def reached(self, name: str) -> Machine | None:
-        """The machine of this job that was called last; None if none was."""
+        """The job's last used machine; None if none was used."""
         known = self._reached.get(name)
         return None if known is None else known[0]
 
@@ -246,9 +247,9 @@ class AwsMachines:
         await asyncio.to_thread(self._ec2.tag, machine.id, tags)
 
     async def undo(self, machine: Machine) -> None:
-        """End a machine on which nothing has begun. Raises CloudError if it still exists.
+        """End a machine on which nothing has started. Raises CloudError if it still exists.
 
-        For some seconds AWS may not know what it has just started: it is asked again until it does.
+        For some seconds AWS may not know a machine that it has just started: the request is repeated until it does.
         """
         until = time.monotonic() + self._patience.known
         try:
@@ -265,12 +266,12 @@ class AwsMachines:
             ) from error
 
     async def make_void(self, machine: Machine, why: str = "1") -> None:
-        """Tag the machine so that no caller takes it for the job's. A failure to tag must not keep it from being ended."""
+        """Tag the machine as no longer belonging to its job. Errors are ignored: they must not prevent its end."""
         with suppress(CloudError):
             await self.tag(machine, {VOID: why})
 
     async def end(self, machine: Machine) -> bool:
-        """End the machine. False: AWS knows no such machine."""
+        """End the machine. False: AWS does not know this machine."""
         known = await asyncio.to_thread(self._ec2.terminate, machine.id)
         await self.forget(machine.tags["job"])
         return known
@@ -283,14 +284,14 @@ class AwsMachines:
             await each.close()
 
     async def forget(self, name: str) -> None:
-        """Close the connection to the job's machine, which may be another one by now."""
+        """Close the connection to the job's last used machine, which may have been replaced."""
         known = self._reached.pop(name, None)
         if known is not None:
             await known[1].close()
 
 
 def type_of(order: Order) -> str:
-    """The instance type that an order asks for."""
+    """The instance type that an order requests, or the default."""
     return order.asks.get("instance_type") or INSTANCE_TYPE
 
 
@@ -306,6 +307,6 @@ def digest(document: Any) -> str:
 
 
 def attempt_of(machine: Machine | None, record: Record | None) -> int:
-    """The newest attempt that the machine's tags or the record name; 0 without both."""
+    """The newest attempt according to the machine's tags and the record; 0 without both."""
     of_machine = 0 if machine is None else int(machine.tags.get("attempt", 1))
     return max(of_machine, 0 if record is None else record.attempt)

@@ -1,7 +1,7 @@
-"""The records that this machine keeps of jobs whose own machines go away: the order, the ending, the log, the folder of the results.
+"""Records on this machine of jobs whose EC2 machines end: the order, the ending, the log, the folder of the results.
 
-While a job's machine exists, that machine is asked. Afterwards these records are all that is left, beside what AWS itself remembers: enough
-to say how a job ended, and to begin its next attempt elsewhere. They hold no values of secrets.
+While a job's machine exists, that machine is asked. Afterwards only these records and the facts that AWS remembers are left: enough to
+report how a job ended, and to start its next attempt on another machine. They contain no values of secrets.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class Record:
 
     name: str
     order: Mapping[str, Any] | None = None
-    """The order's document; None: it was launched from elsewhere."""
+    """The order's document; None: the job was launched from another machine."""
     attempt: int = 1
-    """The newest attempt that is known."""
+    """The newest known attempt."""
     results: str | None = None
-    """The folder to which its results were fetched last."""
+    """The folder of the last fetch of its results."""
     endings: Mapping[int, Ending] = field(default_factory=dict[int, Ending])
     """Endings by attempt, as its machine reported them."""
     machines: Mapping[str, InstanceUsage] = field(default_factory=dict[str, InstanceUsage])
-    """Usage of its machines by id, as far as they were seen from here."""
+    """Usage of its machines by id, as far as known here."""
 
 
 _RECORD = TypeAdapter(Record)
 
 
 class JobRecords:
-    """The records of one place, in a folder. A record is written whole; the last writer wins."""
+    """The records of one place, in a folder. A record is replaced as a whole; the last writer wins."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class JobRecords:
         return sorted(path.stem for path in self.folder.glob("*.json"))
 
     def find(self, name: str) -> Record | None:
-        """The record of this job; None if there is none that can be read."""
+        """The record of this job; None if it is missing or cannot be read."""
         try:
             return _RECORD.validate_json(self._file(name).read_bytes())
         except (OSError, ValueError):
@@ -68,8 +68,8 @@ class JobRecords:
         atomic_files.write_json(self._file(record.name), document)
 
     def note_begun(self, order: Order, attempt: int, store: BlobStore) -> None:
-        """Record that an attempt begins, and keep its files for the next one. If not all are here, no other attempt can be begun from
-        here."""
+        """Record that an attempt starts, and keep its files for the next one. If files are missing here, no next attempt can be started
+        from here."""
         blobs, known = self._blobs(), self.find(order.name) or Record(order.name)
         lacking = [e.sha256 for e in order.spec.files.values() if e.sha256 not in blobs]
         for sha256 in filter(store.__contains__, lacking):
@@ -79,7 +79,7 @@ class JobRecords:
         self.write(replace(known, order=document, attempt=attempt))
 
     def note_fetched(self, name: str, attempt: int, folder: Path, ending: Ending | None) -> None:
-        """Record that an attempt's results are in that folder, and how it ended if it has."""
+        """Record that an attempt's results are in that folder, and how it ended, if it has."""
         known = self.find(name) or Record(name)
         endings = {**known.endings, **({} if ending is None else {attempt: ending})}
         newest = max(known.attempt, attempt)
@@ -88,8 +88,8 @@ class JobRecords:
     def note_usage(
         self, name: str, seen: Mapping[str, InstanceUsage]
     ) -> Mapping[str, InstanceUsage]:
-        """Record the usage of a job's machines as it is seen now; returns it with that seen before. Nothing is kept of a job without a
-        record."""
+        """Record the current usage of a job's machines; returns it merged with the earlier one. Without a record of the job nothing is
+        stored."""
         known = self.find(name)
         if known is None:
             return seen
@@ -98,7 +98,7 @@ class JobRecords:
         return found
 
     def remove(self, name: str) -> None:
-        """Remove a job's record and logs, and collect the files that no other job needs."""
+        """Remove a job's record and logs, and the files that no other job needs."""
         self._file(name).unlink(missing_ok=True)
         for path in self.folder.glob(f"{name}.log-*"):
             path.unlink(missing_ok=True)
@@ -109,7 +109,7 @@ class JobRecords:
             self._blobs().collect(needed)
 
     def give_files(self, order: Order, store: BlobStore) -> None:
-        """Copy the order's files that `store` lacks from those that were kept, as far as they were."""
+        """Copy those of the order's files that `store` lacks and that were kept."""
         blobs = self._blobs()
         lacking = [each.sha256 for each in order.spec.files.values() if each.sha256 not in store]
         for sha256 in lacking:
@@ -117,7 +117,7 @@ class JobRecords:
                 store.put_file(blobs.path(sha256))
 
     def log(self, name: str, attempt: int) -> Path:
-        """The path at which an attempt's log is kept."""
+        """The path of the kept log of an attempt."""
         return self.folder / f"{name}.log-{attempt}"
 
     def _file(self, name: str) -> Path:
@@ -128,7 +128,7 @@ class JobRecords:
 
 
 def newest_checkpoint(results: Path, store: BlobStore) -> Resume | None:
-    """The newest whole checkpoint among the results in that folder; its files are put into the store."""
+    """The newest complete checkpoint among the results in a folder; its files are put into the store."""
     found: list[tuple[int, PurePosixPath, dict[str, Any]]] = []
     for manifest in results.rglob(MANIFEST):
         path = PurePosixPath(manifest.parent.relative_to(results).as_posix())
@@ -138,7 +138,7 @@ def newest_checkpoint(results: Path, store: BlobStore) -> Resume | None:
             document = json.loads(manifest.read_bytes())
             step, entries = document["step"], dict(document["files"])
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # it is not the manifest of a checkpoint
+            continue  # not a checkpoint's manifest
         if type(step) is int and not any(path_problems("file", name) for name in entries):
             found.append((step, path, entries))
     for step, path, entries in sorted(found, key=lambda each: each[:2], reverse=True):

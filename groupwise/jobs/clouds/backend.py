@@ -1,8 +1,8 @@
-"""The contract of every backend that can place a job: a machine over SSH as much as a cluster or a cloud.
+"""The interface of every backend that can run a job: a machine over SSH as well as a cluster or a cloud.
 
-A job's name is its key: submitted again, by any user, it is the same job. Its attempts are counted from 1; a later one goes on from the
-checkpoints of the one before. A backend keeps nothing it needs on the machine that submitted: from any machine that reaches the place, a
-job can be found by its name, with everything it was asked for but the values of its secrets."""
+A job's name is its key: if any user submits it again, it is the same job. Its attempts are counted from 1; each resumes from the
+checkpoints of the previous one. A backend needs no data on the machine that submitted. From any machine that reaches the place, a job
+can be found by its name, with its whole order except the values of its secrets."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from groupwise.jobs.hosts.spec import JOB_ID, JobSpec, as_json, from_json, probl
 
 
 class CloudError(RunError):
-    """A backend cannot do what was asked, or its place cannot be reached."""
+    """A backend cannot carry out a request, or its place cannot be reached."""
 
     code = "cloud"
 
 
 class Unreachable(CloudError):
-    """The place did not answer. It may have carried out the request; asking again finds out."""
+    """The place did not answer. It may have carried out the request; repeating it shows the result."""
 
     code = "unreachable"
 
 
 class Busy(CloudError):
-    """Another process is working on it at the moment; try again."""
+    """Another process is using it at the moment; try again."""
 
     code = "busy"
 
@@ -50,10 +50,10 @@ class NotHere(CloudError):
 
 
 class Phase(StrEnum):
-    """How far an attempt has come."""
+    """The phase of an attempt."""
 
     WAITING = "waiting"
-    """Accepted but not begun: in a queue, or its machine is being prepared."""
+    """Accepted but not started: in a queue, or its machine is being prepared."""
     RUNNING = "running"
     ENDED = "ended"
 
@@ -66,9 +66,9 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
     TIME_LIMIT = "time_limit"
     LOST = "lost"
-    """Its machine was lost, with everything not fetched yet."""
+    """Its machine was lost, with all results that were not fetched yet."""
     REFUSED = "refused"
-    """It never began."""
+    """It never started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,13 @@ class Ending:
 
     outcome: Outcome
     reason: str
-    """The reason, in words for people."""
+    """The reason, as shown to users."""
     failure: FailureClass | None = None
     """The kind of failure; None: it did not fail."""
     code: int | None = None
-    """Exit status of the command, if it got that far; below 0 the signal that killed it, as in `subprocess`."""
+    """Exit status of the command, if it started; negative: the signal that killed it, as in `subprocess`."""
     seconds: float | None = None
-    """How long the command ran, in seconds."""
+    """Duration of the command in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,31 +100,31 @@ class Status:
     ending: Ending | None = None
     """How it ended; set once the phase is `Phase.ENDED`."""
     waits_for: str = ""
-    """The reason why it waits in a queue, as the engine gives it."""
+    """Why it waits in a queue, as reported by the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A job to be placed."""
+    """A job to run at a place."""
 
     name: str
-    """Letters, digits, `-` and `_`."""
+    """The job's name: letters, digits, `-` and `_`."""
     spec: JobSpec
     gpus: int = 0
-    """GPUs of each machine, for this job alone."""
+    """GPUs on each machine, exclusive to this job."""
     nodes: int = 1
-    """Machines on which its command runs; the first one has its log and its results."""
+    """How many machines run its command; log and results are those of the first one."""
     secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    """Values of the variables that `spec.secrets` names. They travel beside the job and are stored nowhere."""
+    """Values of the variables that `spec.secrets` names. They are sent separately from the job and stored nowhere."""
     asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Options that only this kind of place understands, as JSON: a partition, a type of machine."""
+    """Options, as JSON, that only this kind of place knows: a partition, an instance type."""
     python: str | None = None
-    """The interpreter there whose programs the command finds first; None: whatever the place has."""
+    """The interpreter at the place whose folder comes first on PATH; None: the place's default."""
     meets_at: str | None = None
-    """Address at which the other machines reach the first one; None: the one that the submitter uses."""
+    """Address at which the other machines reach the first one; None: the address that the submitter uses."""
 
     def check(self) -> None:
-        """Raises UsageError that lists everything wrong with it."""
+        """Check the order. Raises UsageError with a list of all problems."""
         found = problems(self.spec)
         if not JOB_ID.fullmatch(self.name):
             found.append(
@@ -141,7 +141,7 @@ class Order:
             raise UsageError(f"this job cannot be placed:{listed}")
 
     def document(self) -> dict[str, Any]:
-        """The order as JSON, without the values of secrets, to be stored beside the job."""
+        """The order as JSON, without the values of secrets, for storage with the job."""
         return {
             "format": 1,
             "name": self.name,
@@ -154,7 +154,7 @@ class Order:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Order:
-        """Read what `document` wrote; the values of secrets have to be given again."""
+        """Read an order that `document` wrote; the values of secrets must be provided again."""
         return cls(
             document["name"],
             from_json(document["spec"]),
@@ -166,12 +166,12 @@ class Order:
         )
 
     def with_secrets(self, secrets: Mapping[str, str]) -> Order:
-        """The same order with these values."""
+        """The same order with these values of secrets."""
         return replace(self, secrets=dict(secrets))
 
 
 HOW = ("python", "meets_at")
-"""Fields of an order that say how the job is begun, not what it is."""
+"""Fields of an order that say how the job is started; they do not identify it."""
 
 
 def identity_fields(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,14 +181,14 @@ def identity_fields(document: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Abilities of a backend beyond placing a job on one machine."""
+    """Abilities of a backend in addition to running a job on one machine."""
 
     nodes: bool = False
     """It can run one job on several machines."""
     paid: bool = False
     """Its machines cost money while they exist."""
     queues: bool = False
-    """A job waits for what it needs; without this, it is refused if that is not free."""
+    """A job waits for the resources that it needs; otherwise it is refused if they are not free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,20 +197,20 @@ class Plan:
 
     where: str
     steps: tuple[str, ...]
-    """The steps in order, in words for people."""
+    """The steps in order, as shown to users."""
     command: tuple[str, ...]
-    """The command as it will be run there."""
+    """The command that will run there."""
     price_per_hour: float | None = None
-    """Dollars; None if nothing is paid, or the price is not known (see `paid`)."""
+    """Dollars; None if it is free, or if the price is not known (see `paid`)."""
     paid: bool = False
-    """True if it costs something, known or not."""
+    """True if it costs money, whether or not the price is known."""
     paid_hours: float | None = None
-    """Most hours that are paid for; None: as long as the job may take."""
+    """Maximum number of paid hours; None: as long as the job runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """An attempt at its place."""
+    """A reference to an attempt at its place."""
 
     backend: str
     name: str
@@ -221,34 +221,34 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The results that were brought here."""
+    """The results that were fetched."""
 
     folder: Path
     files: tuple[str, ...]
-    """Files that are here now, by their paths in `folder`."""
+    """The existing files, by their paths in `folder`."""
     received: int
-    """Bytes that were transferred; files that were here already are not sent again."""
+    """Number of transferred bytes; existing files are not transferred again."""
     left_out: Mapping[str, str]
-    """Files that did not come, with the reason."""
+    """Files that were not fetched, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rented:
-    """Something that costs money for a job as long as it exists: a machine, a box."""
+    """A rented resource that costs money for a job as long as it exists: a machine."""
 
     id: str
     """The place's name for it."""
     job: str
     attempt: int
-    """The attempt that it was started for."""
+    """The attempt for which it was started."""
     owner: str
     """The user who started it."""
     since: float
     """Seconds since the epoch."""
     deadline: float
-    """Time when it ends by itself, in seconds since the epoch; if it is still there later, it has to be ended."""
+    """The time, in seconds since the epoch, when it ends by itself; if it exists later, it has to be ended."""
     address: str = ""
-    """Its address, for people."""
+    """Its address, for messages."""
     price_per_hour: float | None = None
     """Dollars; None: not known."""
 
@@ -259,34 +259,34 @@ class Cost:
 
     dollars: float
     counts: str
-    """An account of what was counted and what was not, for people."""
+    """A description, for users, of what the amount includes and what it does not."""
 
 
 TERMINATE_AFTER = "terminate_after"
-"""A key of `Order.asks` at a paid place: the job's machine ends as soon as its results are here, also after a success."""
+"""A key of `Order.asks` at a paid place: the job's machine is ended once its results are fetched, also after a success."""
 KEEP_ON_FAILURE = "keep_on_failure"
-"""Another such key: the machine stays until its deadline if the job or its set-up has failed."""
+"""Another such key: if the job or its set-up fails, the machine remains until its deadline."""
 
 
 @runtime_checkable
 class Renting(Protocol):
-    """Additional abilities of a backend whose place is paid."""
+    """Additional methods of a backend whose place is paid."""
 
     async def rented(self) -> list[Rented]:
-        """Everything that exists for jobs of this account, of any user and in any state."""
+        """All existing rented resources for jobs of this account, of every user and in every state."""
         ...
 
     async def give_back(self, rented: Rented) -> None:
-        """End it now, whatever runs on it. The job's name and its ending are remembered as far as they are known. May be repeated."""
+        """End it now, even if a job runs on it. The job's name and ending remain known as far as they were recorded. May be repeated."""
         ...
 
 
 @runtime_checkable
 class Priced(Protocol):
-    """The additional ability of a backend to say what its jobs cost."""
+    """The additional method of a backend that knows the cost of its jobs."""
 
     async def cost(self, handle: Handle) -> Cost | None:
-        """The cost of all attempts so far, as far as it is known. None: nothing is."""
+        """The cost of all attempts so far, as far as it is known; None: not known at all."""
         ...
 
 
@@ -297,19 +297,19 @@ class Backend(Protocol):
     capabilities: Capabilities
 
     async def plan(self, order: Order) -> Plan:
-        """Describe what `submit` would do; changes nothing."""
+        """Describe the steps of `submit` without making any change."""
         ...
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:
-        """Place the job; `store` holds its files. A job with this name and the same order is not placed again.
+        """Start the job; `store` holds its files. If a job with this name and the same order exists, it is not started again.
 
         Raises NameTaken if that job has another order, UsageError for an order with problems, CloudError."""
         ...
 
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
-        """Begin another attempt of a job whose last one has ended without success, from its newest checkpoint.
+        """Start another attempt, from the newest checkpoint, of a job whose last attempt ended without success.
 
-        `store` is searched for files that the place no longer has. Raises NotHere, CloudError."""
+        Files that the place no longer has are taken from `store`. Raises NotHere, CloudError."""
         ...
 
     async def find(self, name: str) -> Handle | None:
@@ -321,33 +321,33 @@ class Backend(Protocol):
         ...
 
     async def status(self, handle: Handle) -> Status:
-        """The state of an attempt now. Raises CloudError if it cannot be found out: silence does not mean the end."""
+        """The current state of an attempt. Raises CloudError if it is unknown: a missing answer does not mean the end."""
         ...
 
     async def wait(self, handle: Handle, seen: Status, seconds: float) -> Status:
-        """The status as soon as it differs from `seen`, or after `seconds`."""
+        """Wait until the status differs from `seen`, or for `seconds`; returns it."""
         ...
 
     async def log(self, handle: Handle, offset: int, limit: int) -> LogPart:
-        """Bytes of its output from `offset` on, at most `limit`, and how many there are."""
+        """Read its output from byte `offset`, at most `limit` bytes; also returns the size of the output."""
         ...
 
     async def cancel(self, handle: Handle, grace: float) -> None:
-        """Ask it to end, and end it after `grace` seconds. One that has not begun never will; one that has ended stays as it is."""
+        """Ask it to end, and end it after `grace` seconds. If it has not started, it never will; if it has ended, nothing changes."""
         ...
 
     async def fetch(self, handle: Handle, folder: Path) -> Fetched:
-        """Bring its results: all artefacts once it has ended, before that every complete checkpoint.
+        """Fetch its results: all artefacts once it has ended, before that all complete checkpoints.
 
-        Files that are here already are not sent again, and what other attempts left here is set aside (`groupwise.jobs.clouds.folder`)."""
+        Existing files are not transferred again, and files of other attempts are moved aside (`groupwise.jobs.clouds.folder`)."""
         ...
 
     async def list(self) -> list[Handle]:
-        """The newest attempt of each job at this place, by name."""
+        """The newest attempt of each job at this place, sorted by name."""
         ...
 
     async def cleanup(self, handle: Handle) -> None:
-        """Remove a job that has ended from its place. Raises CloudError if it has not."""
+        """Remove an ended job from its place. Raises CloudError if it has not ended."""
         ...
 
     async def close(self) -> None:

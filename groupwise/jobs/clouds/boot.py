@@ -1,9 +1,9 @@
-"""The start-up script of a rented machine: before the machine can be reached, it arms its own end, then prints its host key.
+"""The start-up script of a rented machine: it first schedules the machine's own shutdown, then prints its host key.
 
-The script is the machine's user data. First it schedules a shutdown, and until its last line any failure of the script ends the machine at
-once; every later start arms the same time again. Root may move that time (`ARM`), since another attempt on the machine has a deadline of
-its own. A time that cannot be read counts as now. The script holds no secret: every user of AWS who may see the machine, and every program
-on it, may read it.
+The script is the machine's user data. It first schedules a shutdown, and until its last line any failure of the script ends the machine
+at once. Every later boot schedules the same time again. Root may change that time (`ARM`), since another attempt on the machine has its
+own deadline. A time that cannot be read counts as now. The script contains no secret: every AWS user who may see the machine, and every
+program on it, can read it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from groupwise.jobs.clouds.machine import ROOT
 HOST_KEY = re.compile(
     r"groupwise-host-key: (ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI[A-Za-z0-9+/]{43}=*)"
 )
-"""The line of the console; an ed25519 key has one length."""
+"""The line on the console with the host key; all ed25519 keys have the same length."""
 MOST_USER_DATA = 16384
-"""Bytes that EC2 takes."""
+"""Most bytes of user data that EC2 accepts."""
 ARM = "/var/lib/groupwise/arm"
-"""The program that arms the end: at its first argument (seconds since the epoch), or after its second argument in minutes if that is
-sooner. Without arguments it arms the last time again."""
+"""The program that schedules the shutdown: at its first argument (seconds since the epoch), or after its second argument in minutes if that
+is sooner. Without arguments it schedules the last time again."""
 NOTICE = Path(__file__).with_name("spot_notice.py")
 
 
@@ -74,6 +74,6 @@ def user_data(deadline: float, minutes: int, user: str, *, spot: bool) -> str:
 
 
 def host_key_in(console: str) -> str | None:
-    """The host key that the machine has printed; None if it has not yet, or AWS is late."""
+    """The host key that the machine has printed; None if it has not, or if AWS's copy of the console is late."""
     found = HOST_KEY.findall(console)
     return found[-1] if found else None

@@ -1,7 +1,7 @@
-"""The calls to EC2 and its neighbours that are needed here, and no others: our machines by their tags, starting one, its console, prices.
+"""The required calls to EC2 and related AWS services, and no others: our machines by their tags, starting one, its console, prices.
 
-boto3's own retries are off: each call is tried here a few times while AWS is busy or does not answer. All calls may be repeated, because a
-machine is started with the token of its attempt. Calls block: the backend makes them in threads.
+boto3's own retries are off: each call is tried here a few times while AWS is busy or does not answer. All calls may be repeated, because
+a machine is started with the idempotency token of its attempt. Calls block: the backend makes them in threads.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from groupwise.jobs.clouds.backend import CloudError, Unreachable
 IMAGE_PARAMETER = (
     "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
 )
-"""The parameter of Systems Manager with the id of the newest deep-learning image: drivers, Ubuntu 24.04, and so a new enough Python."""
+"""The Systems Manager parameter with the id of the newest deep-learning image: GPU drivers, and Ubuntu 24.04, whose Python is new
+enough."""
 DISK_GB = 250
 TAG = "groupwise:"
 """The prefix of our tags."""
 JOB = f"{TAG}job"
 TRIES = 5
 PAUSE = 1.0
-"""Seconds before the second try; twice as many before each further one."""
+"""Seconds before the second try; doubled before each further one."""
 WAITS_FOR_AWS = (5.0, 30.0)
-"""Time limits in seconds, for a connection and for an answer."""
+"""Timeouts in seconds, for connecting and for an answer."""
 TRY_AGAIN = frozenset(
     {
         *("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"),
@@ -44,19 +45,19 @@ NO_ACCOUNT = frozenset(
     {"AuthFailure", "InvalidClientTokenId", "ExpiredToken", "UnrecognizedClientException"}
 )
 PRICES_ARE_TOLD_IN = "us-east-1"
-"""The region whose Price List Service knows the prices of all regions."""
+"""The region whose Price List Service has the prices of all regions."""
 
 T = TypeVar("T")
 
 
 class NoCredentials(CloudError):
-    """There are no credentials here, or AWS does not take them."""
+    """There are no credentials here, or AWS rejects them."""
 
     code = "no_credentials"
 
 
 class Refused(CloudError):
-    """AWS refuses. `aws` is its error code."""
+    """AWS rejected a call. `aws` is its error code."""
 
     code = "refused"
 
@@ -70,11 +71,11 @@ class Refused(CloudError):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """An instance of ours."""
+    """An EC2 instance that this package started."""
 
     id: str
     state: str
-    """pending, running, shutting-down, terminated, stopping, stopped."""
+    """One of pending, running, shutting-down, terminated, stopping, stopped."""
     tags: Mapping[str, str]
     """Our tags, without their prefix."""
     type: str = ""
@@ -84,7 +85,7 @@ class Machine:
     why: str = ""
     """AWS's reason for its state: `Server.SpotInstanceTermination: …`."""
     ended_at: float | None = None
-    """When it ended, in seconds since the epoch, if AWS says so."""
+    """Time of its end, in seconds since the epoch, if AWS reports it."""
 
     @property
     def lives(self) -> bool:
@@ -93,14 +94,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A machine that is to be started."""
+    """The parameters of a machine to start."""
 
     token: str
     """The token of its attempt: a repeated request with the same token finds the same machine."""
     type: str
     image: str
     root_device: str
-    """The image's name for its disk."""
+    """The image's device name for its disk."""
     key_name: str
     groups: tuple[str, ...]
     """Ids of security groups."""
@@ -109,7 +110,7 @@ class Request:
     subnet: str | None = None
     spot: bool = False
     spot_price: float | None = None
-    """Most dollars that are paid for an hour; None: as much as on demand."""
+    """Highest spot price in dollars per hour; None: the on-demand price."""
 
     def parameters(self) -> dict[str, Any]:
         """The parameters of RunInstances."""
@@ -149,7 +150,7 @@ class Group:
 
     id: str
     opens: tuple[tuple[int, int], ...]
-    """Ranges of TCP ports that can be reached from somewhere."""
+    """Ranges of TCP ports that are open to any source."""
 
     def lets_in(self, port: int) -> bool:
         return any(first <= port <= last for first, last in self.opens)
@@ -165,7 +166,7 @@ class Size:
 
 @dataclass(slots=True)
 class Ec2:
-    """The part of AWS that is needed, in one region, by boto3. Every call raises CloudError: NoCredentials, Refused, Unreachable."""
+    """The required part of AWS's API in one region, through boto3. Every call raises CloudError: NoCredentials, Refused, Unreachable."""
 
     region: str
     profile: str | None = None
@@ -174,16 +175,16 @@ class Ec2:
     _session: Any = None
 
     def account(self) -> str:
-        """The account whose credentials are used."""
+        """The id of the account whose credentials are used."""
         return self._ask("sts", "get_caller_identity")["Account"]
 
     def start(self, request: Request) -> Machine:
-        """Start a machine, or find the one that this token has started."""
+        """Start a machine, or find the one that was started with this token."""
         answer = self._ask("ec2", "run_instances", **request.parameters())
         return _machine(answer["Instances"][0])
 
     def machines(self, job: str | None = None) -> list[Machine]:
-        """The machines of this job, or all of ours, as long as AWS remembers them: about an hour beyond their end."""
+        """The machines of this job, or all of ours, as long as AWS reports them: about an hour after their end."""
         filters = (
             {"Name": "tag-key", "Values": [JOB]}
             if job is None
@@ -198,7 +199,7 @@ class Ec2:
         ]
 
     def console(self, machine: str) -> str:
-        """The output on a machine's console; AWS may be minutes late. Only newer types (Nitro) show the latest output."""
+        """The console output of a machine; AWS may be minutes late. Only newer types (Nitro) provide the latest output."""
         try:
             answer = self._ask("ec2", "get_console_output", InstanceId=machine, Latest=True)
         except Refused as refused:
@@ -213,7 +214,7 @@ class Ec2:
         self._ask("ec2", "create_tags", Resources=[machine], Tags=found)
 
     def terminate(self, machine: str) -> bool:
-        """End a machine for good; one that has ended stays as it is. False: AWS does not know it any more, or not yet."""
+        """Terminate a machine; no effect if it has ended. False: AWS does not know it, any more or yet."""
         try:
             self._ask("ec2", "terminate_instances", InstanceIds=[machine])
         except Refused as refused:
@@ -223,7 +224,7 @@ class Ec2:
         return True
 
     def image(self, requested: str | None) -> tuple[str, str]:
-        """The id and root device of this image, or of the newest one for deep learning."""
+        """The id and root device of this image, or of the newest deep-learning image."""
         found = requested
         if found is None:
             try:
@@ -240,14 +241,14 @@ class Ec2:
         return found, images[0]["RootDeviceName"]
 
     def public_key(self, name: str) -> str | None:
-        """The public key of the key pair of this name, as `type base64`. None: there is none."""
+        """The public key of the key pair of this name, as `type base64`; None if there is none."""
         filters = [{"Name": "key-name", "Values": [name]}]
         found = self._ask("ec2", "describe_key_pairs", Filters=filters, IncludePublicKey=True)
         keys = found["KeyPairs"]
         return " ".join(keys[0].get("PublicKey", "").split()[:2]) if keys else None
 
     def group(self, requested: str, subnet: str | None) -> Group | None:
-        """The security group of this id or name. Of several with one name, the one in the subnet's network is meant."""
+        """The security group of this id or name. If several have the name, the one in the subnet's network."""
         by = "group-id" if requested.startswith("sg-") else "group-name"
         filters = [{"Name": by, "Values": [requested]}]
         if by == "group-name" and subnet:
@@ -268,7 +269,7 @@ class Ec2:
         return Group(groups[0]["GroupId"], tuple(opens))
 
     def size(self, kind: str) -> Size | None:
-        """The size of an instance type; None: the region does not have it."""
+        """The size of an instance type; None: the region does not offer it."""
         filters = [{"Name": "instance-type", "Values": [kind]}]
         offered = self._ask("ec2", "describe_instance_type_offerings", Filters=filters)
         if not offered["InstanceTypeOfferings"]:
@@ -278,12 +279,12 @@ class Ec2:
         return Size(found["VCpuInfo"]["DefaultVCpus"], sum(each["Count"] for each in gpus))
 
     def quota(self, code: str) -> float:
-        """How many virtual cores may run at once under the quota of this code."""
+        """The value of a quota: how many virtual cores may run at once."""
         answer = self._ask("service-quotas", "get_service_quota", ServiceCode="ec2", QuotaCode=code)
         return float(answer["Quota"]["Value"])
 
     def price(self, kind: str, *, spot: bool) -> float | None:
-        """The price of an instance type in dollars an hour, for Linux."""
+        """The price of an instance type in dollars per hour, for Linux."""
         if spot:
             answer = self._ask(
                 "ec2",
@@ -292,7 +293,7 @@ class Ec2:
                 ProductDescriptions=["Linux/UNIX"],
                 StartTime=time.time(),
             )
-            # The newest price in the most expensive zone: the machine's zone is not known before.
+            # The price in the most expensive zone, since the machine's zone is not known yet.
             prices = [float(each["SpotPrice"]) for each in answer["SpotPriceHistory"]]
             return max(prices, default=None)
         wanted = {
@@ -352,7 +353,7 @@ class Ec2:
 
 
 def _boto(module: str) -> Any:
-    """A module of boto3, which is not loaded before the first call to AWS. Raises UsageError if it is not installed."""
+    """Import a module of boto3, only at the first call to AWS. Raises UsageError if it is not installed."""
     try:
         return import_module(module)
     except ImportError:
@@ -386,14 +387,14 @@ def cloud_errors(region: str) -> Generator[None]:
         if code in NOT_ALLOWED:
             why = f"your user of AWS may not do that ({code}): {message} docs/how-to/launch.md lists what is needed."
         raise Refused(why, code) from None
-    except boto.BotoCoreError as error:  # connections, time-outs, a region that there is not
+    except boto.BotoCoreError as error:  # connection errors, timeouts, an unknown region
         raise Unreachable(f"AWS does not answer in {region}: {error}.") from None
 
 
 def _machine(answer: Mapping[str, Any]) -> Machine:
     tags = {each["Key"]: each["Value"] for each in answer.get("Tags", [])}
     reason: Mapping[str, str] = answer.get("StateReason") or {}
-    # Such as `User initiated (2026-05-01 10:00:00 GMT)`; some ends have no time.
+    # Format: `User initiated (2026-05-01 10:00:00 GMT)`; the time may be missing.
     transition = answer.get("StateTransitionReason") or ""
     ended = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", transition)
     return Machine(
@@ -409,7 +410,7 @@ def _machine(answer: Mapping[str, Any]) -> Machine:
 
 
 def _dollars(product: str) -> float | None:
-    """Dollars an hour of a product of the Price List Service; None if it has no hourly price."""
+    """The price per hour in dollars of a Price List Service product; None if it has no hourly price."""
     terms: Sequence[Any] = [*json.loads(product)["terms"].get("OnDemand", {}).values()]
     prices = [
         float(dimension["pricePerUnit"]["USD"])

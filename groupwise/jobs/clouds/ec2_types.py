@@ -1,6 +1,7 @@
-"""Facts about instance types that need no call to AWS: how many GPUs they have, what they cost, which quota counts them.
+"""Facts about instance types that need no call to AWS: number of GPUs, price, and quota.
 
-They serve plans without credentials, or if the Price List Service may not be asked. Prices are of `PRICES_OF`: on demand, Linux, us-east-1.
+They are used for plans without credentials, or without permission for the Price List Service. Prices are of `PRICES_OF`: on demand,
+Linux, us-east-1.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ GPUS = {
     "p5e": {"48xlarge": 8},
     "p5en": {"48xlarge": 8},
 }
-"""GPUs by family and size; sizes that are not listed have one."""
+"""Number of GPUs by family and size; sizes that are not listed have one."""
 PRICES = {
     "g4dn": {
         "xlarge": 0.526,
@@ -66,25 +67,25 @@ PRICES = {
     },
     "p3": {"2xlarge": 3.06, "8xlarge": 12.24, "16xlarge": 24.48},
 }
-"""Dollars an hour."""
+"""Dollars per hour."""
 QUOTAS = {
     "g": ("L-DB2E81BA", "L-3819A6DF"),
     "vt": ("L-DB2E81BA", "L-3819A6DF"),
     "p": ("L-417A185B", "L-7212CCBC"),
     **dict.fromkeys("acdhimrtz", ("L-1216C47A", "L-34B43A08")),
 }
-"""Codes of Service Quotas, on demand and spot, by the letters that a family begins with. Quotas count virtual cores."""
+"""Codes of Service Quotas (on demand, spot) by the first letters of a family. Quotas count virtual cores."""
 SPOT_QUOTA_OF_P5 = "L-C4BD4855"
 
 
 def gpus_of(kind: str) -> int:
-    """GPUs of an instance type; 0 if it is not known here."""
+    """Number of GPUs of an instance type; 0 if the type is not known here."""
     family, _, size = kind.partition(".")
     return GPUS[family].get(size, 1) if family in GPUS else 0
 
 
 def list_price(kind: str, region: str) -> float | None:
-    """Dollars an hour; None: not known here."""
+    """Dollars per hour; None: not known here."""
     family, _, size = kind.partition(".")
     return PRICES.get(family, {}).get(size) if region == HOME else None
 

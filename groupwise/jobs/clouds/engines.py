@@ -1,7 +1,8 @@
-"""Engines that begin jobs in place of the machine that is called: Slurm and Ray, as backends of a launch and as machines of a fleet.
+"""Engines (Slurm and Ray): schedulers that decide on which machine and when a job starts, used as backends of a launch and as machines of a
+fleet.
 
-Attempts are laid out on that machine, as everywhere, and its engine begins them where and when it likes. What is special about an engine is
-hidden by its runner (`hosts/`), which answers like every runner, and in the options of its jobs (`slurm.py`, `ray.py`)."""
+Attempts are laid out on the called machine, as everywhere, and its engine starts them. The differences between engines are in their
+runners (`hosts/`), which answer like every runner, and in the options of their jobs (`slurm.py`, `ray.py`)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from groupwise.jobs.hosts.slurm import SlurmRunner
 from groupwise.jobs.hosts.spec import Limits
 
 LITTLE = 0.001
-"""Amount of the resource that marks Ray's nodes with a kind of GPU: the same as Ray itself uses, so small that it never runs out."""
+"""Requested amount of the resource that marks Ray nodes by GPU type. Ray itself uses the same amount: so small that it never runs out."""
 
 
 class Options(Protocol):
@@ -34,14 +35,14 @@ class Options(Protocol):
 
 
 class EngineBackend(MachineBackend):
-    """A `Backend` that gives jobs to an engine, in whose queue they wait for what they need."""
+    """A `Backend` that submits jobs to an engine, in whose queue they wait for resources."""
 
     capabilities = Capabilities(nodes=True, queues=True)
 
     def __init__(
         self, name: str, runner: SlurmRunner | RayRunner, where: str, options: Options
     ) -> None:
-        """`where`: the machine that is called, for people."""
+        """`where`: the called machine, for messages."""
         super().__init__(name, runner, where)
         self._engine_runner, self._options = runner, options
 
@@ -59,13 +60,13 @@ class EngineBackend(MachineBackend):
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """The runner of a machine with an engine behind it, and the calls that only that engine answers."""
+    """The runner of a machine that submits to an engine, and calls that only this engine answers."""
 
     runner: Runner
     ask: Callable[[], Awaitable[object]]
     """Call the engine. Raises HostUnreachable if it does not answer."""
     try_options: Callable[[Sequence[str]], Awaitable[str]]
-    """The engine's verdict on a job with these options, without making one. Raises HostUnreachable, RunnerRefused."""
+    """Make the engine validate a job with these options without creating it; returns its message. Raises HostUnreachable, RunnerRefused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +78,22 @@ class Way:
     root: str
     """The runner's folder there."""
     python: str
-    """The interpreter of jobs."""
+    """The interpreter for jobs."""
     address: str | None = None
-    """The engine's address, as that machine reaches it; None: the usual one, or it has none."""
+    """The engine's address, as seen from the machine; None: the default, or the engine has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """The needs of a fleet's job on one machine."""
+    """The resources that a fleet's job requests on one machine."""
 
     gpus: int = 0
     gpu_model: str | None = None
-    """The model's name in the engine's terms."""
+    """The engine's name for the GPU model."""
     cpus: int | None = None
     ram_mb: int | None = None
     options: Sequence[str] = ()
-    """Options of the job's row, as they were written."""
+    """Additional options of the job, as the user wrote them."""
     limits: Limits = field(default_factory=Limits)
 
 
@@ -101,14 +102,14 @@ class EngineKind:
     """A kind of engine."""
 
     title: str
-    """Its name for people."""
+    """Its name in messages."""
     door: Callable[[Way], Door]
     options: Callable[[EngineRequest], tuple[str, ...]]
     """The engine's options for a job. Raises UsageError for options that do not exist, or that users may not set."""
     check_address: Callable[[str], object]
-    """Check an address that a user wrote. Raises UsageError if it is not one."""
+    """Check an address that a user wrote. Raises UsageError if it is invalid."""
     variables: tuple[str, ...] = ()
-    """Variables of the called machine that calls to the engine use. Some hold secrets, which no other engine may get."""
+    """Environment variables of the called machine that calls to this engine use. Some contain secrets, which no other engine may get."""
 
 
 def _slurm(way: Way) -> Door:
@@ -150,4 +151,4 @@ ENGINES: Mapping[str, EngineKind] = {
     SLURM: EngineKind("Slurm", _slurm, _sbatch_options, _no_address),
     RAY: EngineKind("Ray", _ray, _ray_options, ray.checked_address, TOKENS),
 }
-"""Maps the names that a fleet's rows use to engines."""
+"""Engines by the names in a fleet's rows."""

@@ -1,8 +1,8 @@
-"""The folder that a job's results are fetched to. Files appear whole under their names, and nothing that is here is lost.
+"""The local folder to which a job's results are fetched. Files appear complete under their names, and no existing file is lost.
 
-A file that was changed here, or that a later attempt has in another version or not at all, is set aside in `earlier/`: the record of a run
-is several files, and a mixture of two attempts' files would be no record. For checkpoints the folder is a mirror, since a run keeps only
-its last few: one that was brought here and is gone there is removed here too, once a later one is here."""
+A file is moved to `earlier/` if it was changed here, or if a later attempt has a different version of it or none: the record of a run
+consists of several files, and must not mix those of two attempts. For checkpoints the folder is a mirror, since a run keeps only its
+last few: a checkpoint that was fetched and no longer exists at the place is removed here too, once a later one has been fetched."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from groupwise.jobs.hosts.files import hash_of, sync_folder
 from groupwise.jobs.hosts.spec import FileEntry, Manifest, path_problems
 
 INCOMING = ".incoming"
-"""The subfolder for the note and for files that have not come whole."""
+"""The subfolder for the note and for incomplete files."""
 NOTE = "brought.json"
-"""The file in it that names the owner of these results, and the hash that each file had when it came."""
+"""The file in INCOMING that contains the owner of these results, and the hash of each file as fetched."""
 NOT_WHOLE = "files"
-"""The folder beside the note for files that are still being fetched. A machine could call one of its files like the note."""
+"""The folder next to the note for files that are being fetched. It is separate, since a machine could offer a file with the note's name."""
 EARLIER = "earlier"
 SPARED = 1 << 30
-"""Most bytes of the disk that results leave free; on a small disk a twentieth of it."""
+"""Bytes of disk space that fetching leaves free; on a small disk a twentieth of it."""
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedFile:
-    """A file, as it came."""
+    """A file as it was fetched."""
 
     attempt: int
     sha256: str
@@ -43,21 +43,21 @@ class FetchedFile:
 
 @dataclass(slots=True)
 class ResultsFolder:
-    """The folder while this process holds it; made by `results_folder`."""
+    """The results folder while this process has it locked; created by `results_folder`."""
 
     folder: Path
     of: str
-    """The job, and its place: results of two jobs do not belong in one folder."""
+    """The job and its place. Two jobs must not share a folder of results."""
     brought: dict[str, FetchedFile] = field(default_factory=dict[str, "FetchedFile"])
-    """Files that were brought here, by path."""
+    """Fetched files, by path."""
 
     @property
     def incoming(self) -> Path:
-        """The folder in which files grow until they are whole."""
+        """The folder for files that are still incomplete."""
         return self.folder / INCOMING / NOT_WHOLE
 
     def lacking(self, files: Manifest) -> Manifest:
-        """The files that are missing here, or differ here."""
+        """The files that are missing or different here."""
         found: dict[str, FileEntry] = {}
         for path, entry in files.items():
             place = self.folder / path
@@ -67,7 +67,7 @@ class ResultsFolder:
         return found
 
     def check_room(self, manifest: Manifest) -> None:
-        """Raises CloudError if the files do not fit: a machine that lies, or has made too much, must not fill the disk."""
+        """Raise CloudError if the files do not fit: a job with too many results, or a machine that lies, must not fill the disk."""
         left = 0
         for path, entry in manifest.items():
             partial = self.incoming / path
@@ -81,7 +81,8 @@ class ResultsFolder:
             )
 
     def take(self, came: Manifest, there: Manifest, attempt: int, *, ended: bool) -> None:
-        """Put in place what came of an attempt. `there`: all files that it offers, and all that it has if it has `ended`."""
+        """Move an attempt's fetched files (`came`) to their names. `there`: all files that the place offers; once the attempt has `ended`,
+        all that it has."""
         offered = set(there)
         self._set_aside(came, offered, attempt, ended=ended)
         self._put_in_place(came)
@@ -92,7 +93,7 @@ class ResultsFolder:
         self._write_note()
 
     def take_written(self, files: Mapping[str, bytes], attempt: int) -> None:
-        """Put in place files that are made here about an attempt; what an earlier one had there is set aside too."""
+        """Write files about an attempt that are made here; files of earlier attempts under these names are moved to `earlier/` too."""
         entries: Manifest = {}
         for path, data in files.items():
             new = self.incoming / path
@@ -105,7 +106,7 @@ class ResultsFolder:
         return (self.folder / path).is_file()
 
     def _set_aside(self, came: Manifest, offered: set[str], attempt: int, *, ended: bool) -> None:
-        """Set aside what others than this attempt have left, if it has something else there."""
+        """Move files of other attempts to `earlier/` if this attempt has replaced or removed them."""
         replaced: list[str] = []
         for path in filter(self._has, came):
             known = self.brought.get(path)
@@ -132,12 +133,12 @@ class ResultsFolder:
         return found is not None and hash_of(self.folder / path) == found.sha256
 
     def _checkpoints(self) -> set[str]:
-        """Folders of the checkpoints that were brought here."""
+        """Folders of the fetched checkpoints."""
         found = (PurePosixPath(path) for path in self.brought)
         return {str(path.parent) for path in found if path.name == MANIFEST}
 
     def _remove_old_checkpoints(self, offered: set[str]) -> None:
-        """Remove checkpoints that the place no longer offers, once a later one beside them is both there and here."""
+        """Remove checkpoints that the place no longer offers, once a later one of the same folder is both offered and fetched."""
         there = {str(path.parent) for path in map(PurePosixPath, offered) if path.name == MANIFEST}
         for path in sorted(self._checkpoints() - there):
             step, beside = _step(self.folder / path), PurePosixPath(path).parent
@@ -148,7 +149,7 @@ class ResultsFolder:
             ]
             if not later and self._has(f"{path}/{MANIFEST}"):
                 continue
-            # The manifest goes first; files that were not brought here stay.
+            # Remove the manifest first; files that were not fetched are kept.
             inside = [each for each in self.brought if each.startswith(f"{path}/")]
             for each in sorted(inside, key=lambda each: PurePosixPath(each).name != MANIFEST):
                 (self.folder / each).unlink(missing_ok=True)
@@ -165,7 +166,7 @@ class ResultsFolder:
         new.replace(note)
 
     def _put_in_place(self, files: Iterable[str]) -> None:
-        """Move files that have come whole to their names, a checkpoint's manifest after its other files."""
+        """Move complete files to their names, a checkpoint's manifest after its other files."""
         ordered = sorted(files, key=lambda path: PurePosixPath(path).name == MANIFEST)
         for path in ordered:
             place = self.folder / path
@@ -176,13 +177,14 @@ class ResultsFolder:
 
 
 def may_come(path: str) -> bool:
-    """True if a machine may bring a file with this path: inside the folder, and not in one of our own subfolders."""
+    """True if a machine may offer a file with this path: inside the folder, and not in one of our own subfolders."""
     return not path_problems("file", path) and path.split("/")[0].lower() not in (INCOMING, EARLIER)
 
 
 @contextmanager
 def results_folder(folder: Path, of: str) -> Generator[ResultsFolder]:
-    """Hold the folder while results are fetched to it. Raises Busy if another process does, CloudError if it is another job's."""
+    """Lock the folder while results are fetched to it. Raises Busy if another process has it locked, CloudError if it contains another
+    job's results."""
     with _alone(folder):
         owner, brought = _read_note(folder / INCOMING / NOTE)
         if owner not in (None, of):
@@ -193,8 +195,8 @@ def results_folder(folder: Path, of: str) -> Generator[ResultsFolder]:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move the results of earlier jobs to a folder in `earlier`, before another job brings its own; returns that folder. None: there are
-    none. Raises Busy, CloudError."""
+    """Move the results of an earlier job to a new folder in `earlier/`, before another job's are fetched; returns that folder, or None if
+    there are no results. Raises Busy, CloudError."""
     note = folder / INCOMING / NOTE
     if not note.exists():
         return None
@@ -212,13 +214,13 @@ def set_aside(folder: Path) -> Path | None:
                     above.rmdir()
                     above = above.parent
         note.unlink()
-        shutil.rmtree(note.parent)  # with files that have not come whole
+        shutil.rmtree(note.parent)  # including incomplete files
     return target
 
 
 @contextmanager
 def _alone(folder: Path) -> Generator[None]:
-    """Lock the folder against other processes. Raises Busy; CloudError if it cannot be written."""
+    """Lock the folder against other processes. Raises Busy; CloudError if it is not writable."""
     incoming = folder / INCOMING
     try:
         incoming.mkdir(parents=True, exist_ok=True)
@@ -251,7 +253,7 @@ def _read_note(note: Path) -> tuple[str | None, dict[str, FetchedFile]]:
 
 
 def _step(checkpoint: Path) -> int | None:
-    """The step of a whole checkpoint; None if it is not whole."""
+    """The step of a checkpoint; None if its manifest cannot be read."""
     try:
         step = json.loads((checkpoint / MANIFEST).read_bytes())["step"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -260,7 +262,7 @@ def _step(checkpoint: Path) -> int | None:
 
 
 def _free(path: Path) -> Path:
-    """This path, or the first with a number behind it that is free."""
+    """The path itself if it does not exist, otherwise the first free one with a number appended."""
     number, found = 1, path
     while found.exists():
         number += 1

@@ -1,8 +1,8 @@
 """Several machines as one backend: a job whose command runs on all of them at once.
 
-The first machine is the job's: its attempts, log and results are reported, and checkpoints are found there. The others are begun under the
-same name and the same epoch, so that submitting again completes what was begun in part. All are begun, or none. The command itself makes
-the machines find each other (`groupwise.engine.learner.launch_node`); it gets the address to meet at (`core/rendezvous.py`)."""
+Attempts, log, results and checkpoints of the job are those of the first machine. The other machines start it under the same name and
+epoch, so submitting again completes a partial start. Either all start, or none. The command itself connects the machines
+(`groupwise.engine.learner.launch_node`); it gets the address to meet at (`core/rendezvous.py`)."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.spec import JobSpec
 
 NODES = "nodes"
-"""The folder of the results with the logs of the other machines."""
+"""The folder in the results for the logs of the other machines."""
 ENDED_WITHIN = 60.0
-"""Time in seconds for killed attempts to end."""
+"""Seconds to wait for killed attempts to end."""
 PIECE = 1 << 20
 Found = TypeVar("Found")
 
 
 class _Overtaken(CloudError):
-    """A machine has seen a later epoch of this name, of a job that was removed there."""
+    """A machine has seen a later epoch of this name, which belonged to a removed job."""
 
     def __init__(self, message: str, highest: int) -> None:
         super().__init__(message)
@@ -76,7 +76,7 @@ class _Machine(MachineBackend):
         )
 
     async def _end(self, handle: Handle) -> None:
-        """End an attempt at once and wait for it. Raises CloudError if it does not end."""
+        """End an attempt at once and wait for its end. Raises CloudError if it does not end."""
         await self.cancel(handle, 0.0)
         status, until = await self.status(handle), time.monotonic() + ENDED_WITHIN
         while status.ending is None:
@@ -89,16 +89,17 @@ class _Machine(MachineBackend):
 
 
 class _Other(_Machine):
-    """Any machine but the first."""
+    """A machine other than the first one."""
 
     async def highest(self, name: str) -> int:
-        """The newest epoch that it knows of this job; 0: none."""
+        """The newest epoch of this job on this machine; 0: none."""
         return max((each.epoch for each in await self._attempts(name)), default=0)
 
     async def join(
         self, order: Order, store: BlobStore, epoch: int, attempt: int, secret: bytes
     ) -> MemberState:
-        """Begin its part of this epoch, unless that has been done. `secret`: the first machine's. Raises CloudError if it refuses."""
+        """Start this machine's part of the epoch, unless it was started before. `secret`: that of the first machine. Raises CloudError if
+        the machine refuses."""
         state = await self._begin_at(order, store, epoch, attempt, None, {KEY: secret})
         if state.refused is not None and state.refused.code == OVERTAKEN:
             raise _Overtaken(state.refused.message, state.refused.highest or epoch)
@@ -106,7 +107,7 @@ class _Other(_Machine):
         return state
 
     async def end(self, name: str, newest: int | None = None) -> None:
-        """End this job's living attempts, at once, and wait for them. Raises CloudError if one does not end.
+        """End this job's living attempts at once, and wait for their end. Raises CloudError if one does not end.
 
         `newest`: the last epoch to end; None: all."""
         for state in await self._attempts(name):
@@ -115,7 +116,7 @@ class _Other(_Machine):
                 await self._end(self._handle(state))
 
     async def forget(self, name: str) -> None:
-        """Remove everything that it has of this job."""
+        """Remove all data of this job from this machine."""
         last = await self._newest(name)
         if last is not None:
             await self.cleanup(self._handle(last))
@@ -127,12 +128,13 @@ class GangBackend(_Machine):
     capabilities = Capabilities(nodes=True)
 
     def __init__(self, name: str, machines: Sequence[tuple[Runner, str]], meets_at: str) -> None:
-        """`machines`: the runner of each, and its name for people; `meets_at`: the address at which the others reach the first one."""
+        """`machines`: for each machine its runner and its name in messages; `meets_at`: the address of the first machine for the others."""
         count = len(machines)
         (runner, where), *others = machines
         super().__init__(name, runner, where, 0, count, meets_at)
         self._own: set[bytes] = set()
-        """Secrets of attempts that this object began, or tried to. The first machine has the secret of the process that did."""
+        """Secrets of the attempts that this object started, or tried to. The first machine stores the secret of the process that
+        succeeded."""
         self._others = [
             _Other(name, runner, where, rank, count, meets_at)
             for rank, (runner, where) in enumerate(others, 1)
@@ -154,11 +156,11 @@ class GangBackend(_Machine):
     async def _begin(
         self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
     ) -> Handle:
-        """End the others' earlier attempts, then begin on the first machine before the others. If the first machine has the attempt
-        already, only complete it: so it is asked after the others, and nothing of a living attempt is ended."""
+        """End earlier attempts on the other machines, then start on the first machine, then on the others. If the first machine has the
+        attempt already, only complete it. The first machine is queried after the others: so no part of a living attempt is ended."""
         await _all(
             each._since(order, 0) for each in self._others
-        )  # no other job has this name there
+        )  # Raises if another job has this name there.
         known = await _all(each.highest(order.name) for each in self._others)
         if (handle := await self._since(order, epoch)) is not None:
             return await self._begin_on_all(order, store, handle)
@@ -178,8 +180,8 @@ class GangBackend(_Machine):
         raise AssertionError("the last try returns or raises")
 
     async def _begin_on_all(self, order: Order, store: BlobStore, handle: Handle) -> Handle:
-        """Begin on all machines what has begun on the first. An attempt that another process has begun is not completed once it has ended,
-        and is not ended if another machine refuses."""
+        """Start on the other machines an attempt that the first machine has. If another process started it, it is not completed after its
+        end, and it is not cancelled if another machine refuses."""
         ended = (await self.status(handle)).ending is not None
         if ended and not self._own:
             return handle
@@ -206,6 +208,7 @@ class GangBackend(_Machine):
         resume: Resume | None,
         beside: Mapping[str, bytes] = MappingProxyType({}),
     ) -> MemberState:
+        # A new secret for each try: the stored one shows which process started the attempt.
         secret = new_secret().encode()
         self._own.add(secret)
         mine = {**beside, KEY: secret}
@@ -222,7 +225,8 @@ class GangBackend(_Machine):
         """See `Backend.cancel`."""
 
         async def cancelled(other: _Other) -> None:
-            with suppress(Unreachable):  # it ends its part by itself, once it misses the first one
+            # An unreachable machine ends its part by itself once the first one is missing.
+            with suppress(Unreachable):
                 await other.cancel(handle, grace)
 
         await _all((super().cancel(handle, grace), *map(cancelled, self._others)))
@@ -243,7 +247,7 @@ class GangBackend(_Machine):
                     while part := (await other.log(handle, len(log), PIECE)).data:
                         log += part
                 logs[name] = log
-            except Unreachable as error:  # it may be why the job ended
+            except Unreachable as error:  # this may be the reason why the job ended
                 away[name] = error.message
         await to_its_end(asyncio.to_thread(results.take_written, logs, handle.attempt))
         return replace(fetched, left_out={**fetched.left_out, **away})
@@ -267,7 +271,7 @@ class GangBackend(_Machine):
 
 
 async def _all(awaitables: Iterable[Awaitable[Found]]) -> list[Found]:
-    """Await all; returns their results. All have ended when the first error is raised."""
+    """Await all and return their results. The first error is raised only once all have ended."""
     found = await asyncio.gather(*awaitables, return_exceptions=True)
     for each in found:
         if isinstance(each, BaseException):

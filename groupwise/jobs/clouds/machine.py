@@ -1,8 +1,8 @@
 """One machine as a backend: this one, or one over SSH.
 
-Jobs are attempts of its runner (`groupwise.jobs.hosts`), which goes on by itself. The order lies in the working folder of each attempt, so
-anyone who reaches the machine finds all of it by the job's name. An attempt is one epoch of the runner: it begins at most once, however
-often and by how many callers it is requested. Epochs keep counting after a job was removed."""
+Jobs are attempts of its runner (`groupwise.jobs.hosts`), which continue without this process. The order is a file in the working folder
+of each attempt, so anyone who reaches the machine finds the whole job by its name. An attempt is one epoch of the runner: it starts at
+most once, even if several callers request it repeatedly. Epochs continue to count after a job was removed."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ from groupwise.jobs.hosts.port import (
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec
 
 ROOT = "groupwise-launch"
-"""The runner's folder for its files, below the home folder there."""
+"""The runner's folder, below the home folder on the machine."""
 ORDER = ".groupwise-order.json"
-"""The file of the working folder that holds the order."""
+"""The file in the working folder that contains the order."""
 MOST_ORDER = 64 << 20
-"""Most bytes of that file: a job may have a hundred thousand files."""
+"""Largest size of that file in bytes: a job may have a hundred thousand files."""
 NO_PROBE = ("true",)
-"""A probe that asks nothing about GPUs."""
+"""A probe command that skips the query for GPUs."""
 NAME_ALL = (
     "name all of them, in the order in which they were named first: --at ssh:USER@HOST,USER@HOST."
 )
 TRIES = 3
-"""Tries of steps that others may spoil: a free GPU is taken, a checkpoint is removed while it is fetched."""
+"""How often steps are tried that others may disturb: a free GPU is taken, a checkpoint is removed while it is fetched."""
 GONE = {
     RunnerState.LOST: (FailureClass.SUPERVISOR_LOST, "what watched over it on {where} was killed"),
     RunnerState.REBOOTED: (FailureClass.REBOOT, "{where} was restarted while it ran"),
@@ -74,7 +74,7 @@ GONE = {
 
 OVERTAKEN = "lower_epoch"
 OTHERS = frozenset({OVERTAKEN, "gpu_busy", "foreign_busy"})
-"""Refusals of a launch because another one came first."""
+"""Codes of refusals because another attempt came first."""
 BEGUN = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING, RunnerState.EXITED})
 ENDED_BY_RUNNER = {
     ExitReason.TIME_LIMIT: Outcome.TIME_LIMIT,
@@ -89,7 +89,7 @@ class MachineBackend:
     capabilities = Capabilities()
 
     def __init__(self, name: str, runner: Runner, where: str) -> None:
-        """`where`: the machine, for people."""
+        """`where`: the machine's name in messages."""
         self.name = name
         self._runner = runner
         self._where = where
@@ -111,11 +111,11 @@ class MachineBackend:
         return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
 
     async def _engine(self, order: Order) -> Engine | None:
-        """The engine that begins the job, and its options; None: the machine itself. Raises UsageError for options that do not exist."""
+        """The engine that starts the job, and its options; None: the machine itself. Raises UsageError for options that do not exist."""
         return None
 
     async def _begin_steps(self, order: Order, engine: Engine | None, root: str) -> tuple[str, ...]:
-        """How the job is begun, for a plan. Raises CloudError or HostError if it would not be."""
+        """The steps that start the job, for a plan. Raises CloudError or HostError if it could not start."""
         await self._free_gpus(order.gpus)
         gpus = f"{order.gpus} of its GPUs, for it alone" if order.gpus else "no GPU"
         return (f"begin {order.name} below {root}, with {gpus}",)
@@ -130,12 +130,12 @@ class MachineBackend:
             handle = self._handle(last)
         await self._expect_same(order, handle)
         if last is not None and last.state is RunnerState.QUEUED:
-            # The process that laid it out may have been cut off before it gave it to the engine.
+            # The process that laid it out may have been killed before it submitted it to the engine.
             return await self._begin(order, store, last.epoch, 1)
         return handle
 
     async def _expect_same(self, order: Order, handle: Handle) -> None:
-        """Raises NameTaken if the attempt belongs to a job with another order."""
+        """Raise NameTaken if the attempt belongs to a job with another order."""
         try:
             placed = await self.order(handle)
         except CloudError:
@@ -143,7 +143,7 @@ class MachineBackend:
                 state = await self._runner.status(handle.name, handle.attempt)
             if state.state not in (RunnerState.REFUSED, RunnerState.VOIDED):
                 raise
-            return  # refused, or ended before it had begun: its order is gone with its files
+            return  # refused, or voided before its start: the order was removed with the other files
         if identity_fields(placed.document()) != identity_fields(order.document()):
             raise NameTaken(
                 f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
@@ -165,7 +165,7 @@ class MachineBackend:
         order.check()
         self._expect_its_machines(order, last)
         newest: Resume | None = None
-        # The very last attempt may have ended before its first checkpoint.
+        # Look further back than the last attempt, which may have ended before its first checkpoint.
         with self._cloud_errors():
             for each in reversed([each for each in attempts if each.checkpoints]):
                 tree = await self._runner.manifest(each.job, each.epoch, "checkpoints")
@@ -177,7 +177,7 @@ class MachineBackend:
         return await self._begin(order, store, there[-1].epoch + 1, len(attempts) + 1, newest)
 
     def _expect_its_machines(self, order: Order, last: MemberState) -> None:
-        """Raises UsageError if this place does not have all machines of the job's last attempt."""
+        """Raise UsageError if this place does not have all machines of the job's last attempt."""
         if order.nodes > 1 and not self.capabilities.nodes:
             raise UsageError(
                 f"{order.name} runs on {order.nodes} machines at once, and {self._where} is one: {NAME_ALL}"
@@ -186,7 +186,7 @@ class MachineBackend:
     async def take_over(
         self, order: Order, store: BlobStore, attempt: int, newest: Resume | None
     ) -> Handle:
-        """Begin this attempt of a job whose earlier ones were on other machines; `store` holds the files of `newest` too."""
+        """Start this attempt of a job whose earlier ones were on other machines; `store` holds the files of `newest` too."""
         order.check()
         last = await self._newest(order.name)
         if last is not None and last.epoch >= attempt and last.state is not RunnerState.REFUSED:
@@ -199,7 +199,8 @@ class MachineBackend:
     async def _begin(
         self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
     ) -> Handle:
-        """Begin under this epoch or, if higher ones were seen and removed, a later one; or find what another caller began meanwhile."""
+        """Start under this epoch, or a later one if the machine has seen higher ones of a removed job; or find the attempt that another
+        caller has started meanwhile."""
         for left in reversed(range(TRIES)):
             state = await self._begin_at(order, store, epoch, attempt, resume)
             if not left or state.refused is None or state.refused.code not in OTHERS:
@@ -211,12 +212,13 @@ class MachineBackend:
         raise AssertionError("the last try returns or raises")
 
     def _expect_begun(self, order: Order, state: MemberState) -> None:
-        """Raises CloudError if the machine refused to begin it. An attempt that was cancelled before it began is not a refusal."""
+        """Raise CloudError if the machine refused to start it. An attempt that was cancelled before its start is not a refusal."""
         if state.refused is not None and state.state is not RunnerState.VOIDED:
             raise CloudError(f"{self._where} does not begin {order.name}: {_words(state.refused)}")
 
     async def _since(self, order: Order, epoch: int) -> Handle | None:
-        """The attempt of this job that was begun here under this epoch or a later one, or None. Raises NameTaken if it is another job's."""
+        """The attempt of this job that was started here under this epoch or a later one, or None. Raises NameTaken if it belongs to another
+        job."""
         newest = await self._newest(order.name)
         if newest is None or newest.epoch < epoch or newest.state is RunnerState.REFUSED:
             return None
@@ -233,8 +235,8 @@ class MachineBackend:
         resume: Resume | None,
         beside: Mapping[str, bytes] = MappingProxyType({}),
     ) -> MemberState:
-        """Begin under this epoch, or find the attempt if it has begun, whatever it holds. `beside`: files for its working folder that are
-        not part of the order."""
+        """Start under this epoch. If an attempt with it has started already, return that one, without comparing the orders. `beside`:
+        additional files for its working folder that are not part of the order."""
         with self._cloud_errors():
             there = await self._runner.status(order.name, epoch)
         if there.state in BEGUN:
@@ -248,7 +250,7 @@ class MachineBackend:
         launch = await self._launch(order, spec, epoch, attempt, resume)
         with self._cloud_errors():
             await self._runner.provide(store, spec.files)
-            # An epoch never has more than one attempt: after no answer, the next one tells what became of it.
+            # An epoch has one attempt at most: if there was no answer, repeating the request returns the attempt's state.
             for _ in range(TRIES - 1):
                 with suppress(OutcomeUnknown):
                     return await self._runner.launch(launch)
@@ -272,7 +274,7 @@ class MachineBackend:
         )
 
     async def _free_gpus(self, count: int) -> list[str]:
-        """GPUs that nothing runs on. Raises CloudError if there are too few."""
+        """UUIDs of GPUs without a process. Raises CloudError if there are too few."""
         if count == 0:
             return []
         with self._cloud_errors():
@@ -306,7 +308,8 @@ class MachineBackend:
         return Order.from_document(json.loads(await self._read_own_file(handle, ORDER)))
 
     async def _read_own_file(self, handle: Handle, path: str) -> bytes:
-        """A file that we laid out for an attempt, once all are: another process may be placing the job at this moment."""
+        """Read a file that we laid out for an attempt. Waits until all files exist: another process may be starting the job at this
+        moment."""
         key = (handle.name, handle.attempt)
         with self._cloud_errors():
             state = await self._runner.status(*key)
@@ -325,19 +328,19 @@ class MachineBackend:
         )
 
     async def _attempts(self, name: str | None = None) -> list[MemberState]:
-        """The attempts of a job, or of all, oldest first."""
+        """The attempts of a job, or of all jobs, oldest first."""
         with self._cloud_errors():
             seen = await self._runner.observe(probe=NO_PROBE)
         found = [each for each in seen.attempts if name is None or each.job == name]
         return sorted(found, key=lambda each: each.epoch)
 
     async def _newest(self, name: str) -> MemberState | None:
-        """The job's last attempt that was begun or waits; if there is none, the last that was refused."""
+        """The job's last attempt that was started or waits; if there is none, the last refused one."""
         there = await self._attempts(name)
         return _newest_of(there) if there else None
 
     async def _begun_attempts(self, name: str) -> list[MemberState]:
-        """The job's attempts but those that the machine refused. Raises NotHere if there are none."""
+        """The job's attempts except those that the machine refused. Raises NotHere if there are none."""
         return self._begun_of(name, await self._attempts(name))
 
     def _begun_of(self, name: str, attempts: Sequence[MemberState]) -> list[MemberState]:
@@ -384,7 +387,7 @@ class MachineBackend:
         return Status(phase, state.log_size, state.checkpoints, state.step, ending, waits_for)
 
     def _ending(self, state: MemberState) -> Ending | None:
-        """How it ended; None: it has not."""
+        """How the attempt ended; None: it has not ended."""
         if state.exit is not None:
             if succeeded(state.exit):
                 ending = Ending(Outcome.SUCCEEDED, "it ended with exit code 0")
@@ -433,7 +436,7 @@ class MachineBackend:
         what, changed = "artefacts" if ended else "checkpoints", ""
         for _ in range(TRIES):
             tree = await self._runner.manifest(name, attempt, what)
-            # A request fills only one of the two parts of a tree.
+            # A request fills only one of these two fields of the tree.
             of_checkpoints = {
                 path: each for found in tree.checkpoints for path, each in found.files.items()
             }
@@ -474,13 +477,13 @@ class MachineBackend:
         await self._runner.host.close()
 
     async def run(self, *arguments: str) -> Ran:
-        """Run a program of the machine to its end."""
+        """Run a program of the machine and wait for its end."""
         with self._cloud_errors():
             return await self._runner.run(arguments)
 
     @contextmanager
     def _cloud_errors(self) -> Generator[None]:
-        """Turn errors of the machine into CloudError, in words for people."""
+        """Turn errors of the machine into CloudError, with messages for users."""
         try:
             yield
         except HostKeyError as error:
@@ -500,7 +503,8 @@ class MachineBackend:
 
 
 def _newest_of(attempts: Sequence[MemberState]) -> MemberState:
-    """The newest of attempts, given oldest first. Refused ones count only if there are no others: they made nothing."""
+    """The newest of the attempts, which are sorted oldest first. Refused ones count only if there are no others, since they have no
+    results."""
     started = [each for each in attempts if each.state is not RunnerState.REFUSED]
     return (started or attempts)[-1]
 

@@ -1,4 +1,4 @@
-"""What jobs ask Ray for: the options of the Jobs API, resources, and the address of a head."""
+"""What jobs request from Ray: the options of the Jobs API, resources, and the address of a head."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from groupwise.jobs.hosts.ray import ADDRESS, GANG, WANTED
 from groupwise.jobs.hosts.spec import Limits
 
 USUAL_CPUS = 1
-"""CPUs of a job that asks for none: without any, Ray would not count it, and run it beside its own processes on the head."""
+"""CPUs of a job that requests none: with zero CPUs Ray would not count it, and would run it on the head next to its own processes."""
 OWN = {"CPU": "--cpus", "GPU": "--gpus", "memory": "--memory"}
-"""Resources that have an option of their own."""
+"""Resources that have their own command-line option."""
 MOST = 1e9
-"""Most that may be asked for of a resource."""
+"""Largest amount of a resource that may be requested."""
 
 
 def ray_options(
     asks: Mapping[str, Any], gpus: int, limits: Limits, *, nodes: int = 1
 ) -> tuple[str]:
-    """The options of a job that asks for this and for `gpus` on each node, as the Jobs API calls them. Ray knows no limits."""
+    """The options of the Jobs API for a job with these requests and `gpus` on each node. `limits` is ignored: Ray has none."""
     found: dict[str, Any] = {"entrypoint_num_cpus": asks.get("cpus") or USUAL_CPUS}
     if gpus:
         found["entrypoint_num_gpus"] = gpus
@@ -38,7 +38,8 @@ def ray_options(
 
 
 def resources_of(words: Iterable[str]) -> dict[str, float]:
-    """Amounts by resource, read from NAME=N as a user wrote them. Raises UsageError for a word that is none, or has its own option."""
+    """Parse resource amounts from words of the form NAME=N. Raises UsageError for an invalid word, or a resource that has its own
+    option."""
     found: dict[str, float] = {}
     for word in words:
         name, _, number = word.rpartition("=")
@@ -59,7 +60,7 @@ def resources_of(words: Iterable[str]) -> dict[str, float]:
 
 
 def checked_address(word: str) -> str:
-    """The address of a head's dashboard as a user wrote it, in its canonical form. Raises UsageError."""
+    """Normalize the address of a head's dashboard that a user wrote. Raises UsageError if it is invalid."""
     found = word.rstrip("/")
     try:
         of_http = urlsplit(found)

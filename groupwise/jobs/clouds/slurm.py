@@ -1,4 +1,4 @@
-"""What jobs ask Slurm for: the options of sbatch, those that we set and those that users may."""
+"""Options of sbatch for jobs: those that we set, and those that users may set."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.hosts.spec import Limits
 
 SPARE_SECONDS = 120.0
-"""Time in seconds that Slurm gives a job beyond its own limit, so that the runner ends it, with a record of why."""
+"""Seconds that are added to a job's own limit for Slurm's: the runner then ends the job first, and records why."""
 OURS = (
     *("--job-name", "-J", "--chdir", "-D", "--output", "-o", "--error", "-e", "--open-mode"),
     *("--array", "-a", "--requeue", "--no-requeue", "--wrap", "--test-only", "--parsable"),
     *("--time", "-t", "--nodes", "-N", "--wait", "-W", "--export", "--input", "-i"),
     *("--ntasks", "-n", "--ntasks-per-node", "--clusters", "-M"),
 )
-"""Options of sbatch that users may not set: with them a job would not be found again, or would not be a single job."""
+"""Options of sbatch that users may not set: with them a job could not be found again, or would not be a single job."""
 NAMED = {
     "partition": "--partition",
     "account": "--account",
@@ -25,13 +25,13 @@ NAMED = {
     "cpus": "--cpus-per-task",
     "memory": "--mem",
 }
-"""Options of sbatch that have an option of our own."""
+"""Our own options that correspond to an option of sbatch."""
 
 
 def sbatch_options(
     asks: Mapping[str, Any], gpus: int, limits: Limits, *, nodes: int = 1
 ) -> tuple[str, ...]:
-    """Options of sbatch for a job that asks for this and for `gpus` on each node. Raises UsageError as `checked_options` does."""
+    """The options of sbatch for a job with these requests and `gpus` on each node. Raises UsageError as `checked_options` does."""
     options = [f"{option}={asks[name]}" for name, option in NAMED.items() if asks.get(name)]
     options.append(f"--nodes={nodes}")
     if nodes > 1:
@@ -46,7 +46,7 @@ def sbatch_options(
 
 
 def checked_options(options: Sequence[Any]) -> tuple[str, ...]:
-    """Options of sbatch as a user wrote them. Raises UsageError for one that would make it another job."""
+    """Check options of sbatch that a user wrote. Raises UsageError for those in OURS."""
     found = tuple(map(str, options))
     for option in found:
         name = option.partition("=")[0]
@@ -54,7 +54,7 @@ def checked_options(options: Sequence[Any]) -> tuple[str, ...]:
             raise UsageError(
                 f"--sbatch {option}: an option of sbatch is expected, with its value behind `=`, as --sbatch=--constraint=a100."
             )
-        # sbatch takes long options shortened too, and short ones with their value behind the letter.
+        # sbatch also accepts abbreviated long options, and short options with the value directly after the letter.
         long = name.startswith("--")
         is_ours = any(each.startswith(name) for each in OURS) if long else name[:2] in OURS
         if is_ours:

@@ -1,7 +1,8 @@
-"""Runs on a spot machine: asks its metadata service whether AWS wants it back, and then tells its jobs, so that they save and end.
+"""Runs on a spot machine: asks the metadata service whether AWS takes the machine back, and then makes its jobs save and end.
 
-This file travels in the machine's user data and is run there as root, from every start on. It needs only Python 3.8. AWS gives two minutes'
-notice; a job has most of them: the file `evict` in its folder says how many seconds (`groupwise/jobs/hosts/runner/`)."""
+This file is part of the machine's user data and runs there as root, from every start on. It needs only Python 3.8. AWS gives two
+minutes' notice, and a job gets most of them: the file `evict` in its folder contains the number of seconds
+(`groupwise/jobs/hosts/runner/`)."""
 
 import glob
 import os
@@ -13,12 +14,12 @@ SERVICE = "http://169.254.169.254"
 EVERY = 5.0
 """Seconds between requests, as AWS advises."""
 TO_SAVE = 90
-"""Seconds of the two minutes; in the rest a watcher can fetch what was saved."""
+"""Seconds of the two minutes that a job gets; in the rest a watcher can fetch its checkpoints."""
 TIMEOUT = 2.0
 
 
 def wanted_back(service: str) -> bool:
-    """True if there is a notice. A service that does not answer gives none."""
+    """True if there is a notice; False also if the service does not answer."""
     try:
         request = urllib.request.Request(
             service + "/latest/api/token",
@@ -33,12 +34,12 @@ def wanted_back(service: str) -> bool:
         )
         with urllib.request.urlopen(request, timeout=TIMEOUT):
             return True
-    except (OSError, ValueError):  # 404 among them: no notice
+    except (OSError, ValueError):  # includes 404: no notice
         return False
 
 
 def tell(root: str) -> None:
-    """Tell all attempts below this root; those that have ended ignore it."""
+    """Request eviction of all attempts below this root; ended attempts ignore it."""
     for folder in glob.glob(os.path.join(glob.escape(root), "attempts", "*")):
         new = os.path.join(folder, "evict.new")
         try:
@@ -47,11 +48,11 @@ def tell(root: str) -> None:
             os.chmod(new, 0o644)
             os.replace(new, os.path.join(folder, "evict"))
         except OSError:
-            continue  # it was removed meanwhile, or is no folder
+            continue  # it was removed meanwhile, or is not a folder
 
 
 def main() -> None:
-    """Run until the machine is gone; attempts that begin after the notice are warned too."""
+    """Run until the machine ends; attempts that start after the notice are evicted too."""
     root = sys.argv[1]
     service = sys.argv[2] if len(sys.argv) > 2 else SERVICE
     every = float(sys.argv[3]) if len(sys.argv) > 3 else EVERY

@@ -1,7 +1,7 @@
-"""The runner's answers as values: `MemberState`, `Observation` and the like, read from JSON.
+"""The runner's answers as typed values (`MemberState`, `Observation` etc.), read from JSON.
 
-Unknown fields are skipped, since a newer runner may send more; a null is the same as a missing field. A field that is missing or of the
-wrong type raises BadAnswer, unless an older runner did not send it yet: such a field has a default."""
+Unknown fields are ignored, since a newer runner may send more; null is the same as a missing field. A field that is missing or of the
+wrong type raises BadAnswer. Fields that an older runner does not send yet have a default."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from groupwise.jobs.hosts.spec import (
 T = TypeVar("T")
 
 MOST, MOST_OF_SMALL = (1 << 63) - 1, (1 << 31) - 1
-"""Largest numbers that database columns hold."""
+"""Largest integers that database columns can hold."""
 LONGEST, LONGEST_NAME, LONGEST_TAIL, LONGEST_OUTPUT = 4096, 300, 1 << 16, 8 << 20
-"""Most characters that are kept of a text, of a name, of the end of a log, and of a program's output."""
+"""Most characters that are kept of a text, of a name, of the end of a log, and of a program's output; the rest is cut off."""
 MOST_LISTED, MOST_GPUS, MOST_SHOWN = 10_000, 256, 1_000
-"""Most entries of a list, most GPUs of a machine, and how many entries are kept of lists that are for people."""
+"""Most entries of a list, most GPUs of a machine, and how many entries are kept of lists that are only shown to users."""
 MOST_EPOCH = (1 << 62) - 1
-"""Highest epoch that runners accept. No control plane gives out a higher one, and databases do not count much further."""
+"""Highest epoch that runners accept. No control plane assigns a higher one, and database columns cannot hold much more."""
 
 
 def _number(value: Any, most: int = MOST) -> int | float:
@@ -74,9 +74,9 @@ Output = Annotated[StrictStr, AfterValidator(lambda text: text[:LONGEST_OUTPUT])
 Tail = Annotated[StrictStr, AfterValidator(lambda text: text[:LONGEST_OUTPUT][-LONGEST_TAIL:])]
 AnyText = Annotated[str, BeforeValidator(lambda value: str(value)[:LONGEST])]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
-"""The first MOST_SHOWN entries of a list; entries that are no texts are converted."""
+"""The first MOST_SHOWN entries of a list; entries that are not strings are converted."""
 Whole = Annotated[int, BeforeValidator(lambda value: int(_number(value)))]
-"""A whole number; 3.0 is accepted for 3."""
+"""An integer; 3.0 is accepted for 3."""
 Small = Annotated[int, BeforeValidator(lambda value: int(_number(value, MOST_OF_SMALL)))]
 Real = Annotated[float, BeforeValidator(lambda value: float(_number(value)))]
 Read = Annotated[T, BeforeValidator(_without_nulls)]
@@ -88,22 +88,22 @@ class RunnerState(StrEnum):
     """An attempt's state, as its machine sees it."""
 
     ABSENT = "absent"
-    """No trace of it. This does not prove that it never begins there: only `void` does."""
+    """No trace of it. This does not prove that it will never start there: only `void` does."""
     QUEUED = "queued"
-    """Laid out for an engine (Slurm, Ray) to begin."""
+    """Laid out for an engine (Slurm, Ray), which starts it."""
     CLAIMED = "claimed"
-    """Its supervisor lives, its command has not begun."""
+    """Its supervisor lives; its command has not started."""
     RUNNING = "running"
     EXITED = "exited"
     """Ended, with an exit record."""
     LOST = "lost"
-    """Begun, but its supervisor is gone without an exit record, and the machine was not restarted."""
+    """Started, but its supervisor ended without an exit record, and the machine was not restarted."""
     REBOOTED = "rebooted"
-    """Begun before the machine's last start, without an exit record."""
+    """Started before the machine's last boot, without an exit record."""
     VOIDED = "voided"
     """It never ran here and never will."""
     REFUSED = "refused"
-    """The runner would not start it; final for this epoch."""
+    """The runner refused to start it; final for this epoch."""
 
 
 class ExitReason(StrEnum):
@@ -113,12 +113,12 @@ class ExitReason(StrEnum):
     """The command ended by itself, or by a signal that was not ours."""
     CANCELLED = "cancelled"
     EVICTED = "evicted"
-    """Its engine, or the owner of its machine, wanted it ended, and said so in time."""
+    """Its engine, or the owner of its machine, requested its end in advance."""
     TIME_LIMIT = "time_limit"
     DEADMAN = "deadman"
-    """The control plane was silent for too long."""
+    """The machine had no contact with the control plane for too long."""
     SPAWN_FAILED = "spawn_failed"
-    """It could not be started."""
+    """The command could not be started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,18 +130,18 @@ class ExitRecord:
     reason: ExitReason
     message: Text = ""
     oom_kill: Whole = 0
-    """How many of its processes the kernel has killed because memory ran out."""
+    """How many of its processes the kernel killed for lack of memory."""
     seconds: Real | None = None
     finished_at: Real | None = None
     """Seconds since the epoch, by the machine's clock."""
     tail: Tail = ""
-    """The end of its log."""
+    """The end of the log."""
     gpus: Whole | None = None
-    """How many GPUs it held on its machine; None: its runner does not say."""
+    """How many GPUs it held on its machine; None: its runner does not report it."""
     age: Real | None = None
     """Seconds between the end and this answer."""
     leftovers: Whole = 0
-    """How many processes it left behind and the supervisor had to end."""
+    """How many processes outlived the command and had to be ended by the supervisor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class Refusal:
     """Why the runner would not start an attempt."""
 
     code: Text
-    """lower_epoch, voided, gpu_busy, gpu_missing, foreign_busy, disk_full, ram, bad_spec, unknown_program …"""
+    """One of lower_epoch, voided, gpu_busy, gpu_missing, foreign_busy, disk_full, ram, bad_spec, unknown_program …"""
     message: Text = ""
     holder: AnyText | None = None
     highest: Whole | None = None
@@ -165,7 +165,7 @@ class MemberState:
     state: RunnerState
     rank: Whole = 0
     boot_id: Text | None = None
-    """The machine's boot id when the attempt began."""
+    """The machine's boot id at the start of the attempt."""
     same_boot: StrictBool = True
     pid: Whole | None = None
     start_ticks: Whole | None = None
@@ -179,45 +179,45 @@ class MemberState:
     exit: Read[ExitRecord] | None = None
     refused: Read[Refusal] | None = None
     survivors: Whole | None = None
-    """How many of its processes live although its supervisor is gone; None: not counted."""
+    """How many of its processes live although its supervisor has ended; None: not counted."""
     place: Text | None = None
-    """Name of the root that answered."""
+    """The random name of the root that answered."""
     gpus: Texts = ()
-    """UUIDs of the GPUs that it was begun with."""
+    """UUIDs of its GPUs at the start."""
     share_mb: Whole | None = None
-    """MiB of its share of each GPU; None: it has whole GPUs."""
+    """Memory in MiB of its share of a GPU; None: it has whole GPUs."""
     slot: Whole | None = None
     """The CPU slot of a job without a GPU."""
     clock: Real | None = None
-    """The machine's boot clock when it answered. `wait` and `touch` send it back, and the deadman counts silence from then."""
+    """The machine's boot clock at the time of the answer. `wait` and `touch` send it back, and the deadman counts silence from then."""
     engine: Text | None = None
     """The engine that it was laid out for."""
     engine_says: Text = ""
-    """The end of the engine's log of it; from an `EngineRunner`, what it waits for."""
+    """The end of the engine's log of the attempt; from an `EngineRunner`, the reason why it waits."""
     engine_options: Texts = ()
-    """The options that the engine was given."""
+    """The options that were passed to the engine."""
     engine_has: bool | None = None
-    """True if a queued attempt is in its engine's queue. None: the engine was not asked, or gave no answer."""
+    """True if a queued attempt is in its engine's queue. None: the engine was not asked, or did not answer."""
     folder: Text | None = None
-    """The attempt's folder, if an engine begins it."""
+    """The attempt's folder, if an engine starts it."""
     age: Real | None = None
     """Seconds since the attempt was laid out; only with an engine."""
     beat_age: Real | None = None
-    """Seconds since its supervisor's last sign of life, by the file's time; only with an engine."""
+    """Seconds since its supervisor's last heartbeat, by the file's time; only with an engine."""
 
     @property
     def lives(self) -> bool:
-        """True if processes of it live, with its supervisor or without."""
+        """True if any of its processes live, with or without the supervisor."""
         return self.state in _SUPERVISED or bool(self.survivors)
 
     @property
     def may_begin(self) -> bool:
-        """True if an engine may begin it at any moment, without another request."""
+        """True if an engine may start it at any moment, without another request."""
         return self.state is RunnerState.QUEUED
 
     @property
     def handle(self) -> dict[str, Any]:
-        """The facts that tell its processes from others on that machine."""
+        """The facts that identify its processes on that machine."""
         return {
             "pid": self.pid,
             "start_ticks": self.start_ticks,
@@ -244,13 +244,13 @@ class Hello:
     ram_mb: Whole | None = None
     disk_free_mb: Whole | None = None
     cgroup: StrictBool = False
-    """True if attempts get a control group of their own."""
+    """True if attempts get their own control group."""
     memory_limits: StrictBool = False
     """True if that group can also enforce their memory limit."""
     filesystem: Text | None = None
-    """The root's type of file system; locks do not hold on nfs and its kin."""
+    """Type of the root's file system; locks are unreliable on nfs and similar ones."""
     methods: Texts = ()
-    """Ways to start an attempt that the machine has."""
+    """Supported methods to start an attempt."""
     time: Real | None = None
 
 
@@ -259,7 +259,7 @@ class ProbeStatus(StrEnum):
 
     OK = "ok"
     ABSENT = "absent"
-    """There is no such program: a machine without GPUs."""
+    """The program is missing: a machine without GPUs."""
     FAILED = "failed"
     HUNG = "hung"
     GARBAGE = "garbage"
@@ -270,9 +270,9 @@ class Probe:
     """How the probe for GPUs went."""
 
     status: ProbeStatus
-    """The outcome of asking which GPUs there are."""
+    """The outcome of the query for GPUs."""
     apps: ProbeStatus
-    """The outcome of asking which processes use them."""
+    """The outcome of the query for processes on GPUs."""
     lines_not_read: Texts = ()
     exit: Whole | None = None
     said: Text = ""
@@ -280,7 +280,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class SeenGPU:
-    """A GPU, as the probe showed it. None: the probe did not say."""
+    """A GPU, as the probe reported it. None: the probe did not report the value."""
 
     index: Small
     uuid: Name
@@ -312,7 +312,7 @@ class Stray:
     """Something that looks like an attempt but is unknown to the runner, which never touches it."""
 
     what: Name
-    """folder or process."""
+    """`folder` or `process`."""
     detail: Name = ""
     pid: Whole | None = None
 
@@ -334,7 +334,7 @@ class Observation:
     attempts: Listed[MemberState] = ()
     quarantined: Listed[Stray] = ()
     unremoved: Texts = ()
-    """Folders of forgotten attempts, with files in them that the runner's user may not remove."""
+    """Folders of forgotten attempts that contain files which the runner's user may not remove."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,25 +371,25 @@ class WorkTree:
 
     files: Manifest
     refused: tuple[tuple[str, str], ...]
-    """Path and why: links, devices, what cannot be read."""
+    """Path and reason: links, devices, unreadable files."""
     checkpoints: tuple[CheckpointTree, ...]
     refused_more: Mapping[str, int] = field(default_factory=dict[str, int])
-    """How many more of each kind the machine refuses; of very many it names only some."""
+    """How many more files are refused, by reason; if there are very many, the machine lists only some."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Something that still holds what an attempt had."""
+    """Something that still holds a resource of an attempt."""
 
     what: Text
-    """lock, process, cgroup or memory."""
+    """`lock`, `process`, `cgroup` or `memory`."""
     detail: Text = ""
     pid: Whole | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The outcome of `release`: clean, or what is still held."""
+    """The outcome of `release`: clean, or a list of what is still held."""
 
     clean: StrictBool
     holders: Listed[Holder] = ()
@@ -401,7 +401,7 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
 
 
 def _read(kind: type[T], document: object, where: str) -> T:
-    """Read an object of an answer, which `where` names. Raises BadAnswer."""
+    """Validate an object of an answer; `where` names it in messages. Raises BadAnswer."""
     try:
         return _adapter(kind).validate_python(_without_nulls(document))
     except ValidationError as error:
@@ -412,7 +412,7 @@ def _read(kind: type[T], document: object, where: str) -> T:
 
 
 def member_state(document: object) -> MemberState:
-    """Read the state of an attempt. Raises BadAnswer, as do all readers below."""
+    """Read the state of an attempt. Raises BadAnswer, as all readers below do."""
     return _complete(_read(MemberState, document, "the state of an attempt"))
 
 
@@ -435,7 +435,7 @@ class _CgroupBody:
 
 @dataclass(frozen=True, slots=True)
 class _HelloBody:
-    """The fields of the answer to `hello` that `Hello` has in another form."""
+    """The fields of the answer to `hello` that have another form in `Hello`."""
 
     protocols: tuple[Any, ...] = ()
     protocol: Whole | None = None
@@ -462,14 +462,14 @@ def observation(document: object) -> Observation:
     for state in map(_complete, seen.attempts):
         if 0 <= state.epoch <= MOST_EPOCH and JOB_ID.fullmatch(state.job):
             attempts.append(state)
-        else:  # a job may make up an impossible name, which must hide no other attempt
+        else:  # a job may create a folder with an invalid name, which must not hide other attempts
             strays.append(Stray("folder", f"{state.job}.{state.epoch}"))
     return replace(seen, attempts=tuple(attempts), quarantined=tuple(strays[:MOST_SHOWN]))
 
 
 @dataclass(frozen=True, slots=True)
 class _TreeBody:
-    """The answer to `manifest`. `files` may have a million entries, which are checked one by one."""
+    """The answer to `manifest`. `files` may have a million entries, which are checked individually."""
 
     files: dict[str, Any] = field(default_factory=dict[str, Any])
     refused: tuple[tuple[str, str], ...] = ()
@@ -487,15 +487,15 @@ class _CheckpointBody:
 
 
 def work_tree(document: object) -> WorkTree:
-    """Read the answer to `manifest`. Paths that lead out of the work folder are moved to `refused`: the machine is not trusted with our
-    disk."""
+    """Read the answer to `manifest`. Paths that lead out of the work folder are moved to `refused`: a machine must not be able to write
+    elsewhere on our disk."""
     body = _read(_TreeBody, document, "the manifest")
     refused = list(body.refused)
     checkpoints: list[CheckpointTree] = []
     for each in body.checkpoints:
         step = each.get("step")
         if isinstance(step, int) and not 0 <= step <= MOST:
-            continue  # older runners let impossible ones pass
+            continue  # older runners report impossible steps
         found = _read(_CheckpointBody, each, "a checkpoint")
         outside: list[tuple[str, str]] = []
         files = _files(found.files, outside)
@@ -521,7 +521,7 @@ def _files(listed: Mapping[str, Any], refused: list[tuple[str, str]]) -> Manifes
                 f"{path[:200]!r} is {repr(entry)[:200]}: [sha256, mode, size] is expected"
             )
         files[path] = found
-    # A path may lead through another file of the list; an honest machine never reports one.
+    # Refuse paths below another file of the list: only a dishonest machine reports such.
     for path in list(files):
         if not any(str(above) in files for above in PurePosixPath(path).parents):
             continue

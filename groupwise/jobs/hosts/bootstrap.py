@@ -1,11 +1,11 @@
-"""The one constant command that is run on a machine for every call. It contains nothing of any user.
+"""The constant command that is run on a machine for every call. It contains no user input.
 
-`BOOTSTRAP` reads a request from standard input and does nothing until its length and hash agree. Then it looks below the machine's root for
-the runner that the request names by its hash; if there is none, it answers `{"need": "runner"}`, and the driver asks again with the text as
-the field `source`. It stores that text (and the compiled code, which halves the time of a call), and calls its `answer_request`
-(`runner/requests.py`), which does the rest. A full disk stops none of this: the runner then runs from memory.
+`BOOTSTRAP` reads a request from standard input and does nothing until its length and hash match. Then it searches the machine's root for
+the runner whose hash the request contains. If that is missing, it answers `{"need": "runner"}`, and the driver repeats the request with
+the text in the field `source`. It stores the text (and the compiled code, which halves the time of a call), and calls its function
+`answer_request` (`runner/requests.py`). A full disk does not prevent this: the runner is then executed from memory.
 
-The machine's `python3` runs it, whatever its version, so it is written for the oldest: below 3.8 it answers with a refusal."""
+The machine's `python3` runs it, whichever version that is, so its syntax is that of old versions: below 3.8 it answers with a refusal."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ space["answer_request"](body, stdin)
 """The text for `python3 -c`."""
 
 FLAGS = ("-I", "-S", "-X", "utf8")
-"""Isolated from its starting folder and PYTHON* variables, without site packages (faster), and UTF-8 in any locale."""
+"""Isolated mode (ignores the current folder and PYTHON* variables), no site packages (faster), and UTF-8 in any locale."""
 
 COMMAND = f"exec python3 {shlex.join(FLAGS)} -c {shlex.quote(BOOTSTRAP)}"
-"""The only command line that a machine ever gets."""
+"""The only command line that is ever sent to a machine."""

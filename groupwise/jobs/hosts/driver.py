@@ -1,7 +1,7 @@
-"""Typed calls to the runner of one machine. `Runner` knows the verbs and how long each may take; a `Host` carries requests and answers.
+"""Typed calls to the runner of one machine. `Runner` knows the verbs and their timeouts; a `Host` carries requests and answers.
 
-Every call may be repeated. After OutcomeUnknown the caller has to repeat it, or ask `status`: the machine may have done what it was asked.
-The runner's own text is named by its hash: a machine that does not have it says so, and is asked again with the text."""
+Every call may be repeated. After OutcomeUnknown the caller has to repeat it, or call `status`: the machine may have executed the
+request. The runner's text is identified by its hash: a machine that lacks it answers so, and the request is repeated with the text."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ from groupwise.jobs.hosts.spec import JobSpec, Manifest, as_json
 T = TypeVar("T")
 
 USUAL = 30.0
-"""Timeout in seconds for a call that waits for nothing."""
+"""Timeout in seconds of a call that does not wait for anything."""
 SLOW = 300.0
-"""Timeout in seconds for a call that reads or writes much on the machine's disk."""
+"""Timeout in seconds of a call that reads or writes much on the machine's disk."""
 LONGEST = 86_400.0
-"""Timeout in seconds for a call that reads all that a job has made; at most SLOW of them without a sign of progress."""
+"""Timeout in seconds of a call that reads all data of a job; without a sign of progress it is given up after SLOW seconds."""
 LARGEST_MANIFEST, LARGEST_OF_CHECKPOINTS = 256 << 20, 32 << 20
-"""Size limits in bytes of a list of artefacts (a million files) and of checkpoints (a hundred thousand)."""
+"""Most bytes of a list of artefacts (a million files), and of a list of checkpoints (a hundred thousand files)."""
 BATCH = 8 << 20
-"""Most bytes of blobs in one call: smaller blobs travel together, a larger one in parts."""
+"""Most bytes of blobs in one call: smaller blobs are sent together, a larger one in parts."""
 PIECE = 4 << 20
-"""Bytes that are asked for at once, of a log, a file, or many small files together."""
+"""Most bytes that are requested at once: of a log, of a file, or of many small files together."""
 GATHERED = 500
-"""Most small files that are asked for at once."""
+"""Most small files that are requested at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A checkpoint to begin with; its blobs are on the machine already."""
+    """A checkpoint from which an attempt resumes; its blobs are on the machine already."""
 
     manifest: Manifest
     """Paths relative to the work folder."""
     step: int
     path: str
-    """The checkpoint's folder, relative to the work folder too."""
+    """The checkpoint's folder, also relative to the work folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A batch system that begins an attempt on a machine of its choice."""
+    """A batch system (Slurm, Ray, Modal) that starts an attempt on a machine of its choice."""
 
     name: str
     options: tuple[str, ...] = ()
-    """Options for the engine, in its own words."""
+    """Options in the engine's own format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Launch:
     gpus: Sequence[str] = ()
     """UUIDs of its GPUs on this machine."""
     share_mb: int | None = None
-    """Memory in MiB that it takes of the one GPU it shares; None: it has its GPUs to itself."""
+    """Memory in MiB that it uses of one shared GPU; None: its GPUs are exclusive."""
     slot: int | None = None
     """The CPU slot, if it has no GPUs."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -89,19 +89,19 @@ class Launch:
     deadman: float | None = None
     """Seconds without contact after which the machine ends the attempt; None: never."""
     clock: float | None = None
-    """Machine clock of the last `MemberState` that came back. The deadman counts from then, so that a launch that arrives too late does not
-    begin."""
+    """Boot clock of the machine in the last `MemberState` that was received. The deadman counts from this time, so a launch that arrives
+    too late does not start."""
     method: str | None = None
-    """How to detach the supervisor; None: the best way that the machine has."""
+    """How the supervisor is detached; None: the best method that the machine supports."""
     engine: Engine | None = None
-    """The engine that begins it; None: the machine itself, at once."""
+    """The engine that starts it; None: the machine itself starts it at once."""
     python: str | None = None
-    """The interpreter whose programs the command finds first; None: that of the runner."""
+    """The interpreter whose folder comes first on the command's PATH; None: that of the `Runner`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The caller's last knowledge of an attempt; `wait` answers when any of it has changed."""
+    """The caller's last knowledge of an attempt; `wait` answers once any of it has changed."""
 
     state: RunnerState
     log_size: int = 0
@@ -109,7 +109,7 @@ class Known:
     step: int | None = None
     """The step of the newest complete checkpoint."""
     clock: float | None = None
-    """Machine clock of the last `MemberState` that came back."""
+    """Boot clock of the machine in the last `MemberState` that was received."""
 
 
 class Runner:
@@ -118,13 +118,13 @@ class Runner:
     def __init__(
         self, host: Host, *, root: str = "groupwise-fleet", python: str = "python3"
     ) -> None:
-        """`root`: where it keeps its files, relative to the user's home there. `python`: the interpreter that jobs are run with."""
+        """`root`: the runner's folder, relative to the user's home there. `python`: the interpreter for jobs."""
         self.host = host
         self.root = root
         self.python = python
 
     async def hello(self, *, timeout: float = USUAL) -> Hello:
-        """Describe the machine. Raises RunnerRefused if it speaks no protocol of ours."""
+        """Describe the machine. Raises RunnerRefused if it supports none of our protocol versions."""
         machine = answers.hello((await self._ask("hello", timeout=timeout)).body)
         if not SPOKEN.intersection(machine.protocols):
             raise RunnerRefused(
@@ -141,7 +141,7 @@ class Runner:
         probe_timeout: float = 10.0,
         timeout: float = USUAL,
     ) -> Observation:
-        """GPUs, the processes on them, and attempts. `probe`: the command that lists GPUs; None: nvidia-smi."""
+        """Report GPUs, the processes on them, and attempts. `probe`: the command that lists GPUs; None: nvidia-smi."""
         body: dict[str, Any] = {"probe_timeout": probe_timeout}
         if probe is not None:
             body["probe"] = list(probe)
@@ -157,7 +157,7 @@ class Runner:
         return [sha256 for sha256 in unique if sha256 in lacking]
 
     async def provide(self, store: BlobStore, manifest: Manifest) -> int:
-        """Send the machine every blob of a manifest that it lacks; returns the number of bytes sent."""
+        """Send the machine all blobs of a manifest that it lacks; returns the number of bytes sent."""
 
         def joined(hashes: Sequence[str]) -> bytes:
             return b"".join(map(store.read, hashes))
@@ -173,8 +173,8 @@ class Runner:
         return sum(sizes[sha256] for sha256 in lacking)
 
     async def _put_in_parts(self, store: BlobStore, sha256: str, size: int) -> None:
-        """Send a large blob in parts, which the machine joins. Parts are blobs too, so after an interruption only the missing ones are
-        sent. Raises BlobError if the blob is damaged."""
+        """Send a large blob in parts, which the machine joins. Parts are blobs too: after an interruption only the missing ones are sent.
+        Raises BlobError if the blob is damaged."""
 
         def hashed() -> list[tuple[str, int]]:
             pieces = store.pieces(sha256, piece=BATCH)
@@ -184,7 +184,7 @@ class Runner:
         lacking = set(await self.missing(part for part, _ in parts))
         for part, length in parts:
             if part in lacking:
-                lacking.remove(part)  # several may have the same content
+                lacking.remove(part)  # several parts may have the same content
                 data = await asyncio.to_thread(store.part, sha256, offset, length)
                 await self._put([(part, length)], data)
             offset += length
@@ -195,7 +195,7 @@ class Runner:
         await self._ask("put", {"blobs": blobs}, data, timeout=SLOW)
 
     async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
-        """Start an attempt, unless it was begun before. RunnerRefused `missing_blobs`: nothing was claimed yet."""
+        """Start an attempt, unless it was started before. RunnerRefused `missing_blobs`: nothing was claimed yet."""
         body: dict[str, Any] = {
             "job": launch.job,
             "epoch": launch.epoch,
@@ -222,7 +222,8 @@ class Runner:
             body["method"] = launch.method
         longest = None
         if launch.engine is not None:
-            body["engine"], longest = launch.engine.name, LONGEST  # its files are laid out first
+            # All files are laid out before the answer, which takes long.
+            body["engine"], longest = launch.engine.name, LONGEST
             body["engine_options"] = list(launch.engine.options)
         answer = await self._ask(
             "launch", body, secrets=launch.secrets, timeout=timeout, longest=longest
@@ -230,25 +231,25 @@ class Runner:
         return _state(answer)
 
     async def run(self, arguments: Sequence[str], *, seconds: float = USUAL) -> Ran:
-        """Run a program of the machine to its end, for at most `seconds`."""
+        """Run a program of the machine and wait for its end, for at most `seconds`."""
         body = {"arguments": list(arguments), "timeout": seconds}
         return answers.ran((await self._ask("run", body, timeout=seconds + USUAL)).body)
 
     async def void(
         self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
     ) -> MemberState:
-        """Ensure that an attempt never begins; the answer says how far it was if it had begun already."""
+        """Ensure that an attempt never starts. If it has started already, the answer is its state."""
         body = {**_key(job, epoch), "because": because}
         return _state(await self._ask("void", body, timeout=timeout))
 
     async def status(self, job: str, epoch: int, *, timeout: float = USUAL) -> MemberState:
-        """The machine's knowledge of an attempt."""
+        """The state of one attempt."""
         return _state(await self._ask("status", _key(job, epoch), timeout=timeout))
 
     async def wait(
         self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
     ) -> tuple[MemberState, ...]:
-        """States of attempts (job, epoch) as soon as one differs from `known`, or after `seconds`."""
+        """Wait until one of the attempts (job, epoch) differs from `known`, or for `seconds`; returns the states of all."""
         body = {
             "known": {
                 f"{job}.{epoch}": {
@@ -268,14 +269,14 @@ class Runner:
     async def kill(
         self, job: str, epoch: int, *, grace: float, timeout: float = USUAL
     ) -> MemberState:
-        """Send TERM, and after `grace` seconds KILL, to all that is left of an attempt. Answers at once; poll `status` to see the end."""
+        """Send TERM, and after `grace` seconds KILL, to all processes of an attempt. Answers at once; poll `status` to see the end."""
         body = {**_key(job, epoch), "grace": grace}
         return _state(await self._ask("kill", body, timeout=timeout))
 
     async def log(
         self, job: str, epoch: int, offset: int, *, limit: int = PIECE, timeout: float = USUAL
     ) -> LogPart:
-        """Bytes of an attempt's log from `offset`, at most `limit`, and the log's size."""
+        """Read an attempt's log from byte `offset`, at most `limit` bytes; also returns the log's size."""
         body = {**_key(job, epoch), "offset": offset, "limit": limit}
         answer = await self._ask("log", body, timeout=timeout, most_payload=limit)
         size = answer.body.get("size")
@@ -290,7 +291,7 @@ class Runner:
         body = {**_key(job, epoch), "what": what}
         most = LARGEST_OF_CHECKPOINTS if what == "checkpoints" else LARGEST_MANIFEST
         answer = await self._ask("manifest", body, timeout=timeout, longest=LONGEST, most_body=most)
-        # Reading a list of a million files takes seconds, in which the event loop would serve nothing else.
+        # In a thread: parsing a list of a million files takes seconds, and would block the event loop.
         return await asyncio.to_thread(answers.work_tree, answer.body)
 
     async def read(
@@ -303,7 +304,7 @@ class Runner:
         limit: int = PIECE,
         timeout: float = USUAL,
     ) -> bytes:
-        """Bytes of a file in an attempt's work folder, at most `limit`; links are not followed."""
+        """Read a file in an attempt's work folder from byte `offset`, at most `limit` bytes; links are not followed."""
         body = {**_key(job, epoch), "path": path, "offset": offset, "limit": limit}
         answer = await self._ask("read", body, timeout=timeout, most_payload=limit)
         if len(answer.payload) > limit:
@@ -313,8 +314,8 @@ class Runner:
     async def gather(
         self, job: str, epoch: int, files: Manifest, *, timeout: float = SLOW
     ) -> dict[str, bytes]:
-        """Read whole files of an attempt's work folder, at most GATHERED files and PIECE bytes together. A file is left out if it no longer
-        is what `files` says, or cannot be read: `read` says why. A caller that keeps them has to compare their hashes."""
+        """Read complete files of an attempt's work folder, at most GATHERED files and PIECE bytes together. Files that no longer match
+        `files`, or cannot be read, are left out: `read` gives the reason. A caller that keeps the files must verify their hashes."""
         listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
         body = {**_key(job, epoch), "files": listed}
         most = sum(entry.size for entry in files.values())
@@ -325,7 +326,7 @@ class Runner:
         ]
         if len(whole) != len(listed) or len(answer.payload) != sum(e.size for _, e in came):
             raise BadAnswer("the answer to gather is not as long as the files that it names")
-        # The payload holds the files one after the other.
+        # The payload is the concatenation of the files.
         ends = list(itertools.accumulate(entry.size for _, entry in came))
         return {
             path: answer.payload[end - entry.size : end]
@@ -333,7 +334,7 @@ class Runner:
         }
 
     async def keep(self, job: str, epoch: int, files: Manifest, *, timeout: float = SLOW) -> None:
-        """Have the machine keep files of an attempt's work folder as blobs. RunnerRefused `changed` if one has another hash by now."""
+        """Make the machine store files of an attempt's work folder as blobs. RunnerRefused `changed` if one has another hash by now."""
         listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
         body = {**_key(job, epoch), "files": listed}
         await self._ask("keep", body, timeout=timeout, longest=LONGEST)
@@ -349,7 +350,7 @@ class Runner:
         probe: Sequence[str] | None = None,
         timeout: float = USUAL,
     ) -> Release:
-        """Report whether everything that an attempt had is free again."""
+        """Report whether all resources of an attempt are free again."""
         body: dict[str, Any] = {
             **_key(job, epoch),
             "gpus": list(gpus),
@@ -361,7 +362,7 @@ class Runner:
         return answers.release((await self._ask("release", body, timeout=timeout)).body)
 
     async def forget(self, job: str, epoch: int, *, timeout: float = SLOW) -> None:
-        """Remove an attempt's folder. A launch that arrives later is refused all the same."""
+        """Remove an attempt's folder. A launch that arrives later is still refused."""
         await self._ask("forget", _key(job, epoch), timeout=timeout)
 
     async def sweep(
@@ -369,14 +370,14 @@ class Runner:
     ) -> None:
         """Remove old blobs that are not in `keep`, runners of earlier releases, and leftovers.
 
-        `older_than`: seconds. Blobs that were sent since then, or asked for by `missing`, stay."""
+        `older_than`: seconds. Blobs that were sent within this time, or asked for by `missing`, are kept."""
         body = {"keep": list(keep), "older_than": older_than}
         await self._ask("sweep", body, timeout=timeout)
 
     async def touch(
         self, clocks: Mapping[tuple[str, int], float | None], *, timeout: float = USUAL
     ) -> None:
-        """Tell the deadmen of these attempts (job, epoch) that the control plane lives, each with the last clock that came back."""
+        """Reset the deadmen of these attempts (job, epoch): the control plane lives. Each has the last received clock of its machine."""
         clocks_by_name = {f"{job}.{epoch}": clock for (job, epoch), clock in clocks.items()}
         if clocks_by_name:
             await self._ask("touch", {"attempts": clocks_by_name}, timeout=timeout)
@@ -397,6 +398,7 @@ class Runner:
         full: dict[str, Any] = {"root": self.root, "runner": text.sha256, **(body or {})}
         request = Request(verb, full, payload, secrets or {}, longest, most_body, most_payload)
         answer = await self.host.call(request, timeout=timeout)
+        # The machine lacks this release of the runner: repeat the request with its text.
         if answer.body.get("need") == "runner":
             with_text = replace(request, body={**full, "source": text.source})
             answer = await self.host.call(with_text, timeout=timeout)
@@ -421,7 +423,8 @@ def _list_of(answer: RunnerResponse, name: str) -> list[Any]:
 
 
 def grouped(sized: Iterable[tuple[T, int]], most_bytes: int, most: int) -> Iterator[list[T]]:
-    """Group items, each with its size in bytes, into what one call can carry; an item that is larger is alone."""
+    """Split items, each with its size in bytes, into groups of at most `most_bytes` and `most` items; a larger item is alone in its
+    group."""
     group: list[T] = []
     total = 0
     for item, size in sized:

@@ -1,9 +1,11 @@
-"""A machine that gives jobs to an engine (Slurm, Ray, Modal): attempts are laid out on its disk, and the engine begins them where it likes.
+"""Runners for machines that give jobs to an engine (Slurm, Ray, Modal): attempts are laid out on the machine's disk, and the engine starts
+them on a machine of its choice.
 
-As everywhere, an attempt's files tell its state (`runner/`). The engine is asked only if they do not say enough: about a queued attempt,
-or one that seems lost because its supervisor runs on a machine that cannot be seen from here. One answer of an engine proves little: it may
-have been restarted, and an attempt that it gave up may go on. So an attempt is found by its name; it begins once however often it is
-submitted, because the first to take its token begins it; and it has ended only if both the engine and its supervisor are silent."""
+As everywhere, an attempt's files show its state (`runner/`). The engine is asked only if they do not suffice: about a queued attempt, or
+one that seems lost because its supervisor runs on another machine. A single answer of an engine proves little: it may have been
+restarted, and an attempt that it gave up may still run. Hence three rules. An attempt is found by its name. It starts only once even if it
+is submitted repeatedly, because the first process that takes its token starts it. It counts as ended only if both the engine and its
+supervisor are silent."""
 
 from __future__ import annotations
 
@@ -18,18 +20,18 @@ from groupwise.jobs.hosts.driver import USUAL, Known, Launch, Runner
 from groupwise.jobs.hosts.port import Host, HostError, HostUnreachable, RunnerRefused
 
 LOOK_SECONDS = 10.0
-"""Time in seconds after which an engine is asked again about what only it can tell."""
+"""Seconds between two requests to an engine about facts that only it knows."""
 ON_ITS_WAY = 60.0
-"""Time in seconds during which the process that laid an attempt out may still be submitting it."""
+"""Seconds for which the process that laid an attempt out may still be submitting it."""
 LIVING_BEAT = 60.0
-"""Age in seconds up to which a supervisor's last sign proves that it lives, whatever its engine says. It writes one every 5."""
+"""Largest age in seconds of a heartbeat that proves a living supervisor, even if its engine says otherwise. Heartbeats are 5 s apart."""
 FORGOTTEN = "its engine knows nothing of it any more"
 UNSURE = frozenset({RunnerState.QUEUED, RunnerState.LOST, RunnerState.REBOOTED})
-"""States that the files alone cannot settle."""
+"""States for which the files alone do not suffice."""
 
 
 class EngineJob(Protocol):
-    """An engine's record of an attempt. `str()` of it tells people what it is and why."""
+    """An engine's record of an attempt. `str()` of it describes its state and the reason, for messages."""
 
     @property
     def name(self) -> str:
@@ -38,7 +40,7 @@ class EngineJob(Protocol):
 
     @property
     def lives(self) -> bool:
-        """True if it waits, runs, or is ending."""
+        """True if the job waits, runs, or is ending."""
         ...
 
 
@@ -49,9 +51,9 @@ class EngineRunner(Runner, ABC, Generic[Job]):
     """A `Runner` whose `launch`, given an engine, submits the attempt to it."""
 
     title: str
-    """The engine's name for people."""
+    """The engine's name in messages."""
     carries_secrets = False
-    """True if the request to the engine carries the values of secrets. Nothing of them is laid out then."""
+    """True if the request to the engine carries the values of secrets. They are then not written to the attempt's folder."""
 
     def __init__(
         self,
@@ -61,34 +63,34 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         python: str = "python3",
         tended: bool = False,
     ) -> None:
-        """`tended`: the caller tends attempts to their end, as a fleet does.
+        """`tended`: the caller watches attempts until they end, as a fleet does.
 
-        Such a caller submits again whatever the engine does not have (`MemberState.engine_has`), however long ago it was laid out. While
-        the engine is silent, queued attempts wait and begun ones count as running. Any other caller gets an error then."""
+        Such a caller submits every attempt again that the engine does not have (`MemberState.engine_has`), regardless of its age. While
+        the engine does not answer, queued attempts wait and started ones count as running. Any other caller gets an error in this case."""
         super().__init__(host, root=root, python=python)
         self.tended = tended
         self._seen: dict[tuple[str, int], RunnerState] = {}
-        """The state of each attempt (job, epoch) by its files, when they were last read."""
+        """The last state of each attempt (job, epoch) according to its files alone."""
 
     @abstractmethod
     async def word(self) -> str:
-        """The engine's name in the attempts that it begins; attempts with another name are left alone."""
+        """The engine's name as stored in its attempts; attempts with another name are left alone."""
         ...
 
     @abstractmethod
     async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[Job]:
-        """The engine's jobs for these attempts, the first submitted first. Raises HostUnreachable."""
+        """The engine's jobs for these attempts, in order of submission. Raises HostUnreachable."""
         ...
 
     async def _was_submitted(self, state: MemberState) -> bool:
-        """True if the engine has a job for this attempt, also one that has ended."""
+        """True if the engine has a job for this attempt, even an ended one."""
         return bool(await self.find_jobs([state]))
 
     @abstractmethod
     async def _submit(
         self, state: MemberState, options: Sequence[str], secrets: Mapping[str, str]
     ) -> None:
-        """Submit an attempt. Raises HostUnreachable if the engine may have accepted it, RunnerRefused if it refused."""
+        """Submit an attempt. Raises HostUnreachable if the engine may have accepted it, RunnerRefused if it was rejected."""
         ...
 
     @abstractmethod
@@ -96,17 +98,17 @@ class EngineRunner(Runner, ABC, Generic[Job]):
 
     @abstractmethod
     async def _not_queued(self, state: MemberState, jobs: Sequence[Job]) -> MemberState:
-        """Decide about an attempt whose token is still there, but which is no longer, or not yet, in the engine's queue."""
+        """Decide about an attempt whose token still exists, but which is not in the engine's queue: not yet, or no longer."""
         ...
 
     def _waits_for(self, state: MemberState, job: Job) -> str:
-        """The queued attempt's reason for waiting, in words for people."""
+        """Why the queued attempt waits, for messages."""
         return str(job)
 
     async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
-        """See `Runner.launch`. RunnerRefused `engine`: the engine refuses it, and nothing of it is left.
+        """See `Runner.launch`. RunnerRefused `engine`: the engine rejected the attempt, and its folder was removed.
 
-        A tended attempt is laid out and waits if the engine does not answer."""
+        If the engine does not answer, a tended attempt remains laid out and waits."""
         laid_out = launch
         if self.carries_secrets:
             laid_out = replace(launch, secrets={}, spec=replace(launch.spec, secrets=()))
@@ -144,7 +146,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
     async def wait(
         self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
     ) -> tuple[MemberState, ...]:
-        """See `Runner.wait`. The machine compares with the files; the engine is asked again every LOOK_SECONDS."""
+        """See `Runner.wait`. The machine compares `known` with the files; the engine is asked again every LOOK_SECONDS."""
         by_files = {
             key: replace(each, state=self._seen.get(key, each.state)) for key, each in known.items()
         }
@@ -155,7 +157,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
     async def void(
         self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
     ) -> MemberState:
-        """See `Runner.void`. The engine cannot begin it any more; telling it only saves it the attempt."""
+        """See `Runner.void`. After it the engine cannot start the attempt; cancelling its job only spares it the try."""
         state = await super().void(job, epoch, because=because, timeout=timeout)
         if state.state is RunnerState.VOIDED:
             with suppress(HostError):
@@ -170,7 +172,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         return await self._judge_one(await super().kill(job, epoch, grace=grace, timeout=timeout))
 
     async def _never_begins(self, state: MemberState, because: str) -> MemberState:
-        """Void an attempt with the reason, unless it has begun meanwhile."""
+        """Void an attempt and record the reason, unless it has started meanwhile."""
         message = state.engine_says.strip()
         words = f"{because}, and it never began" + (f"; it said: {message}" if message else "")
         return await super().void(state.job, state.epoch, because=words)
@@ -178,7 +180,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
     # --- judging --------------------------------------------------------------------------------
 
     def _is_unsure(self, state: MemberState) -> bool:
-        """True if the engine has to be asked. If the attempt began on this very machine, its lock tells."""
+        """True if the engine has to be asked. If the attempt started on this very machine, its lock suffices."""
         here = state.state is RunnerState.LOST and state.same_boot
         return state.engine is not None and state.state in UNSURE and not here
 
@@ -186,7 +188,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         return (await self._judge_all((state,)))[0]
 
     async def _judge_all(self, states: Sequence[MemberState]) -> tuple[MemberState, ...]:
-        """The true state of each, by its files and, if they cannot settle it, by the engine."""
+        """The actual state of each attempt, by its files and, if they do not suffice, by the engine."""
         self._seen.update({(each.job, each.epoch): each.state for each in states})
         unsure = [each for each in states if self._is_unsure(each)]
         if unsure:
@@ -213,7 +215,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
     async def _judge(self, state: MemberState, jobs: Sequence[Job]) -> MemberState:
         living = next((each for each in jobs if each.lives), None)
         if state.state is not RunnerState.QUEUED:
-            # Shows a supervisor that lives on another machine. On this one its lock would show.
+            # A heartbeat shows a supervisor that lives on another machine. On this one its lock would show it.
             beats = state.beat_age is not None and state.beat_age < LIVING_BEAT
             if living is None and (state.same_boot or not beats):
                 return replace(state, engine_says=str(jobs[-1]) if jobs else FORGOTTEN)
@@ -223,9 +225,9 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         return await self._not_queued(state, jobs)
 
     def _without_answer(self, state: MemberState, error: HostUnreachable) -> MemberState:
-        """The state of an attempt while the engine does not answer. Raises the error if that cannot be known.
+        """The state of an attempt while the engine does not answer. Raises the error if it cannot be known.
 
-        A tended one has ended only if its supervisor is silent and the engine has said that it is over."""
+        A tended attempt counts as ended only if its supervisor is silent and the engine has reported its end."""
         if not self.tended:
             raise error
         if state.state is RunnerState.QUEUED:
@@ -234,11 +236,11 @@ class EngineRunner(Runner, ABC, Generic[Job]):
 
 
 def as_running(state: MemberState) -> MemberState:
-    """Count an attempt as running that has begun and is not proved to have ended."""
+    """The state of a started attempt that is not proved to have ended: running, or claimed."""
     runs = RunnerState.CLAIMED if state.pid is None else RunnerState.RUNNING
     return replace(state, state=runs, survivors=None)
 
 
 def name_of(state: MemberState) -> str:
-    """The attempt's name in engines. It includes the root's, because two roots may have a job of the same name."""
+    """The attempt's name in engines. It includes the start of the root's name, because two roots may have a job of the same name."""
     return f"{state.job}.{state.epoch}-{(state.place or '')[:8]}"

@@ -1,7 +1,7 @@
-"""Why a command failed: turns the runner's exit record into a failure class, with the line that decided it.
+"""Classifies failures: turns the runner's exit record into a failure class, with the evidence that decided it.
 
-The log is text of the job's own making. It decides how often a job is retried and what people read, but never whether something still
-runs."""
+The job itself writes its log, so the log is not trusted. It affects how often a job is retried and what users read, but never the
+decision whether something still runs."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ class FailureClass(StrEnum):
     """Why an attempt failed: the column `attempts.failure_class`."""
 
     GPU_OOM = "gpu_oom"
-    """The GPU's memory was too small."""
+    """The GPU ran out of memory."""
     HOST_OOM = "host_oom"
-    """The machine's memory was."""
+    """The machine ran out of memory."""
     GPU_FAULT = "gpu_fault"
-    """The GPU is broken. It gets no job until an operator has looked, where its machine says so or a second job does."""
+    """The GPU is faulty. If its machine reports the fault, or a second job shows it, the GPU gets no job until an operator has looked."""
     NETWORK = "network"
-    """A hub or a data source could not be reached; exit code 75 says so too."""
+    """A network service, such as a model hub or a data source, could not be reached; also exit code 75."""
     PREEMPTION = "preemption"
     """The machine was taken away, with notice."""
     REBOOT = "reboot"
-    """The machine has booted since."""
+    """The machine was rebooted."""
     HOST_LOST = "host_lost"
-    """An operator said that the machine does not come back, or its deadman ended the job."""
+    """An operator declared the machine lost, or the job's deadman ended it."""
     SUPERVISOR_LOST = "supervisor_lost"
-    """The supervisor of the command was killed, so how the command ended is not known."""
+    """The command's supervisor was killed, so it is not known how the command ended."""
     LAUNCH_FAILURE = "launch_failure"
-    """The machine would not start it; nothing ran."""
+    """The machine refused to start it; nothing ran."""
     NOT_PROVIDED = "not_provided"
-    """The control machine does not have what the job needs, a secret or a file; nothing ran, and no machine is to blame."""
+    """The control plane lacks a secret or a file that the job needs; nothing ran, and no machine is at fault."""
     TIME_LIMIT = "time_limit"
     USER_ERROR = "user_error"
-    """The job says that it was asked for something impossible: exit code 2, or 64 to 78 but 75."""
+    """The job reports an invalid request: exit code 2, or 64 to 78 except 75."""
     KILLED = "killed"
-    """Signal 9 from an unknown sender."""
+    """Ended by signal 9 of unknown origin."""
     CRASHED = "crashed"
-    """Anything else than exit code 0."""
+    """Any other exit code than 0."""
     ARTEFACTS = "artefacts"
-    """It succeeded, but what it left behind could not be fetched whole."""
+    """The command succeeded, but its output files could not be fetched completely."""
 
 
 def succeeded(record: ExitRecord) -> bool:
-    """True if the command ended by itself, and well. One that exits with 0 because it was told to stop has not done its work."""
+    """True if the command ended by itself with exit code 0. A command that exits with 0 because it was stopped has not done its work."""
     return record.code == 0 and record.reason is ExitReason.EXITED
 
 
@@ -63,9 +63,9 @@ class Diagnosis:
 
 SIGKILL, SIGTERM = 9, 15
 _TRY_LATER = 75
-"""EX_TEMPFAIL of sysexits: a hub or another service did not answer, and may the next time."""
+"""EX_TEMPFAIL of sysexits: a service did not answer, and may answer at the next try."""
 _USER_CODES = frozenset({2, *range(64, 79)} - {_TRY_LATER})
-"""Argument parsers exit with 2; 64 to 78 is the range of sysexits."""
+"""Argument parsers exit with 2; 64 to 78 is the range of sysexits.h."""
 _SHELL_KILLED = 128 + SIGKILL
 _SHELL_TERMINATED = 128 + SIGTERM
 _BY_REASON = {
@@ -75,7 +75,7 @@ _BY_REASON = {
     ExitReason.CANCELLED: FailureClass.KILLED,
     ExitReason.EVICTED: FailureClass.PREEMPTION,
 }
-"""Classes if the runner itself ended the command, or could not begin it."""
+"""Failure classes if the runner itself ended the command, or could not start it."""
 
 _GPU_FAULT = re.compile(
     r"fallen off the bus|GPU is lost|uncorrectable (?:NVLink |double.bit )?(?:ECC )?error|ECC error"
@@ -101,13 +101,13 @@ _NETWORK = re.compile(
     r"|HTTP(?:Status)?Error.*\b(?:429|50[0234])\b|\b(?:502 Bad Gateway|503 Service Unavailable|504 Gateway Time-?out)\b"
 )
 LONGEST_LINE = 300
-"""Most characters of a line that is given as a reason."""
+"""Most characters of a log line that is shown as the reason."""
 _LAST_LINES = 20
-"""Lines at a log's end that are searched for some causes: connections lost earlier may have been found again."""
+"""How many lines at a log's end are searched for some causes: the job may have recovered from earlier connection errors."""
 
 
 def classify(record: ExitRecord, *, gpu_problems: Sequence[str] = ()) -> Diagnosis:
-    """Decide why a command failed that left this record. `gpu_problems`: the faults that its machine reports of the GPUs it held."""
+    """Decide from its exit record why a command failed. `gpu_problems`: faults that the machine reports about the GPUs of the job."""
     if failure := _BY_REASON.get(record.reason):
         return Diagnosis(failure, record.message or f"the runner says {record.reason}")
     by_code = f"exit code {record.code}"
@@ -154,7 +154,8 @@ def _by_signal(record: ExitRecord) -> Diagnosis | None:
 
 
 def _with_last_line(summary: str, record: ExitRecord) -> str:
-    """Add the log's last line to an exit code, which alone says little: programs that give up end with their reason, tracebacks too."""
+    """Add the log's last line to an exit code, since the code alone says little. Programs that give up, and tracebacks, usually end with
+    the reason."""
     last = next((line for line in reversed(record.tail.splitlines()) if line.strip()), None)
     return summary if last is None else f"{summary}: {_shortened_line(last)}"
 

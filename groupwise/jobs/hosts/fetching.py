@@ -1,8 +1,8 @@
-"""Files of an attempt, brought from its machine into a folder here.
+"""Fetches files of an attempt from its machine into a local folder.
 
-The machine lists what there is (path, sha256, mode, size). Large files come in pieces, small ones many in one call. Each is hashed here and
-flushed, and a file that an earlier try left half done is continued. If a file differs from the list, it has changed meanwhile: that raises
-`Changed`, and the caller has to ask for the list again."""
+The machine lists the files (path, sha256, mode, size). Large files are fetched in pieces, small ones many in one call. Each file is
+hashed here and flushed to disk; a file that an earlier try left incomplete is continued. If a file differs from the list, it has changed
+meanwhile: that raises `Changed`, and the caller has to request the list again."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from groupwise.jobs.hosts.spec import FileEntry, Manifest
 T = TypeVar("T")
 
 AT_ONCE = 4
-"""Calls to the machine at once, each for a piece of one file or for many small files."""
+"""Most concurrent calls to the machine, each for a piece of one file or for many small files."""
 CHANGED = frozenset({"not_found", "changed", "refused_path"})
-"""Error codes with which a machine refuses a file that it offered before: something has changed it since."""
+"""Error codes by which a machine refuses a file that it listed before: something has changed the file since."""
 
 
 class Changed(Exception):
-    """A file is not the one in the machine's list. The message is its path."""
+    """A file differs from the machine's list. The message is its path."""
 
 
 class Write(Protocol):
-    """Runs work on the disk in a thread; `name` says in a word what it does."""
+    """Runs disk work in a thread; `name` is one word that describes the work."""
 
     def __call__(self, name: str, fn: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 def in_a_thread(name: str, fn: Callable[[], T]) -> Awaitable[T]:
-    """The plain `Write`."""
+    """The default `Write`."""
     return asyncio.to_thread(fn)
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """Await the work's end even when cancelled: a thread cannot be stopped, and another caller may soon use the folder."""
+    """Wait for the work's end even if cancelled: a thread cannot be stopped, and another caller may use the folder next."""
     working = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(working)
@@ -62,14 +62,14 @@ class Fetching:
         self._do = write
 
     async def files(self, files: Manifest) -> None:
-        """Bring all of them. Raises Changed, HostError, OSError; what has come stays for the next try."""
+        """Fetch all `files`. Raises Changed, HostError, OSError; what has been fetched remains for the next try."""
         sized = [(path, files[path].size) for path in sorted(files)]
         waiting = grouped(sized, PIECE, GATHERED)
 
         async def work() -> None:
             for paths in waiting:
                 parcel = {path: files[path] for path in paths}
-                # A file that does not come with the others has changed or cannot be read: fetched by itself, it says why.
+                # A file that is not part of the answer has changed or cannot be read. Fetch it alone: then the error gives the reason.
                 single = await self._gather(parcel) if len(parcel) > 1 else parcel
                 for path, entry in single.items():
                     await self._file(path, entry)
@@ -83,7 +83,7 @@ class Fetching:
             await asyncio.wait(tasks)
 
     async def _gather(self, parcel: Manifest) -> Manifest:
-        """Fetch with one call; returns the files that have not come."""
+        """Fetch several files with one call; returns those that were not fetched."""
         lacking = await self._write("parcel", partial(_missing_files, self._folder, parcel))
         if not lacking:
             return lacking
@@ -91,7 +91,7 @@ class Fetching:
         return await self._write("gathered", partial(_keep, self._folder, lacking, came))
 
     async def _file(self, path: str, entry: FileEntry) -> None:
-        """Fetch a file whole and verified. What an earlier try left may be torn: then once more, from the beginning."""
+        """Fetch a file completely and verify it. If what an earlier try left turns out to be wrong, fetch once more from the start."""
         here = await self._write("file", partial(_begin, self._folder / path, entry))
         if here and await self._rest(path, entry, here):
             return
@@ -99,7 +99,7 @@ class Fetching:
             raise Changed(path)
 
     async def _rest(self, path: str, entry: FileEntry, here: int) -> bool:
-        """Fetch what follows `here`. False: the result is not the file of the list, and was removed."""
+        """Fetch the bytes from offset `here`. False if the result differs from the list; it is then removed."""
         place = self._folder / path
         while here < entry.size:
             try:
@@ -118,7 +118,7 @@ class Fetching:
 
 
 def _begin(place: Path, entry: FileEntry) -> int:
-    """The number of bytes of a file that are here already."""
+    """Create the file if necessary; returns how many bytes of it exist already."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.open("ab") as file:
         size = os.fstat(file.fileno()).st_size
@@ -129,7 +129,7 @@ def _begin(place: Path, entry: FileEntry) -> int:
 
 
 def _missing_files(folder: Path, parcel: Manifest) -> Manifest:
-    """The files that an earlier try has not left whole and right."""
+    """The files that an earlier try has not fetched completely and correctly."""
 
     def is_here(path: str, entry: FileEntry) -> bool:
         place = folder / path
@@ -139,7 +139,7 @@ def _missing_files(folder: Path, parcel: Manifest) -> Manifest:
 
 
 def _keep(folder: Path, lacking: Manifest, came: Mapping[str, bytes]) -> Manifest:
-    """Write what came; returns the files that are still missing."""
+    """Write the fetched files; returns those that are still missing."""
     for path, data in came.items():
         _append(folder / path, 0, data)
     whole = {path for path in came if _finish(folder / path, lacking[path])}
@@ -154,8 +154,8 @@ def _append(place: Path, offset: int, data: bytes) -> int:
 
 
 def _finish(place: Path, entry: FileEntry) -> bool:
-    """True if it is the right file, which is then durable; a wrong one is removed."""
-    place.touch()  # one without content has not been written yet
+    """True if the file is correct, in which case it is flushed to disk; a wrong file is removed."""
+    place.touch()  # an empty file has not been written yet
     if hash_of(place) != entry.sha256:
         place.unlink()
         return False
@@ -166,7 +166,8 @@ def _finish(place: Path, entry: FileEntry) -> bool:
 
 
 def set_mode(descriptor: int, entry: FileEntry) -> None:
-    """Make a new file here executable for its readers if it was so there, but never grant more than it granted there."""
+    """Make a new local file executable for its readers if it was executable on the machine, but never grant more than the machine's file
+    did."""
     mode = os.fstat(descriptor).st_mode
     if entry.mode & 0o100:
         mode |= (mode & 0o444) >> 2

@@ -1,13 +1,13 @@
-"""Files on their way between the control side and machines: manifests of folders, and the store that keeps contents by hash.
+"""Files that travel between the control side and machines: manifests of folders, and the store that keeps contents by their hash.
 
-A manifest gives for each path its sha256, mode and size; the content is a blob. The store is a folder, `<root>/<aa>/<sha256>`, that any
-number of processes use at once: a blob appears whole or not at all, is never changed, and is hashed again whenever it is read. Blobs that
-no record names any more are collected, except those put or asked for within the last day: a caller may be about to name them. The day is
-measured by the clock of the store's own file system, because machines that share a store may differ about the time.
+A manifest gives the sha256, mode and size of each path; the content is a blob. The store is a folder, `<root>/<aa>/<sha256>`, that any
+number of processes use at once. A blob appears complete or not at all, is never changed, and is hashed again at every read. Blobs that
+no record names any more are collected, except those that were put or asked for within the last day: a caller may be about to name them.
+The day is measured by the clock of the store's own file system, because the clocks of machines that share a store may differ.
 
-Blobs that the control side fetched for a purpose of its own are marked (`MARK`). There may be very many, so they are spared only for
-minutes. The process that fetches declares which blobs it needs (`BlobStore.needed`), and has named them in a record before that ends. Any
-other process that puts such a blob or asks for it removes the mark."""
+Blobs that the control side fetched for its own use are marked (`MARK`). There may be very many, so they are spared for minutes only. The
+process that fetches declares which blobs it needs (`BlobStore.needed`), and names them in a record before the declaration ends. If any
+other process puts such a blob or asks for it, the mark is removed."""
 
 from __future__ import annotations
 
@@ -29,42 +29,43 @@ from groupwise.jobs.hosts.spec import SHA256, FileEntry, path_problems
 
 PIECE = 1 << 20
 LARGEST_BLOB = 64 << 30
-"""Most bytes of one file."""
+"""Largest size of a file in bytes."""
 MOST_FILES = 100_000
 SPARED = 86_400.0
-"""Time in seconds for which a blob that was put or asked for is not collected: the longest that may pass before a record names it."""
+"""Seconds for which a blob is not collected after it was put or asked for. A record must name it within this time."""
 SLOWEST_DISK = 32 * PIECE
-"""Bytes a second. A received blob is read and hashed once more before it is stored, and meanwhile no more of it arrives."""
+"""Assumed minimum speed in bytes per second. A received blob is read and hashed once more before it is stored; meanwhile no more of it
+arrives."""
 SPARED_MARKED = 900.0
-"""The same time for a marked blob: an interrupted transfer can be continued within it."""
+"""The same time in seconds for a marked blob. An interrupted transfer can be continued within it."""
 MARK = stat.S_ISVTX
-"""A mode bit of a blob's file that means nothing else there. A copy of the store keeps it; a blob that loses it is just spared for
-longer."""
+"""A mode bit (sticky) that has no other meaning for a blob's file. A copy of the store preserves it; a blob that loses it is only spared
+for longer."""
 NEEDED = ".needed"
-"""The folder of declarations of needed blobs: one file for each process that needs some, locked as long as it does."""
+"""The folder of declarations of needed blobs: one file for each `with BlobStore.needed(…)`, locked for its duration."""
 INCOMING = "incoming"
-"""The folder of blobs that are not whole yet."""
+"""The folder of incomplete blobs."""
 
 
 class BlobError(RunError):
-    """A blob is not what its name says, cannot be stored, or is not there."""
+    """A blob is damaged, cannot be stored, or is missing."""
 
     code = "blob"
 
 
 class BlobBusy(BlobError):
-    """Another process is receiving this blob: it may be here soon, or be continued from where that process stops."""
+    """Another process is receiving this blob. It may be complete soon, or can be continued if that process stops."""
 
     code = "blob_busy"
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# What lies in a folder
+# Files in a folder
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
 def files_below(root: Path, paths: Iterable[str] = (".",)) -> dict[str, Path]:
-    """Every regular file of those files and folders, by its path relative to `root`. Raises UsageError that lists all that are not
+    """All regular files among those files and folders, by path relative to `root`. Raises UsageError, with a list, if any entry is not
     regular."""
     found: dict[str, Path] = {}
     refused: list[str] = []
@@ -123,7 +124,7 @@ def hash_of(path: Path) -> str:
 
 
 class BlobStore:
-    """The control side's blobs, in a folder."""
+    """The control side's blob store, in a folder."""
 
     def __init__(self, root: Path, *, largest: int = LARGEST_BLOB) -> None:
         self.root = root
@@ -131,7 +132,7 @@ class BlobStore:
         root.mkdir(parents=True, exist_ok=True)
 
     def path(self, sha256: str) -> Path:
-        """The path of a blob, whether it is there or not. Raises BlobError."""
+        """The path of a blob, which need not exist. Raises BlobError if `sha256` is not a hash."""
         if not SHA256.fullmatch(sha256):
             raise BlobError(f"{sha256!r} names no blob: 64 digits of a sha256 are expected")
         return self.root / sha256[:2] / sha256
@@ -140,15 +141,15 @@ class BlobStore:
         return self.path(sha256).is_file()
 
     def missing(self, hashes: Iterable[str], *, marked: bool = False) -> list[str]:
-        """The blobs that are not here. The others are kept for another day, named or not.
+        """The blobs that the store lacks. The others are kept for another day, whether a record names them or not.
 
-        `marked`: the caller is about to fetch the missing ones by itself; blobs that are marked stay so."""
+        `marked`: the caller is about to fetch the missing blobs itself; marked blobs stay marked."""
         with self._shared_lock():
             return [each for each in dict.fromkeys(hashes) if not self._spare(each, marked)]
 
     @contextlib.contextmanager
     def needed(self, hashes: Iterable[str]) -> Generator[None]:
-        """Protect these blobs from collection for the length of a `with`, or until the process ends."""
+        """Protect these blobs from collection for the duration of a `with`, or until the process ends."""
         folder = self.root / NEEDED
         folder.mkdir(exist_ok=True)
         path = folder / f"{os.getpid()}-{time.monotonic_ns()}"
@@ -162,14 +163,14 @@ class BlobStore:
                 path.unlink(missing_ok=True)
 
     def all_needed(self) -> set[str]:
-        """Blobs that any process declared as needed. Ask for these before asking which blobs are named: a declaration ends only once they
-        are."""
+        """Blobs that any process has declared as needed. Read these before reading which blobs the records name: a declaration ends only
+        after a record names its blobs."""
         found: set[str] = set()
         for path in (self.root / NEEDED).glob("*"):
             with contextlib.suppress(FileNotFoundError), path.open() as file:
                 if path.stat().st_mtime + SPARED_MARKED < self.now() and not _is_locked(file):
                     path.unlink()
-                else:  # one that is young may not be locked yet
+                else:  # a new file may not be locked yet
                     found.update(file.read().split())
         return found
 
@@ -185,7 +186,7 @@ class BlobStore:
     def put_file(self, source: Path, more: Callable[[int], None] | None = None) -> FileEntry:
         """Store a copy of a file. It is hashed while it is copied, so a file that changes meanwhile is stored as it was read.
 
-        `more` is called with the number of bytes in each further piece."""
+        `more` is called after each piece with its number of bytes."""
         digest = hashlib.sha256()
         size = 0
 
@@ -212,7 +213,8 @@ class BlobStore:
     def put_files(
         self, files: Mapping[str, Path], more: Callable[[str, int], None] | None = None
     ) -> dict[str, FileEntry]:
-        """Store copies of all files; returns the manifest. `more` is called with a file's name and the number of further bytes."""
+        """Store copies of all files; returns the manifest. `more` is called after each piece with the file's name and the piece's number of
+        bytes."""
 
         def stored(name: str, path: Path) -> FileEntry:
             return self.put_file(path, None if more is None else partial(more, name))
@@ -220,11 +222,11 @@ class BlobStore:
         return {name: stored(name, path) for name, path in files.items()}
 
     def read(self, sha256: str) -> bytes:
-        """The bytes of a blob. Raises BlobError if their hash is wrong; the blob is removed then, and may be put again."""
+        """The bytes of a blob. If their hash is wrong, removes the blob, which can then be put again, and raises BlobError."""
         return b"".join(self.pieces(sha256))
 
     def pieces(self, sha256: str, *, piece: int = PIECE) -> Iterator[bytes]:
-        """Yield the bytes of a blob in pieces. Errors as in `read`; a wrong hash shows after the last piece."""
+        """Yield the bytes of a blob in pieces. Errors as in `read`; a wrong hash is detected after the last piece."""
         digest = hashlib.sha256()
         with self._open_blob(sha256) as file:
             while data := file.read(piece):
@@ -238,7 +240,7 @@ class BlobStore:
             )
 
     def part(self, sha256: str, offset: int, length: int) -> bytes:
-        """Some bytes of a blob, not verified: the caller verifies them once it has all."""
+        """A range of a blob's bytes, not verified: the caller verifies the whole."""
         with self._open_blob(sha256) as file:
             file.seek(offset)
             return file.read(length)
@@ -249,7 +251,7 @@ class BlobStore:
             return os.fstat(file.fileno()).st_size
 
     def copy(self, entry: FileEntry, target: Path) -> None:
-        """Write a file of a manifest to `target`, durable and verified; replaces what was there."""
+        """Write a file of a manifest to `target`, verified and flushed to disk; replaces an existing file."""
         temporary = target.with_name(f".{target.name}.{os.getpid()}.{time.monotonic_ns()}")
         try:
             _write_durably(temporary, self.pieces(entry.sha256), entry.mode)
@@ -263,10 +265,10 @@ class BlobStore:
     def incoming(
         self, sha256: str, size: int, sender: str = "", *, marked: bool = False
     ) -> Generator[Incoming]:
-        """Receive a blob piece by piece; pieces from before a crash are kept. Raises BlobBusy if another process is receiving it.
+        """Receive a blob in pieces; pieces from before a crash are kept. Raises BlobBusy if another process is receiving it.
 
-        `sender`: letters and digits; partial blobs of two senders are kept apart, so that neither completes what the other has begun.
-        `marked`: the blob gets a mark, unless it is here without one."""
+        `sender`: letters and digits. Partial blobs of different senders are separate: no sender can continue another's. `marked`: the
+        blob gets a mark, unless the store has it without one."""
         self._check_size(size, sha256)
         path = self._incoming_path(sha256, sender)
         with path.open("a+b") as file:
@@ -282,27 +284,27 @@ class BlobStore:
             yield Incoming(self, sha256, size, file, marked=marked)
 
     def received(self, sha256: str, sender: str = "") -> int:
-        """Bytes received of a blob that is not whole yet, even while another process receives it."""
+        """How many bytes of an incomplete blob have been received, even while another process receives it."""
         try:
             return self._incoming_path(sha256, sender).stat().st_size
         except FileNotFoundError:
             return 0
 
     def adopt(self, temporary: Path, sha256: str, *, marked: bool = False) -> None:
-        """Turn a verified, durable file on the store's own disk into a blob."""
+        """Turn a verified file, flushed to the store's own disk, into a blob."""
         with self._shared_lock():
             self._publish(temporary, sha256, marked)
 
     def now(self) -> float:
-        """The present time, by the clock that dates blobs."""
+        """The current time, by the clock that dates blobs: that of the store's file system."""
         stamp = self.root / ".lock"
         stamp.touch()
         return stamp.stat().st_mtime
 
     def collect(self, keep: Collection[str], *, now: float | None = None) -> int:
-        """Remove every blob that is not in `keep` or spared; returns the bytes that this freed.
+        """Remove every blob that is neither in `keep` nor spared; returns the number of freed bytes.
 
-        `now`: a time before the caller asked what to keep, so that what was put since then is spared however long this takes."""
+        `now`: a time before the caller read which blobs to keep. Blobs put after it are spared even if the collection takes long."""
         moment = self.now() if now is None else now
         return sum(
             self._collect_in(folder, keep, moment)
@@ -311,8 +313,7 @@ class BlobStore:
         )
 
     def _collect_in(self, folder: Path, keep: Collection[str], moment: float) -> int:
-        """Collect in one folder, of blobs or of partial ones. The lock is held only for that long, so other processes do not wait
-        longer."""
+        """Collect in one folder, of blobs or of partial ones. The lock is held for one folder at a time: other processes wait less."""
         freed = 0
         with self._lock(fcntl.LOCK_EX):
             for path in folder.iterdir():
@@ -326,22 +327,22 @@ class BlobStore:
         return freed
 
     def _shared_lock(self) -> contextlib.AbstractContextManager[None]:
-        """Lock against collection while something is put."""
+        """Lock against collection while a blob is put."""
         return self._lock(fcntl.LOCK_SH)
 
     def _marking(self) -> contextlib.AbstractContextManager[None]:
-        """Lock for deciding whether a blob is marked, one process at a time."""
+        """Lock for one process at a time to decide whether a blob is marked."""
         return self._lock(fcntl.LOCK_EX, ".marking")
 
     @contextlib.contextmanager
     def _lock(self, how: int, name: str = ".lock") -> Generator[None]:
-        # Opened to read and to write: NFS gives a shared lock only to a reader, and an exclusive one only to a writer.
+        # Open for reading and writing: on NFS a shared lock requires a readable file, an exclusive lock a writable one.
         with (self.root / name).open("a+b") as lock:
             fcntl.flock(lock, how)
             yield
 
     def _spare(self, sha256: str, marked: bool = False) -> bool:
-        """Date a blob as now and drop its mark, unless `marked`. False if it is not here."""
+        """Set a blob's time to now and remove its mark, unless `marked`. False if the store lacks the blob."""
         path = self.path(sha256)
         try:
             os.utime(path)
@@ -384,9 +385,10 @@ class BlobStore:
             target.parent.mkdir(exist_ok=True)
             sync_folder(self.root)
         with self._marking():
+            # A blob that is stored without a mark stays unmarked: another process relies on it.
             counted_on = target.exists() and not target.stat().st_mode & MARK
             temporary.chmod(0o400 | MARK if marked and not counted_on else 0o400)
-            os.utime(temporary)  # its last piece may have come long ago
+            os.utime(temporary)  # its last piece may have arrived long ago
             temporary.replace(target)
         sync_folder(target.parent)
 
@@ -396,7 +398,7 @@ class BlobStore:
 
 
 class Incoming:
-    """A blob on its way into the store. Only one process writes it at a time."""
+    """A blob that is being received. Only one process writes it at a time."""
 
     def __init__(
         self,
@@ -412,7 +414,7 @@ class Incoming:
 
     @property
     def received(self) -> int:
-        """Bytes that are here already; the rest has to be fetched."""
+        """Number of bytes received so far; the rest has to be fetched."""
         return os.fstat(self._file.fileno()).st_size
 
     def add(self, data: bytes) -> None:
@@ -426,11 +428,11 @@ class Incoming:
         self._file.flush()
 
     def restart(self) -> None:
-        """Discard all that has come."""
+        """Discard all received bytes."""
         self._file.truncate(0)
 
     def finish(self) -> None:
-        """Turn it into a blob if its hash is right; else discard it and raise BlobError."""
+        """Turn the received bytes into a blob if their hash is right; otherwise discard them and raise BlobError."""
         self._file.seek(0)
         found = hashlib.file_digest(self._file, "sha256").hexdigest()
         if found != self.sha256:
@@ -444,7 +446,7 @@ class Incoming:
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:
-    """True if an open file is still the one of that name."""
+    """True if the path still names this open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -460,7 +462,7 @@ def _is_locked(file: IO[Any]) -> bool:
 
 
 def _is_being_received(path: Path) -> bool:
-    """True while a process receives it, however long ago its last piece came: a large one is hashed for minutes."""
+    """True while a process receives the blob. The lock decides, and not the time of the last piece: a large blob is hashed for minutes."""
     if path.parent.name != INCOMING:
         return False
     with path.open("rb") as file:
@@ -483,12 +485,12 @@ def _write_durably(path: Path, pieces: Iterable[bytes], mode: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Flush a folder's entries to disk: the names in it then survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems have no such thing
+        if error.errno != errno.EINVAL:  # some network file systems do not support it
             raise
     finally:
         os.close(descriptor)

@@ -1,11 +1,11 @@
-"""Requests and answers as bytes, on the control side; `bootstrap.py` and `runner/` are the other side.
+"""Encoding of requests and answers on the control side; the other side is `bootstrap.py` and `runner/`.
 
-A request is one line, `GROUPWISE <protocol> <length> <sha256>`, a JSON body of that length, and raw bytes if the body says so. The machine
-does nothing until length and hash agree, so a request that was cut on its way has not happened.
+A request is the line `GROUPWISE <protocol> <length> <sha256>`, a JSON body of that length, and raw bytes if the body's `payload` says
+so. The machine does nothing until length and hash match, so a request that was cut off has no effect.
 
-An answer begins with `GROUPWISE-ANSWER <protocol> <length> <sha256> <payload length>`. Whatever a login shell prints before that line is
-skipped. `AnswerReader` takes the bytes as they come, from any transport, and is done when the answer is whole: it does not wait for the end
-of a stream that some other process may hold open."""
+An answer starts with `GROUPWISE-ANSWER <protocol> <length> <sha256> <payload length>`. Any output of a login shell before that line is
+skipped. `AnswerReader` takes bytes as they arrive, from any transport, and finishes once the answer is complete: it does not wait for
+the end of a stream that another process may keep open."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from groupwise.jobs.hosts.port import (
 )
 
 PROTOCOL = 1
-"""The protocol of our requests."""
+"""The protocol version of our requests."""
 SPOKEN = frozenset(n for n in (PROTOCOL, PROTOCOL - 1) if n >= 1)
-"""The protocols of answers that are read: the one before too, so that control plane and machines need not be upgraded at the same
-moment."""
+"""The protocol versions of answers that are accepted. The previous one is included, so control plane and machines can be upgraded one after
+the other."""
 MOST_NOISE = 1 << 20
-"""Most bytes before the answer; a machine that prints more is not going to answer."""
+"""Most bytes of other output before the answer; a machine that prints more will not answer."""
 
 _HEADER = re.compile(rb"GROUPWISE-ANSWER (\d{1,6}) (\d{1,12}) ([0-9a-f]{64}) (\d{1,12})\r?\n")
 _LONGEST_HEADER = 200
 _MOST_COMPLAINTS = 4000
-"""Most bytes of standard error that are kept for a message, the last ones."""
+"""Most bytes of standard error that are kept for messages: the last ones."""
 _LONGEST_COMPLAINT = 300
-"""Most characters of it in a message."""
+"""Most characters of standard error in a message."""
 
 
 class BadAnswer(OutcomeUnknown):
-    """The bytes that came back are no answer: torn, changed on the way, or of another protocol. The request may have been carried out all
-    the same."""
+    """The received bytes are no valid answer: cut off, changed in transit, or of another protocol. The request may have been executed
+    nevertheless."""
 
 
 def request_bytes(request: Request) -> bytes:
@@ -60,7 +60,7 @@ def request_bytes(request: Request) -> bytes:
 
 
 def answer_bytes(body: Mapping[str, Any], payload: bytes = b"", protocol: int = PROTOCOL) -> bytes:
-    """Encode an answer, for stand-ins for a machine."""
+    """Encode an answer; used by fake machines in tests."""
     document = json.dumps(body, separators=(",", ":")).encode("ascii")
     digest = hashlib.sha256(document).hexdigest()
     header = f"GROUPWISE-ANSWER {protocol} {len(document)} {digest} {len(payload)}\n"
@@ -81,24 +81,24 @@ class AnswerReader:
 
     @property
     def silent(self) -> bool:
-        """True if nothing came at all, not even noise."""
+        """True if no output was received at all."""
         return not self._buffer and not self._noise
 
     def feed(self, data: bytes) -> bool:
-        """Add output; True once the answer is whole. Raises BadAnswer if it cannot become one."""
+        """Add output; returns True once the answer is complete. Raises BadAnswer if it is invalid."""
         self._buffer += data
         if self._body_length is None and not self._find_header():
             return False
         return self._take_answer()
 
     def noise(self, most: int = 2000) -> str:
-        """The end of the output so far, which is no answer, for a message."""
+        """The end of the output received before an answer, for messages."""
         return bytes(self._buffer[-most:]).decode("utf-8", "replace").strip()
 
     def _find_header(self) -> bool:
         found = _HEADER.search(self._buffer)
         if found is None:
-            # What may be the beginning of a header stays; the rest is counted.
+            # Keep what may be the start of a header; count and discard the rest.
             spare = len(self._buffer) - max(_LONGEST_HEADER, 2000)
             if spare > 0:
                 del self._buffer[:spare]
@@ -140,7 +140,7 @@ class AnswerReader:
             check_number(
                 document, lists=self._request.most_body // 64, texts=self._request.most_body // 16
             )
-            # Of bytes json would guess UTF-16, and let half characters pass.
+            # Decode here: for bytes, json would also accept UTF-16, and lone surrogates.
             text = document.decode("utf-8")
             body: object = json.loads(text, parse_constant=no_constant, parse_float=finite)
             body = _storable(body) if b"\\u" in document else body
@@ -155,7 +155,7 @@ class AnswerReader:
 
 
 def _storable(value: Any) -> Any:
-    """Replace characters that no database takes: a job may print anything, and the end of its log is reported as text."""
+    """Replace characters that databases reject. A job may print any text, and the end of its log is part of answers."""
     if isinstance(value, str):
         return value.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
     if isinstance(value, list):
@@ -166,7 +166,7 @@ def _storable(value: Any) -> Any:
 
 
 def checked_answer(answer: RunnerResponse) -> RunnerResponse:
-    """The answer itself; raises RunnerRefused if it is a refusal."""
+    """Return the answer; raises RunnerRefused if it is an error."""
     error = answer.body.get("error")
     if error is None:
         return answer
@@ -177,17 +177,17 @@ def checked_answer(answer: RunnerResponse) -> RunnerResponse:
 
 
 def no_answer(request: Request, place: object, timeout: float) -> str:
-    """The message for a call whose time limit is over."""
+    """The message for a call that timed out."""
     since = "" if request.longest is None else " of the last sign that it gets on"
     return f"no answer to {request.verb} from {place} within {timeout:g} s{since}"
 
 
 CANNOT_EXECUTE = frozenset({126, 127})
-"""Exit statuses of a shell that finds no such program, or may not run it."""
+"""Exit statuses of a shell that does not find the program, or may not execute it."""
 
 
 def without_answer(reader: AnswerReader, status: int | None, complaints: str) -> HostError:
-    """The error for a command that ended on the machine without an answer. `complaints` is its standard error."""
+    """The error for a command that ended on the machine without a complete answer. `complaints` is its standard error."""
     text = _last_line(complaints) or _last_line(reader.noise())
     if status in CANNOT_EXECUTE and reader.answer is None:
         return RunnerRefused(
@@ -199,12 +199,12 @@ def without_answer(reader: AnswerReader, status: int | None, complaints: str) ->
 
 
 def _last_line(text: str) -> str:
-    """The last line: of a traceback, that is the error. People read it among the states of many machines."""
+    """The last line, which in a traceback names the error. It is short, since it is shown in lists of machines."""
     return text.strip().rpartition("\n")[2].strip()[-_LONGEST_COMPLAINT:]
 
 
 class Exchange:
-    """One request under way. Its transport reports what comes from the machine; the caller awaits `answer`."""
+    """One request in progress. Its transport reports the machine's output; the caller awaits `answer`."""
 
     def __init__(self, request: Request) -> None:
         self.answer: asyncio.Future[RunnerResponse] = asyncio.get_running_loop().create_future()
@@ -216,7 +216,8 @@ class Exchange:
         self._patience = self._end = 0.0
 
     def limit(self, patience: float, longest: float | None) -> asyncio.Timeout:
-        """The call's time limit, `patience` seconds from now; with `longest`, from the last sign of life, and at most `longest` in all."""
+        """The timeout of the call: `patience` seconds from now. With `longest`, `patience` counts from the last output, and `longest`
+        limits the whole call."""
         now = asyncio.get_running_loop().time()
         limit = asyncio.timeout_at(now + patience)
         if longest is not None:
@@ -225,11 +226,11 @@ class Exchange:
 
     @property
     def answered(self) -> bool:
-        """True once the whole answer came."""
+        """True once the complete answer was received."""
         return self._reader.answer is not None
 
     def heard(self, data: bytes) -> None:
-        """Take a piece of standard output."""
+        """Handle a piece of standard output, which extends the timeout if there is a `longest`."""
         if self.answer.done():
             return
         if self._limit is not None and not self._limit.expired():
@@ -245,23 +246,23 @@ class Exchange:
             self.answer.set_result(self._reader.answer)
 
     def complained(self, data: bytes) -> None:
-        """Take a piece of standard error."""
+        """Handle a piece of standard error."""
         self._complaints = (self._complaints + data)[-_MOST_COMPLAINTS:]
 
     def fail(self, error: HostError) -> None:
-        """End the call with an error; ignored if it has ended."""
+        """End the call with an error, unless it has ended already."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
     def over(self) -> None:
-        """End the call because no more output comes."""
+        """End the call because there will be no more output."""
         self.fail(
             without_answer(self._reader, self.status, self._complaints.decode("utf-8", "replace"))
         )
 
     def drop(self) -> None:
-        """Abandon the call: the caller no longer waits for it."""
+        """Drop the call: the caller no longer waits for it."""
         if not self.answer.done():
             self.answer.cancel()
         elif not self.answer.cancelled():
-            self.answer.exception()  # else asyncio reports it as one that no caller looked at
+            self.answer.exception()  # retrieve it, or asyncio logs it as never retrieved

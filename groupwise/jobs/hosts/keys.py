@@ -1,10 +1,10 @@
-"""Host keys, and the meaning of names in an ssh config.
+"""SSH host keys, and host aliases of an ssh config.
 
-A machine is trusted by its key, which is stored in its row as `ssh-ed25519 AAAA…`. `scan` reads the key that a machine shows, and leaves
-before anything else is said; a person decides by its fingerprint whether that key is the right one.
+A machine is trusted by its key, which is stored in its row as `ssh-ed25519 AAAA…`. `scan` reads the key that a machine shows, and
+disconnects before the login; a person decides by the fingerprint whether it is the right key.
 
-`resolve_alias` asks OpenSSH once what a name means: host, port, user, key, jump host. Afterwards no ssh config is read any more, because
-its contents may change, and may run commands."""
+`resolve_alias` asks OpenSSH once what an alias means: host, port, user, key, jump host. Afterwards the ssh config is never read again,
+because it may change, and may run commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "ecdsa-sha2-nistp521": ("ecdsa-sha2-nistp521",),
     "ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256"),
 }
-"""Key types that are accepted, best first, with the signatures of each: RSA not with SHA-1."""
+"""Accepted key types, best first, with the signature algorithms of each; RSA not with SHA-1."""
 
 
 TrustedKeys = tuple[list[asyncssh.SSHKey], list[asyncssh.SSHKey], list[asyncssh.SSHKey]]
@@ -41,7 +41,7 @@ NOBODY: TrustedKeys = ([], [], [])
 
 @dataclass(frozen=True, slots=True)
 class HostKey:
-    """The public key of a machine."""
+    """The public host key of a machine."""
 
     type: str
     data: bytes
@@ -56,7 +56,7 @@ class HostKey:
         return "SHA256:" + digest.rstrip("=")
 
     def public(self) -> asyncssh.SSHKey:
-        """The key as asyncssh has it. Raises UsageError if it is not a key."""
+        """The key as an asyncssh object. Raises UsageError if it is invalid."""
         try:
             return asyncssh.import_public_key(str(self))
         except asyncssh.KeyImportError as error:
@@ -64,10 +64,11 @@ class HostKey:
 
 
 def parse(line: str) -> HostKey:
-    """Read a key as `type base64`, with or without a comment: the line of a `.pub` file or of `ssh-keyscan`. Raises UsageError."""
+    """Parse a key of the form `type base64`, with or without a comment, or a line of a `.pub` file or of `ssh-keyscan`. Raises
+    UsageError."""
     words = line.split()
     if len(words) > 2 and words[0] not in ALGORITHMS and words[1] in ALGORITHMS:
-        words = words[1:]  # ssh-keyscan and known_hosts begin with the name of the host
+        words = words[1:]  # lines of ssh-keyscan and known_hosts start with the host's name
     expected = f"a host key is a type ({', '.join(ALGORITHMS)}), a blank and base64, as in the .pub file of the machine"
     if len(words) < 2 or words[0] not in ALGORITHMS:
         raise UsageError(f"{line.strip()[:80]!r} is no host key: {expected}")
@@ -83,7 +84,7 @@ def parse(line: str) -> HostKey:
 
 
 def key_of(public: asyncssh.SSHKey) -> HostKey:
-    """The key that asyncssh holds."""
+    """Convert an asyncssh key."""
     return HostKey(public.get_algorithm(), public.public_data)
 
 
@@ -93,13 +94,14 @@ def trusting(key: HostKey) -> TrustedKeys:
 
 
 def signatures(pinned: HostKey | None) -> list[str]:
-    """Signature algorithms to ask a machine for: the pinned type first, so that a machine with several keys shows that one."""
+    """Signature algorithms to request from a machine. Those of the pinned type come first: a machine with several keys then shows that
+    one."""
     first = [*ALGORITHMS[pinned.type]] if pinned else []
     return first + [name for names in ALGORITHMS.values() for name in names if name not in first]
 
 
 class KeyWitness(asyncssh.SSHClient):
-    """Remembers the key of a machine whose key is not trusted, and rejects it."""
+    """Rejects the host key of a machine that is not trusted, and keeps it in `seen`."""
 
     def __init__(self) -> None:
         self.seen: HostKey | None = None
@@ -122,7 +124,7 @@ async def scan(
     timeout: float = 10.0,
     tunnel: asyncssh.SSHClientConnection | None = None,
 ) -> HostKey:
-    """The key that a machine shows; it is asked nothing else. Raises HostUnreachable."""
+    """The host key that a machine shows; nothing else is requested. Raises HostUnreachable."""
     witness = KeyWitness()
     try:
         connection, _ = await asyncssh.create_connection(
@@ -139,7 +141,7 @@ async def scan(
             connect_timeout=timeout,
         )
     except (OSError, asyncssh.Error, ValueError, OverflowError) as error:
-        # The last two: the address is no name of a host, or the port is none.
+        # ValueError and OverflowError: an invalid host name or port.
         if witness.seen is not None:
             return witness.seen
         raise HostUnreachable(
@@ -150,17 +152,17 @@ async def scan(
 
 
 KNOWN_HOSTS = ("~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts")
-"""Files in which OpenSSH records the machines that a user trusts."""
+"""Files in which OpenSSH records trusted machines."""
 
 
 def known(host: str, port: int, files: Sequence[str] = KNOWN_HOSTS) -> HostKey | None:
-    """The best accepted key with which the user's OpenSSH trusts this host; None: it knows none, or has it revoked."""
+    """The best accepted key by which the user's OpenSSH trusts this host; None: it knows no such key, or the key is revoked."""
     paths = [str(path) for each in files if (path := Path(each).expanduser()).is_file()]
     if not paths:
         return None
     try:
         found = asyncssh.match_known_hosts(asyncssh.read_known_hosts(paths), host, "", port)
-    except (OSError, ValueError):  # unreadable, or with lines that are none
+    except (OSError, ValueError):  # unreadable, or with invalid lines
         return None
     trusted, revoked = found[0], found[2]
     keys = [key_of(each) for each in trusted if each not in revoked]
@@ -170,18 +172,18 @@ def known(host: str, port: int, files: Sequence[str] = KNOWN_HOSTS) -> HostKey |
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """The meaning of a name in an ssh config."""
+    """The settings of a host alias in an ssh config."""
 
     host: str
     port: int
     user: str
     identity_file: str | None
-    """The first of its files that exists."""
+    """The first configured key file that exists."""
     jump: Alias | None = None
 
 
 def resolve_alias(name: str, *, config: Path | None = None, jumps: int = 1) -> Alias:
-    """Ask ssh what `ssh NAME` would connect to. `config` None: that of the user. Raises UsageError."""
+    """Ask ssh where `ssh NAME` would connect to. `config` None: the user's own. Raises UsageError."""
     settings = _ssh_settings(name, config)
     host, port, user = (settings[key][0] for key in ("hostname", "port", "user"))
     command = settings.get("proxycommand", ["none"])[0]
@@ -207,7 +209,7 @@ def resolve_alias(name: str, *, config: Path | None = None, jumps: int = 1) -> A
 
 
 def _host_and_port(text: str) -> tuple[str, int | None]:
-    """`host`, `host:port`, `[v6]`, `[v6]:port`, or a bare IPv6 address."""
+    """Parse `host`, `host:port`, `[v6]`, `[v6]:port`, or a bare IPv6 address."""
     if text.startswith("["):
         host, _, rest = text[1:].partition("]")
         return host, int(rest[1:]) if rest[1:].isdecimal() else None
@@ -226,7 +228,7 @@ def _ssh_settings(name: str, config: Path | None) -> dict[str, list[str]]:
             "there is no ssh on PATH to read its config with; give the address, port, user and key of the machine instead"
         )
     command = [program, "-G", *(["-F", str(config)] if config else []), "--", name]
-    ran = subprocess.run(  # the name is one argument of its own, after `--`
+    ran = subprocess.run(  # the name is a separate argument after `--`, so it cannot be an option
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=20
     )
     if ran.returncode:

@@ -1,9 +1,9 @@
-"""This machine as a host: each call runs the bootstrap as a process of its own, exactly as over SSH, but without a shell.
+"""This machine as a host: each call runs the bootstrap in its own process, exactly as over SSH, but without a shell.
 
-So the embedded default and a fleet of machines use the same runner, and what is started lives on when the control plane ends: the runner
-detaches it.
+So the embedded default and a fleet of machines use the same runner. Started attempts survive the end of the control plane, because the
+runner detaches them.
 
-A call ends when the answer is whole, not when the process's output ends: processes that it left behind may hold that open for hours."""
+A call ends when the answer is complete, not when the process's output ends: processes that it has started may keep that open for hours."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, Request, 
 
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 ENDS_BY_ITSELF = 2.0
-"""Time in seconds for the runner to end after its answer."""
+"""Seconds that the runner has to end by itself after its answer."""
 PASSED_ON = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "SLURM_CONF")
-"""Variables that a login sets. The others, such as keys of the control plane, are kept from a process that outlives it."""
+"""Variables that a login sets. All others, such as keys of the control plane, are withheld: the started process may outlive it."""
 
 
 class LocalHost:
@@ -36,8 +36,7 @@ class LocalHost:
         environment: Mapping[str, str] | None = None,
         also: Iterable[str] = (),
     ) -> None:
-        """`python` runs the bootstrap, with `environment`, or else with the variables of this process that a login would set and those of
-        `also`."""
+        """`python` runs the bootstrap with `environment`; None: with those variables of this process that are in PASSED_ON or `also`."""
         self._command = (python, *FLAGS, "-c", BOOTSTRAP)
         if environment is None:
             names = (*PASSED_ON, *also)
@@ -75,9 +74,9 @@ class LocalHost:
 
 
 class _Process:
-    """One process of the bootstrap: the request goes in, the answer is read as it comes.
+    """One process of the bootstrap: sends the request, and reads the answer as it arrives.
 
-    Not a subprocess of asyncio: in Python 3.11, cancelling a task while one of these begins makes it wait for ever."""
+    It does not use asyncio's subprocesses: in Python 3.11, if a task is cancelled while one of them starts, it waits for ever."""
 
     def __init__(self, request: Request) -> None:
         self.exchange = Exchange(request)
@@ -89,7 +88,7 @@ class _Process:
     async def begin(
         self, command: Sequence[str], environment: Mapping[str, str], request: bytes
     ) -> None:
-        """Start it, and send it the request. If cancelled or failed, it leaves nothing behind. Raises OSError."""
+        """Start the process, and send it the request. If this fails or is cancelled, the process is ended. Raises OSError."""
         child = self._start(command, environment)
         assert child.stdin is not None
         assert child.stdout is not None
@@ -108,7 +107,7 @@ class _Process:
         except BaseException:
             try:
                 await self.end()
-            finally:  # some may have no transport yet
+            finally:  # some pipes may have no transport yet
                 for pipe in (child.stdin, child.stdout, child.stderr):
                     pipe.close()
             raise
@@ -116,7 +115,7 @@ class _Process:
     def _start(
         self, command: Sequence[str], environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C in the terminal of the control plane is not meant for the runner.
+        # In its own session: Ctrl-C in the control plane's terminal must not reach the runner.
         child = self._child = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -141,7 +140,7 @@ class _Process:
         return child
 
     async def end(self) -> None:
-        """Leave the process. One that does not end by itself is killed; what it has started is not."""
+        """Stop watching the process. If it does not end by itself, it is killed; processes that it has started are not."""
         self.exchange.drop()
         try:
             await self._exits(within=ENDS_BY_ITSELF if self.exchange.answered else 0)
@@ -159,14 +158,14 @@ class _Process:
                 await self._exited.wait()
 
     def heard(self, number: int, data: bytes) -> None:
-        """Take a piece of its standard output or error."""
+        """Handle a piece of its standard output or error."""
         if number == STANDARD_ERROR:
             self.exchange.complained(data)
         else:
             self.exchange.heard(data)
 
     def closed(self, number: int) -> None:
-        """Note that this output has ended."""
+        """Record that this output has ended."""
         self._open.discard(number)
         self._perhaps_over()
 
@@ -176,7 +175,7 @@ class _Process:
 
 
 class _Pipe(asyncio.Protocol):
-    """The reading end of one of its outputs."""
+    """The reading end of one output of the process."""
 
     def __init__(self, process: _Process, number: int) -> None:
         self._process, self._number = process, number

@@ -1,10 +1,12 @@
-"""The seam between the control side and a machine: one call, with plain data in both directions.
+"""The interface between the control side and a machine: one call, with plain data in both directions.
 
-A `Host` carries a request to the runner of one machine, and the answer back. There are three: over SSH (`ssh.py`), as a process of this
-machine (`local.py`), and a fake for tests (`tests/fake_hosts.py`). `driver.py` builds typed calls on it.
+A `Host` carries a request to the runner of one machine, and the answer back. There are these implementations: over SSH (`ssh.py`), as a
+process of this machine (`local.py`), through Modal (`clouds/modal/runner.py`), and a fake for tests (`tests/fake_hosts.py`). `driver.py`
+builds typed calls on it.
 
-The meaning of an error decides whether a job may run twice, so there are two for a call without an answer: `HostUnreachable` (nothing of
-the request was sent, so nothing happened) and `OutcomeUnknown` (it may have happened: ask the same machine, with the same epoch)."""
+The meaning of an error decides whether a job may run twice. So there are two errors for a call without an answer: `HostUnreachable` (no
+part of the request was sent, so nothing happened) and `OutcomeUnknown` (it may have happened: ask the same machine, with the same
+epoch)."""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class OutcomeUnknown(HostError):
 
 
 class HostKeyError(HostError):
-    """The machine showed another key than the pinned one, or none is pinned. `seen` is the key that it showed, as `type base64`."""
+    """The machine showed another key than the pinned one, or no key is pinned. `seen`: the key that it showed, as `type base64`."""
 
     def __init__(self, message: str, seen: str | None = None) -> None:
         super().__init__(message)
@@ -34,7 +36,7 @@ class HostKeyError(HostError):
 
 
 class RunnerRefused(HostError):
-    """The runner refused, and nothing was changed. `code` is one word, such as `bad_request`, `protocol`, `disk_full`."""
+    """The runner rejected the request, and nothing was changed. `code` is one word, such as `bad_request`, `protocol`, `disk_full`."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -43,7 +45,8 @@ class RunnerRefused(HostError):
 
 
 USUAL_BODY = 8 << 20
-"""Bytes. Bodies are parsed on the event loop that serves all machines; this many take a tenth of a second."""
+"""Default limit of an answer's body in bytes. Bodies are parsed on the event loop that serves all machines; this size takes a tenth of a
+second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +58,13 @@ class Request:
     payload: bytes = b""
     """Raw bytes after the body: blobs, for `put`."""
     secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    """Values that travel with the body and stand in no log."""
+    """Values that are sent with the body and never logged."""
     longest: float | None = None
-    """Seconds for the whole call, if the runner sends signs of life; the timeout then limits only its silence."""
+    """Limit of the whole call in seconds, if the runner sends signs of life; the timeout then limits only the time between them."""
     most_body: int = USUAL_BODY
-    """Most bytes of the answer's body: a machine is not trusted to say how much of it to keep."""
+    """Most bytes of the answer's body. The caller sets it, because a machine is not trusted to limit its answers."""
     most_payload: int = 0
-    """Most raw bytes after the body: as many as were asked for."""
+    """Most raw bytes after the body: as many as the request asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +76,14 @@ class RunnerResponse:
 
 
 class Host(Protocol):
-    """One machine, as the control side reaches it. Several calls may be under way at once."""
+    """One machine, as the control side reaches it. Several calls may be in progress at once."""
 
     async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
-        """Send a request to the runner. `timeout` in seconds limits the whole call; if `request.longest` is given, only the silence.
+        """Send a request to the runner. `timeout` in seconds limits the whole call; with `request.longest`, the time between signs of life.
 
         Raises HostUnreachable, OutcomeUnknown, HostKeyError or RunnerRefused."""
         ...
 
     async def close(self) -> None:
-        """End the connection, if there is one; calls under way end as OutcomeUnknown."""
+        """Close the connection, if there is one; calls in progress end with OutcomeUnknown."""
         ...

@@ -1,9 +1,11 @@
-"""A machine from which Ray's head can be reached: attempts are laid out on its disk, which the nodes share, and begun by Ray as its jobs.
+"""The runner for a machine that can reach the head of a Ray cluster: attempts are laid out on its disk, which the nodes share, and started
+as Ray jobs.
 
-`engines.py` says when an engine is asked and what its answers are worth. Ray is asked by the HTTP API of its head (the Jobs API), with the
-attempt's name as the job's id, so that Ray has each attempt once. Ray keeps all its state in the head: after a restart it knows nothing of
-the jobs that waited, and it gives up a job that has waited for a quarter of an hour. The next caller that looks submits both again, since
-their options stand with the attempt and its token decides whether it begins. A caller that tends its attempts does so itself."""
+`engines.py` describes when an engine is asked and how reliable its answers are. Ray is called through the HTTP API of its head (the Jobs
+API). The attempt's name is the job's id, so Ray has each attempt at most once. Ray keeps all its state in the head: after a restart it
+has forgotten the waiting jobs, and it gives up a job that has waited for a quarter of an hour. In both cases the next caller that reads
+the state submits the job again: the options are stored with the attempt, and its token ensures that it starts once. A caller that
+watches its attempts (`tended`) does this itself."""
 
 from __future__ import annotations
 
@@ -23,35 +25,34 @@ from groupwise.jobs.hosts.port import Host, HostUnreachable, RunnerRefused
 
 NAME = "ray"
 ADDRESS = "http://127.0.0.1:8265"
-"""The head's default address."""
+"""The default address of the head."""
 TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-"""Variables in which Ray looks for its token."""
+"""Environment variables in which Ray expects its token."""
 HERE = frozenset({"127.0.0.1", "localhost", "::1"})
 CALL_SECONDS = 15.0
 STOP_SECONDS = 30
-"""Time in seconds between Ray's TERM and its KILL. Ray's default of 3 is too short for a checkpoint; the supervisor needs 25
-(EVICT_GRACE)."""
+"""Seconds between Ray's TERM and its KILL. Ray's default of 3 is too short for a checkpoint; the supervisor needs 25 (EVICT_GRACE)."""
 LIVING = frozenset({"PENDING", "RUNNING"})
 SAY_ENOUGH = frozenset({"PENDING", "RUNNING", "SUCCEEDED"})
-"""States whose message is no news."""
+"""States whose message adds no information."""
 GAVE_UP = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
-"""Ray's error for a job that has waited for RAY_JOB_START_TIMEOUT_SECONDS (900) of its head."""
+"""Ray's error for a job that waited longer than the head's RAY_JOB_START_TIMEOUT_SECONDS (900)."""
 WANTED = {
     "entrypoint_num_cpus": "CPU",
     "entrypoint_num_gpus": "GPU",
     "entrypoint_memory": "memory",
 }
-"""Options of a job, and the resources that Ray calls by other names."""
+"""Options of the Jobs API, and the corresponding names of resources in the cluster's status."""
 GANG = "gang"
-"""Option of a job on several machines at once, which the Jobs API does not know (`ray_gang.py`)."""
+"""Our own option for a job on several machines at once, which the Jobs API does not support (`ray_gang.py`)."""
 
 Call = tuple[str, str, Mapping[str, Any] | None]
-"""Method, path, body."""
+"""One HTTP call: method, path, body."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayJob:
-    """Ray's record of a submission."""
+    """Ray's record of a submitted job."""
 
     name: str
     status: str
@@ -59,11 +60,11 @@ class RayJob:
     gave_up: bool = False
     """True if Ray gave the job up because it had waited too long."""
     has: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    """Amounts of each Ray resource, by name: in use, and in total."""
+    """Ray's resources by name: amount in use, and total."""
 
     @property
     def lives(self) -> bool:
-        """True if it waits, runs, or is ending."""
+        """True if the job waits, runs, or is ending."""
         return self.status in LIVING
 
     def __str__(self) -> str:
@@ -86,14 +87,15 @@ class RayRunner(EngineRunner[RayJob]):
         tended: bool = False,
         address: str = ADDRESS,
     ) -> None:
-        """`address`: of Ray's head, as that machine reaches it."""
+        """`address`: URL of Ray's head, as seen from the machine."""
         super().__init__(host, root=root, python=python, tended=tended)
         self.address = address
 
     async def word(self) -> str:
-        """See `EngineRunner.word`. It names the machine, since machines that share a folder may have a Ray each, under the same address.
+        """See `EngineRunner.word`. The name includes the machine: machines that share a folder may each have their own Ray under the same
+        address.
 
-        A fleet's folder is used by no other engine: its attempts stay its own even if Ray's address changes."""
+        No other engine uses a fleet's folder: its attempts keep the plain name, so they remain its own if Ray's address changes."""
         if self.tended:
             return NAME
         if self._word is None:
@@ -126,7 +128,7 @@ class RayRunner(EngineRunner[RayJob]):
         return found
 
     async def free(self) -> str:
-        """Ray's unused resources, in words. Raises HostUnreachable if no Ray answers."""
+        """Ray's free resources as text. Raises HostUnreachable if no Ray answers."""
         (status, version), (_, cluster) = await self._call(
             ("GET", "/api/version", None), ("GET", "/api/cluster_status", None)
         )
@@ -135,11 +137,12 @@ class RayRunner(EngineRunner[RayJob]):
         return _free(_resources(cluster), ("CPU", "GPU")) or "nothing yet"
 
     async def try_options(self, options: Sequence[str]) -> str:
-        """What Ray says of a job with these options. It never says that one asks for too much: it waits for a node that may come."""
+        """Describe a job with these options and the free resources. Ray never rejects a job for asking too much: it waits for a node that
+        may join."""
         return f"try {options[0]}; free: {await self.free()}"
 
     def _waits_for(self, state: MemberState, job: RayJob) -> str:
-        """See `EngineRunner._waits_for`. Lists wanted and free resources, because Ray does not say what a job lacks."""
+        """See `EngineRunner._waits_for`. Lists requested and free resources, because Ray does not say what a job lacks."""
         wanted = _job_options(state.engine_options)
         gang: dict[str, Any] | None = wanted.get(GANG)
         wants: Mapping[str, float] = (
@@ -162,12 +165,12 @@ class RayRunner(EngineRunner[RayJob]):
         wanted = _job_options(options)
         begin, log = (shlex.quote(f"{state.folder}/{name}") for name in ("begin.sh", "engine.log"))
         if (gang := wanted.pop(GANG, None)) is not None:
-            # The program waits for all machines, and uses no resources of any of them.
+            # The entrypoint waits for all machines, and itself uses no resources.
             program, argument = _text("ray_gang.py"), json.dumps({"folder": state.folder, **gang})
             entrypoint = f"exec python3 -c {shlex.quote(program)} {shlex.quote(argument)}"
         elif wanted.get("entrypoint_num_gpus"):
             entrypoint = f"exec sh {begin}"
-        else:  # GPUs are hidden: Ray would leave the job those of its node
+        else:  # hide the GPUs: otherwise the job would see those of its node
             entrypoint = f"CUDA_VISIBLE_DEVICES= exec sh {begin}"
         variables = {
             "RAY_JOB_STOP_SIGNAL": "SIGTERM",
@@ -187,12 +190,12 @@ class RayRunner(EngineRunner[RayJob]):
         raise self._no_answer(status, text)
 
     async def _cancel(self, jobs: Iterable[RayJob]) -> None:
-        """Stop jobs, also those that wait, although Ray obeys only once it has begun them."""
+        """Stop jobs, including waiting ones; Ray stops these only once it has started them."""
         calls = [("POST", f"{_path(each.name)}/stop", None) for each in jobs if each.lives]
         await self._call(*calls)
 
     async def _not_queued(self, state: MemberState, jobs: Sequence[RayJob]) -> MemberState:
-        """Submit a job again that Ray has forgotten or given up; until then it counts as on its way."""
+        """Submit a job again that Ray has forgotten or given up; meanwhile it counts as being submitted."""
         if any(not each.gave_up for each in jobs):
             return await self._never_begins(state, str(jobs[-1]))
         await self._call(*(("DELETE", _path(each.name), None) for each in jobs))
@@ -206,7 +209,8 @@ class RayRunner(EngineRunner[RayJob]):
         return state
 
     async def _call(self, *calls: Call) -> list[tuple[int, str]]:
-        """Status and text of each call. Raises HostUnreachable if one got no answer, or Ray rejects the token."""
+        """Make HTTP calls from the machine; returns status and text of each. Raises HostUnreachable if one got no answer, or Ray rejects
+        the token."""
         if not calls:
             return []
         request = {"address": self.address, "seconds": CALL_SECONDS, "calls": calls}
@@ -235,12 +239,12 @@ def _text(program: str) -> str:
 
 
 def _job_options(options: Sequence[str]) -> dict[str, Any]:
-    """The options in the words of the Jobs API."""
+    """The options in the format of the Jobs API."""
     return json.loads(options[0]) if options else {}
 
 
 def _requested_resources(wanted: Mapping[str, Any]) -> dict[str, float]:
-    """The resources that a job on one machine asks for, by Ray's names."""
+    """The resources that a job on one machine requests, by Ray's resource names."""
     wants: dict[str, float] = {
         word: wanted[name] for name, word in WANTED.items() if name in wanted
     }
@@ -259,7 +263,7 @@ def _free(has: Mapping[str, tuple[float, float]], words: Iterable[str]) -> str:
 
 
 def _resources(cluster: str) -> dict[str, tuple[float, float]]:
-    """Used and total amounts by resource name; empty if Ray does not report them, since only words for people depend on it."""
+    """Used and total amounts by resource name; empty if Ray does not report them, since they appear in messages only."""
     try:
         usage = json.loads(cluster)["data"]["clusterStatus"]["loadMetricsReport"]["usage"]
         return {str(word): (float(used), float(total)) for word, (used, total) in usage.items()}
@@ -272,7 +276,7 @@ def _number(amount: float) -> str:
 
 
 def _gist(text: str) -> str:
-    """The essence of a message that goes on with a traceback, or with the end of a log."""
+    """The first line of a message. If the message continues with the end of a log, add its last line; leave out a traceback."""
     first = text.partition("\n")[0].strip()
     if "Full traceback" in first:
         return first.removesuffix(" Full traceback:")
@@ -281,5 +285,5 @@ def _gist(text: str) -> str:
 
 
 def _last_line(text: str) -> str:
-    """The last line with words in it, which in a traceback names the error."""
+    """The last line that is not empty; in a traceback it names the error."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip(" .")), "")

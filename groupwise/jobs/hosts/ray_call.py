@@ -1,8 +1,8 @@
-"""Calls the HTTP API of Ray's head, on a machine from which it can be reached. The driver (`ray.py`) runs this text there.
+"""Calls the HTTP API of Ray's head from a machine that can reach it. The driver (`ray.py`) runs this text there.
 
-It needs only Python 3.8, so Ray need not be installed on the machine. The argument is one JSON object: the address, seconds for a call, and
-calls [[method, path, body or null], …]. It prints one JSON list: status and text of each call. Exit code 3, with the reason on stderr: a
-call got no answer, and may have been carried out."""
+It needs only Python 3.8, so Ray need not be installed on the machine. The argument is one JSON object: the address, seconds for a call,
+and calls [[method, path, body or null], …]. It prints one JSON list: status and text of each call. Exit code 3, with the reason on
+stderr: a call got no answer, and may have been executed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Re
 
 NO_ANSWER = 3
 LARGEST = 1 << 18
-"""Most bytes of one answer: Ray sends 20,000 characters about a failed job. Many of these make up one answer of the runner."""
+"""Most bytes of one HTTP answer; Ray sends 20,000 characters about a failed job. Many HTTP answers form one answer of the runner."""
 TOKEN = os.path.join("~", ".ray", "auth_token")
 """Ray's token file, if the environment names none (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH)."""
 
 
 class Stays(HTTPRedirectHandler):
-    """Follows no redirect, so that the token goes to no other server."""
+    """Follows no redirect: the token must not reach another server."""
 
     def redirect_request(
         self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
@@ -32,7 +32,7 @@ class Stays(HTTPRedirectHandler):
 def main() -> int:
     """Make the calls; returns the exit code."""
     arguments = json.loads(sys.argv[1])
-    # The head is inside the cluster, and a proxy leads out of it.
+    # Use no proxy: the head is inside the cluster.
     opener = build_opener(ProxyHandler({}), Stays())
     answers: list[tuple[int, str]] = []
     for method, path, body in arguments["calls"]:
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def answer(opener: OpenerDirector, request: Request, seconds: float) -> tuple[int, str]:
-    """Status and text, whatever the status is."""
+    """Send the request; returns status and text for any status."""
     try:
         with opener.open(request, timeout=seconds) as found:
             return found.status, found.read(LARGEST).decode("utf-8", "replace")
@@ -58,7 +58,7 @@ def answer(opener: OpenerDirector, request: Request, seconds: float) -> tuple[in
 
 
 def headers() -> dict[str, str]:
-    """Headers with the token, if there is one: a head that needs none ignores it."""
+    """Request headers, including the token if there is one; a head without authentication ignores it."""
     found = {"Content-Type": "application/json"}
     token = os.environ.get("RAY_AUTH_TOKEN")
     if not token:

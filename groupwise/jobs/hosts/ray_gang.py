@@ -1,16 +1,17 @@
-"""Begins a job on several machines of Ray at once: the entrypoint of such a job, run by the Python that Ray has on its nodes.
+"""Starts a job on several Ray nodes at once. It is the entrypoint of such a job, run by the Python that Ray uses on its nodes.
 
-It waits until Ray has reserved a bundle on each wanted node (a placement group), and keeps an actor on each. The first machine's actor
-runs the attempt's `begin.sh`, which is the job as far as its record goes. Its command writes down what the other machines have to run
-(`groupwise.engine.learner.launch_node`), in a file of the attempt's folder, which all nodes share, readable by its user alone: secrets
-never go through Ray. When the first machine ends, all end. If another one ends, or is gone with its node, all get time to notice, then are
-ended.
+It waits until Ray has reserved a bundle on each requested node (a placement group), and keeps an actor on each. The first machine's
+actor runs the attempt's `begin.sh`; its result is the result of the job. Its command writes what the other machines must run
+(`groupwise.engine.learner.launch_node`) to a file in the attempt's folder, which all nodes share, readable by its user alone: secrets
+never go through Ray. When the first machine ends, all end. If another machine ends, or its node is lost, all get time to notice, and are
+then ended.
 
-Ray takes its reservation back when this program is gone, however that ended; its actors are gone then too, and the kernel tells the
-processes they have begun.
+Ray releases its reservation when this program ends for any reason. Its actors end then too, and the kernel signals the processes that
+they have started.
 
-The driver (`ray.py`) passes this text to Python. The argument is one JSON object: the attempt's folder, nodes, and the bundle for each in
-Ray's terms: CPU, GPU, memory in bytes, other resources. The exit code is that of the first machine; 75 if it is not known."""
+The driver (`ray.py`) passes this text to Python. The argument is one JSON object: the attempt's folder, the number of nodes, and the
+bundle for each in Ray's terms: CPU, GPU, memory in bytes, other resources. The exit code is that of the first machine; 75 if it is not
+known."""
 
 from __future__ import annotations
 
@@ -26,51 +27,52 @@ from importlib import import_module
 from typing import Any
 
 TICK = 0.5
-"""Time in seconds between two looks."""
+"""Seconds between two polls."""
 NOTICE = 60.0
-"""Time in seconds for the first machine to notice that another one has ended."""
+"""Seconds for the first machine to notice that another one has ended."""
 SAVING = 60.0
-"""Time in seconds for the others after TERM; torchrun kills after 50."""
+"""Seconds for the other machines between TERM and KILL; torchrun kills after 50."""
 UNREAD = 15.0
-"""Time in seconds for a disk that cannot be read to recover."""
+"""Seconds for a shared disk that cannot be read to recover."""
 EVICTED = 25.0
-"""Time in seconds for the job to end, once it has to."""
+"""Seconds that the job gets to end once it must."""
 SHARED = "all nodes of Ray need the folder of jobs under one path, on a disk that they share, and the same environment"
 LOST = 75
-"""EX_TEMPFAIL: the same command goes on if it is begun again."""
+"""EX_TEMPFAIL: the same command, started again, continues the job."""
 NO_RAY = 69
-"""EX_UNAVAILABLE."""
+"""EX_UNAVAILABLE: Ray cannot be imported."""
 PARENT_DEATH_SIGNAL = 1
 ENDS_WITH_RAY = f"""\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({PARENT_DEATH_SIGNAL}, {int(signal.SIGTERM)}, 0, 0, 0)
 os.execvp(sys.argv[1], sys.argv[1:])
 """
-"""Runs a command that gets TERM when the process that began it is gone."""
+"""Program that runs a command which gets TERM when its parent process ends."""
 NODES, HOST, ORDER = "RAY_GROUPWISE_NODES", "RAY_GROUPWISE_HOST", "RAY_GROUPWISE_ORDER"
-"""Variables for the command on the first machine: how many there are, where they meet, and where to write what the others have to run."""
+"""Variables for the command on the first machine: the number of machines, the address at which they meet, and the file for the other
+machines' order."""
 
 ADDRESS = "RAY_ADDRESS"
-"""Variable by which `ray.init()` finds the cluster; Ray's jobs have it, its workers do not."""
+"""Variable by which `ray.init()` finds the cluster. Ray sets it for jobs, but not for workers."""
 OF_WORKERS = frozenset({"RAY_JOB_ID", "RAY_RAYLET_PID"})
-"""Variables that Ray itself removes from what jobs begin (RAY_INTERNAL_FLAGS)."""
+"""Variables that Ray itself removes from the environment of jobs (RAY_INTERNAL_FLAGS)."""
 
 
 class Machine:
-    """One machine, as an actor on a node. Its calls run one after another, in one thread: the one that begins a process lives as long as
-    it."""
+    """One machine, as an actor on a node. Its calls run one after another in one thread, which lives as long as the processes that it
+    starts: PARENT_DEATH_SIGNAL depends on the thread."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
         self._unread: float | None = None
-        """Time since when the order was there but could not be read."""
+        """Monotonic time since which the order has been unreadable."""
 
     def host(self) -> str:
-        """The address at which the others reach it."""
+        """The address at which the other machines reach this one."""
         return str(import_module("ray.util").get_node_ip_address())
 
     def lead(self, folder: str, variables: dict[str, str]) -> bool:
-        """Begin the attempt, once however often it is called."""
+        """Start the attempt; repeated calls start it only once."""
         if self._child is not None:
             return True
         with open(os.path.join(folder, "engine.log"), "ab") as log:
@@ -80,8 +82,8 @@ class Machine:
         return True
 
     def follow(self, path: str, rank: int) -> bool | str:
-        """Begin, once, what the first machine has written down. True if it has begun, False if not yet, a string if it never will, with the
-        reason. Output goes to a file beside the order."""
+        """Start the first machine's order, once. True if it has started, False if there is no order yet, a string with the reason if it
+        cannot start. The output goes to a file next to the order."""
         if self._child is not None:
             return True
         try:
@@ -90,7 +92,7 @@ class Machine:
         except FileNotFoundError:
             folder = os.path.dirname(path)
             return False if os.path.isdir(folder) else f"it has no {folder}: {SHARED}"
-        except OSError as error:  # of a network's disk; it may answer the next time
+        except OSError as error:  # of a network disk, which may recover
             now = time.monotonic()
             self._unread = now if self._unread is None else self._unread
             if now - self._unread < UNREAD:
@@ -110,12 +112,12 @@ class Machine:
         return True
 
     def note(self, folder: str, line: str) -> None:
-        """Write a line to the attempt's log."""
+        """Append a line to the engine's log of the attempt."""
         with open(os.path.join(folder, "engine.log"), "a", encoding="utf-8") as log:
             log.write(line)
 
     def evict(self, folder: str) -> None:
-        """Have the attempt that this machine leads end: its runner looks for this file, and tells only the job."""
+        """Make the attempt on this machine end: its supervisor checks for the file `evict`."""
         new = os.path.join(folder, "evict.new")
         with open(new, "w", encoding="ascii") as file:
             file.write(f"{EVICTED:g}")
@@ -133,17 +135,17 @@ class Machine:
         )
 
     def ended(self) -> int | None:
-        """The exit code, as shells have it; None: it runs, or has not begun."""
+        """The exit code as shells report it; None: the process runs, or has not started."""
         code = None if self._child is None else self._child.poll()
         return code if code is None or code >= 0 else 128 - code
 
     def end(self) -> None:
-        """Send TERM to what it has begun, which passes it on to its own processes."""
+        """Send TERM to the started process, which passes it on to its own processes."""
         if self._child is not None and self._child.poll() is None:
             self._child.terminate()
 
     def kill(self) -> None:
-        """Kill everything that it has begun."""
+        """Kill the started process and all its descendants."""
         if self._child is not None and self._child.poll() is None:
             for pid in below(self._child.pid):
                 with contextlib.suppress(OSError):
@@ -167,16 +169,16 @@ def below(first: int) -> list[int]:
 
 
 def remove(path: str) -> None:
-    """Remove a file if it is there."""
+    """Remove a file if it exists; ignore errors."""
     with contextlib.suppress(OSError):
         os.remove(path)
 
 
 class Gang:
-    """All machines of the job."""
+    """All machines of the job, and the loop that runs it."""
 
     def __init__(self, ray: Any, machines: list[Any], folder: str, stops: list[int]) -> None:
-        """`stops`: not empty once Ray wants the job ended."""
+        """`stops`: filled by a signal handler once Ray wants the job ended."""
         self._ray, self._stops = ray, stops
         self._first, self._others = machines[0], machines[1:]
         self._folder = folder
@@ -184,7 +186,7 @@ class Gang:
         self._followed: set[int] = set()
         self._cannot: set[int] = set()
         self._missed: float | None = None
-        """Time since when one of the others has been known to be gone."""
+        """Monotonic time at which one of the other machines was found to have ended."""
 
     def run(self) -> int:
         """Run the job to its end; returns the exit code."""
@@ -197,7 +199,7 @@ class Gang:
             return LOST
         try:
             code = self._until_first_ends()
-        finally:  # the others get TERM, and KILL once they have had time to save
+        finally:  # the other machines get TERM, and KILL after SAVING seconds
             until = time.monotonic() + SAVING
             for each in self._others:
                 self._result(each.end.remote())
@@ -238,7 +240,7 @@ class Gang:
                 continue
             follows = self._result(other.follow.remote(self._order, rank))
             if isinstance(follows, str):
-                # The job needs all machines: it is ended at once.
+                # The job needs all machines: end it at once.
                 self._cannot.add(rank)
                 line = f"Machine {rank + 1} of {len(self._others) + 1} cannot begin its part: {follows}\n"
                 self._result(self._first.note.remote(self._folder, line))
@@ -249,13 +251,13 @@ class Gang:
             remove(self._order)
 
     def _call_until_answer(self, method: Any, *arguments: Any) -> Any:
-        """Call until the machine answers; None: it is gone."""
+        """Call repeatedly until the machine answers; None: it is lost."""
         while (answer := self._result(method.remote(*arguments), False)) is None:
             time.sleep(TICK)
         return answer or None
 
     def _result(self, answer: Any, if_gone: Any = None) -> Any:
-        """A machine's answer; None if it does not answer at the moment, `gone` if the machine is gone, perhaps with its node."""
+        """A machine's answer; None if it does not answer at the moment, `if_gone` if its actor has ended, perhaps with its node."""
         try:
             return self._ray.get(answer)
         except self._ray.exceptions.ActorUnavailableError:
@@ -291,7 +293,7 @@ def main() -> int:
 
 
 def start_actors(ray: Any, group: Any, arguments: dict[str, Any]) -> list[Any]:
-    """Start an actor in each bundle, which takes all of it."""
+    """Start one actor in each bundle, which uses all of the bundle's resources."""
     places = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
     bundle = dict(arguments["bundle"])
     cpus, gpus, memory = (bundle.pop(word, None) for word in ("CPU", "GPU", "memory"))

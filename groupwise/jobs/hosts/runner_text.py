@@ -1,8 +1,8 @@
-"""Puts the runner together: its pieces in `runner/` are written and checked as modules, and sent to machines as one file.
+"""Assembles the runner: its pieces in `runner/` are written and checked as modules, and sent to machines as one file.
 
-A machine has Python 3.8 or later and nothing else, and finds the runner by the hash of its text. So the pieces that `requests` imports,
-and those that they import, are written one below the other, each after the ones it needs: the text depends on nothing but theirs. What is
-left out is what one file does not need: their imports from each other, and what only a type checker reads."""
+A machine needs only Python 3.8 or later, and finds the runner by the hash of its text. The piece `requests` and all pieces that it
+imports, directly or not, are written to one file, each after the pieces that it needs, so the text depends on nothing else. The pieces'
+imports of each other are left out, and so is code that only a type checker reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PIECES = Path(__file__).with_name("runner")
-"""The folder of the pieces; `protocol.py` says what they do together."""
+"""The folder of the pieces; `protocol.py` describes what they do together."""
 ENTRY = "requests"
 """The piece that answers a request; it imports all others, directly or not."""
 HEAD = "# The runner, put together from the modules of groupwise/jobs/hosts/runner/.\n"
@@ -37,15 +37,15 @@ def runner_text() -> RunnerText:
 
 
 def assemble(folder: Path) -> str:
-    """One module with everything that the pieces define; a comment above each piece names its file.
+    """One module with the definitions of all pieces; a comment above each piece names its file.
 
-    Raises ValueError if two pieces define the same name: in one file it has one meaning."""
+    Raises ValueError if two pieces define the same name, because one file can have it only once."""
     modules = {"from __future__ import annotations"}
     bodies: dict[str, str] = {}
     owners: dict[str, str] = {}
 
     def add(piece: str) -> None:
-        """Add the pieces that this one imports, then this one."""
+        """Add the pieces that `piece` imports, then the piece itself."""
         if piece in bodies:
             return
         above, imports, body = _read_piece(folder / f"{piece}.py")
@@ -63,16 +63,16 @@ def assemble(folder: Path) -> str:
 
 
 def _read_piece(path: Path) -> tuple[list[str], list[str], str]:
-    """The pieces that a piece imports, its imports of the standard library, and all its other lines.
+    """Read a piece: the pieces that it imports, its imports of the standard library, and all its other lines.
 
-    Raises ValueError if it renames what it imports from another piece."""
+    Raises ValueError if it renames an import from another piece."""
     pieces: list[str] = []
     imports: list[str] = []
     text = path.read_text("utf-8")
     lines = text.splitlines()
     for node in reversed(ast.parse(text).body):
         if isinstance(node, ast.ImportFrom):
-            # The rest is `__future__` and `typing`.
+            # Other `from` imports are those of `__future__` and `typing`.
             if str(node.module).startswith(PACKAGE):
                 pieces.append(str(node.module).removeprefix(PACKAGE))
                 if any(name.asname for name in node.names):

@@ -1,11 +1,11 @@
-"""`seal`: marks a checkpoint of any trainer as whole, so that the fleet mirrors it while the job goes on.
+"""`seal`: marks a checkpoint of any trainer as complete: the fleet can then mirror it while the job continues.
 
-A trainer writes many files, and only the trainer knows when it has written the last. It says so by calling `seal`, which writes
-`manifest.json` with step, sizes and hashes after all of them. From a program that is not in Python:
+A trainer writes many files, and only the trainer knows when it has written the last one. It then calls `seal`, which writes
+`manifest.json` with step, sizes and hashes after all other files. From a program that is not in Python:
 
     python -m groupwise.jobs.hosts.seal outputs/checkpoint-500 500
 
-Standard library only, from Python 3.8 on: if a machine has no Groupwise, this file travels with the job."""
+It needs only the standard library, from Python 3.8 on: if a machine lacks Groupwise, this file is sent with the job."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _PIECE = 1 << 20
 
 
 def seal(folder: str | Path, step: int) -> Path:
-    """Write the manifest of a finished checkpoint, after `step` steps; returns its path.
+    """Write the manifest of a finished checkpoint after `step` training steps; returns its path.
 
-    All its files are flushed to the disk before. Call it from one process of a job, rank 0, once all that write there have finished (a
-    barrier). Raises ValueError if the folder holds something that could not travel: a link, a socket."""
+    All files of the checkpoint are flushed to disk first. Call it from one process of a job, rank 0, once all writing processes have
+    finished (a barrier). Raises ValueError if the folder contains anything that cannot be sent: a link, a socket."""
     top = Path(folder)
     manifest, new = top / MANIFEST, top / (MANIFEST + ".new")
     files: dict[str, dict[str, int | str]] = {}

@@ -1,10 +1,10 @@
-"""A machine that has Slurm's programs: attempts are laid out on its disk, which the nodes share, and begun by Slurm.
+"""The runner for a machine with Slurm's commands: attempts are laid out on its disk, which the nodes share, and started by Slurm.
 
-`engines.py` says when an engine is asked and what its answers are worth: a controller that has just been started shows running jobs as
-pending, and a node that it has given up may go on.
+`engines.py` describes when an engine is asked and how reliable its answers are. For example, a controller that has just been started
+shows running jobs as pending, and a node that it has given up may still run its job.
 
-A caller that launches a job and leaves gets an error if Slurm does not answer, and a job that Slurm has lost counts as ended. For a caller
-that tends attempts to their end, as a fleet does, such a job waits (`EngineRunner.tended`)."""
+If Slurm does not answer, a caller that launches a job and leaves gets an error, and a job that Slurm has lost counts as ended. For a
+caller that watches attempts until they end, as a fleet does, such a job waits (`EngineRunner.tended`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENDED = frozenset(
         *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
     }
 )
-"""States of Slurm in which a job does not run any more (squeue(1), JOB STATE CODES)."""
+"""Slurm's states of jobs that have ended (squeue(1), JOB STATE CODES)."""
 _NO_ANSWER = re.compile(
     r"contact slurm controller|timed out|temporarily unable|zero bytes|connection refused|communication",
     re.IGNORECASE,
@@ -41,7 +41,7 @@ class SlurmJob:
 
     @property
     def lives(self) -> bool:
-        """True if it waits, runs, or is ending."""
+        """True if the job waits, runs, or is ending."""
         return self.state not in ENDED
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         return [each for each in await self.jobs() if each.name in names]
 
     async def jobs(self) -> list[SlurmJob]:
-        """Slurm's jobs of this user, by number; ended ones stay listed for some minutes (MinJobAge). Raises HostUnreachable."""
+        """This user's Slurm jobs, sorted by id. Ended ones remain listed for some minutes (MinJobAge). Raises HostUnreachable."""
         options = ("--noheader", "--me", "--states=all", "--format=%i|%T|%j|%r")
         ran = await self._run_slurm("squeue", *options)
         if ran.code != 0:
@@ -73,12 +73,13 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         found = [
             SlurmJob(int(cells[0]), cells[1], cells[2], cells[3])
             for cells in lines
-            if len(cells) == 4 and cells[0].isdigit()  # a number with more behind it is an array's
+            if len(cells) == 4 and cells[0].isdigit()  # an id with a suffix belongs to a job array
         ]
         return sorted(found, key=lambda job: job.id)
 
     async def try_options(self, options: Sequence[str]) -> str:
-        """Slurm's verdict on a job with these options, without making one. RunnerRefused `engine`: Slurm would refuse it."""
+        """Make Slurm validate a job with these options without creating it; returns its message. RunnerRefused `engine`: Slurm would reject
+        it."""
         ran = await self._run_slurm("sbatch", "--test-only", *options, "--wrap=true")
         _expect_taken(ran)
         return _message(ran)
@@ -95,7 +96,7 @@ class SlurmRunner(EngineRunner[SlurmJob]):
             "sbatch", *options, *options_named, *says, f"{state.folder}/begin.sh"
         )
         _expect_taken(ran)
-        # All but one are cancelled if several callers submitted it at once. If more of them began, only one would find the token.
+        # If several callers submitted it at once, cancel all jobs but one. If several had started, only one would get the token.
         living = [each for each in await self.find_jobs([state]) if each.lives]
         await self._cancel(living[1:])
 
@@ -105,7 +106,7 @@ class SlurmRunner(EngineRunner[SlurmJob]):
             await self._run_slurm("scancel", *numbers)
 
     async def _not_queued(self, state: MemberState, jobs: Sequence[SlurmJob]) -> MemberState:
-        """Decide whether Slurm has forgotten a job or does not have it yet: only its age tells."""
+        """Decide whether Slurm has forgotten a job or does not have it yet: only the attempt's age shows this."""
         if jobs:
             return await self._never_begins(state, str(jobs[-1]))
         if self.tended or (state.age or 0.0) < ON_ITS_WAY:
@@ -119,13 +120,13 @@ class SlurmRunner(EngineRunner[SlurmJob]):
             message = refusal.message
             if refusal.code == "unknown_program":
                 message += ". Jobs go to Slurm from a machine that has its programs: a login node"
-            if self.tended:  # Slurm's programs are gone, and may be there again
+            if self.tended:  # Slurm's commands are missing, perhaps only for a while
                 raise HostUnreachable(message) from None
             raise RunnerRefused(refusal.code, message) from None
 
 
 def _expect_taken(ran: Ran) -> None:
-    """Raises HostUnreachable if it is not known whether Slurm took the job, RunnerRefused if it refused."""
+    """Raise HostUnreachable if it is not known whether Slurm accepted the job, RunnerRefused if it rejected it."""
     if ran.code == 0:
         return
     if ran.code is None or _NO_ANSWER.search(ran.err):
@@ -134,7 +135,7 @@ def _expect_taken(ran: Ran) -> None:
 
 
 def _message(ran: Ran) -> str:
-    """Slurm's message in one line, without the names of its programs."""
+    """Slurm's message in one line, without the command's name."""
     lines = [line.strip() for line in (ran.err or ran.out).splitlines() if line.strip()]
     words = [re.sub(r"^(?:sbatch|squeue|scancel): (?:error: )?", "", line) for line in lines]
     if ran.code is None:

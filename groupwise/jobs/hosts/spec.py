@@ -1,7 +1,8 @@
-"""A job to run on a machine: `JobSpec`, plain data that travels to the runner and into the database.
+"""A job to run on a machine: `JobSpec`, plain data that is sent to the runner and stored in the database.
 
-Its makers (admission of a fleet, a cloud backend) have it checked once, here; the runner checks the same again, since it trusts no caller.
-Nothing of it ever becomes part of a shell command: the command is an argument list, and all of it travels on standard input."""
+Its creators (a fleet's admission, a cloud backend) check it once, with `problems`; the runner repeats the checks, since it does not
+trust its callers. No part of a spec ever becomes part of a shell command: the command is an argument list, and the whole spec is sent on
+standard input."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ATTEMPT_VARIABLE = "GROUPWISE_ATTEMPT"
-"""The variable that holds `<job>.<epoch>` in every process of an attempt."""
+"""The environment variable that contains `<job>.<epoch>` in every process of an attempt."""
 MOST_ARTEFACTS = 1_000_000
-"""Most files that a job may leave on a machine; the same as in `runner/artefacts.py`."""
+"""Most output files that a job may have on a machine; the same as in `runner/artefacts.py`."""
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
-"""Names that jobs may have; strict, because they name folders and control groups on every machine."""
+"""Valid job names. The pattern is strict, because they name folders and control groups on every machine."""
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 RESERVED_NAMES = frozenset(
@@ -44,7 +45,7 @@ RESERVED_PREFIXES = (
     "GROUPWISE_ATTEMPT",
     "GROUPWISE_RUNNER",
 )
-"""Variables that decide which program runs, or that the runner itself sets: users may not."""
+"""Variables that determine which program runs, or that the runner itself sets: users may not set them."""
 MOST_ARGUMENTS = 4096
 LONGEST_ARGUMENT = 128 * 1024
 
@@ -55,13 +56,13 @@ class FileEntry:
 
     sha256: str
     mode: int
-    """Permission bits, as 0o644."""
+    """Permission bits, e.g. 0o644."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 Manifest = Mapping[str, FileEntry]
-"""Maps a path, relative and with `/`, to the file there."""
+"""Maps a relative path with `/` as separator to its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,36 +70,36 @@ class Limits:
     """Limits of an attempt. None: no limit."""
 
     time_seconds: float | None = None
-    """Counts from the start of the command; then TERM, `grace_seconds`, KILL."""
+    """Time limit, counted from the start of the command; then TERM, `grace_seconds`, KILL."""
     grace_seconds: float = 30.0
-    """Between TERM and KILL, for whatever reason it is ended."""
+    """Seconds between TERM and KILL, for every reason to end it."""
     ram_mb: int | None = None
     disk_mb: int | None = None
-    """Space that must be free on the machine's disk before it starts."""
+    """Disk space in MB that must be free on the machine before the start."""
     artefact_mb: int = 20_000
     artefact_files: int = 100_000
-    """Not more than MOST_ARTEFACTS."""
+    """At most MOST_ARTEFACTS."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """A command with its environment and files. The working folder is empty but for `files`."""
+    """A command with its environment and files. At the start the working folder contains only `files`."""
 
     arguments: tuple[str, ...]
-    """The argument list; the first is looked up on PATH, which begins with the folder of the machine's `python`."""
+    """The argument list. The first is searched on PATH, which starts with the folder of the machine's `python`."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     files: Manifest = field(default_factory=dict[str, FileEntry])
     secrets: tuple[str, ...] = ()
-    """Names of environment variables whose values travel beside the spec and are kept nowhere."""
+    """Names of environment variables whose values are sent separately from the spec and stored nowhere."""
     artefacts: tuple[str, ...] = ("outputs",)
-    """Paths relative to the working folder, of files and folders to fetch when it has ended."""
+    """Files and folders to fetch after the end, relative to the working folder."""
     checkpoints: tuple[str, ...] = ("outputs",)
-    """Folders relative to the working folder; folders below them with a `manifest.json` are checkpoints."""
+    """Folders relative to the working folder; folders in them with a `manifest.json` are checkpoints."""
     limits: Limits = field(default_factory=Limits)
 
 
 def problems(spec: JobSpec) -> list[str]:
-    """Everything wrong with it, in words for its author; empty if nothing is."""
+    """All problems of a spec, as messages for its author; empty if it is valid."""
     arguments = spec.arguments
     found: list[str] = []
     if not arguments or not arguments[0]:
@@ -127,7 +128,7 @@ def problems(spec: JobSpec) -> list[str]:
 
 
 def name_problems(what: str, names: Iterable[str]) -> list[str]:
-    """Problems with names of variables that a job wants to have, in words; empty if there are none."""
+    """Problems with the names of variables that a job sets, as messages; empty if there are none."""
     found: list[str] = []
     for name in names:
         if not ENVIRONMENT_NAME.fullmatch(name):
@@ -142,7 +143,7 @@ def name_problems(what: str, names: Iterable[str]) -> list[str]:
 
 
 def path_problems(what: str, path: str) -> list[str]:
-    """Why a path is not one inside the working folder; empty if it is one."""
+    """Why a path is not a valid one inside the working folder; empty if it is."""
     parts = path.split("/")
     if not path or path.startswith("/") or "\0" in path or any(p in ("", ".", "..") for p in parts):
         return [
@@ -152,7 +153,7 @@ def path_problems(what: str, path: str) -> list[str]:
 
 
 def file_entry(document: object) -> FileEntry | None:
-    """The entry that is written as [sha256, mode, size]; None if it is not one."""
+    """Parse an entry of the form [sha256, mode, size]; None if it is not one."""
     match document:
         case [str(sha256), int(mode), int(size)] if (
             SHA256.fullmatch(sha256) and 0 <= size < 1 << 63
@@ -163,7 +164,7 @@ def file_entry(document: object) -> FileEntry | None:
 
 
 def as_json(spec: JobSpec) -> dict[str, Any]:
-    """The form that travels and is stored."""
+    """The JSON form in which a spec is sent and stored."""
     limits = spec.limits
     return {
         "arguments": list(spec.arguments),
@@ -177,7 +178,7 @@ def as_json(spec: JobSpec) -> dict[str, Any]:
 
 
 def from_json(document: Mapping[str, Any]) -> JobSpec:
-    """The spec that `as_json` wrote; not checked again."""
+    """Read a spec that `as_json` wrote; it is not checked again."""
     return JobSpec(
         arguments=tuple(document["arguments"]),
         environment=dict(document["environment"]),
@@ -190,6 +191,6 @@ def from_json(document: Mapping[str, Any]) -> JobSpec:
 
 
 def spec_hash(spec: JobSpec) -> str:
-    """A hash that is the same for specs with the same content."""
+    """A SHA-256 that is equal for specs with the same content."""
     canonical = json.dumps(as_json(spec), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,12 +1,13 @@
 """A machine that is reached by SSH. One connection is opened on demand and kept; each call is a session on it that runs the bootstrap.
 
-Nothing of the user's is read: no ssh config, no known hosts, no agent unless one is named. A machine is trusted by its pinned key alone.
+None of the user's SSH settings are read: no ssh config, no known_hosts, no agent unless one is named. A machine is trusted by its pinned
+key alone.
 
-The meaning of an error depends on one thing: whether any byte of the request had been given to the connection. Before that, nothing can
-have happened (HostUnreachable, HostKeyError); after it, only the machine knows (OutcomeUnknown).
+The meaning of an error depends on one question: was any byte of the request passed to the connection? If not, nothing can have happened
+(HostUnreachable, HostKeyError); otherwise only the machine knows (OutcomeUnknown).
 
-A connection that died silently (half-open) is found by keepalive messages, or by a call whose time runs out; it gets no new calls then. A
-machine takes ten sessions on a connection; calls beyond that get another connection, which ends when it is idle."""
+A connection that died silently (half-open) is detected by keepalive messages, or by a call that times out; it then gets no new calls. A
+machine accepts ten sessions on a connection; further calls get another connection, which is closed when it is idle."""
 
 from __future__ import annotations
 
@@ -36,30 +37,31 @@ from groupwise.jobs.hosts.port import (
 )
 
 CONNECTS_AT_ONCE = 20
-"""Most connections that this process makes at once, to all machines together: each costs a key exchange here, and file descriptors."""
+"""Most connections that this process opens at the same time, to all machines together. Each costs a key exchange here, and file
+descriptors."""
 SESSIONS = 9
-"""Calls on one connection at a time; sshd takes ten sessions (MaxSessions)."""
+"""Most concurrent calls on one connection; sshd allows ten sessions by default (MaxSessions)."""
 CONNECTIONS = 4
-"""Most connections to one machine, for calls that wait there for long."""
+"""Most connections to one machine. More than one is needed for calls that wait on the machine for long."""
 ATTEMPTS = 2
-"""Connections that are tried for a call, if they give no session at all."""
+"""How many connections are tried for a call if none of them opens a session."""
 ENDS_BY_ITSELF = 2.0
-"""Time in seconds for the runner to end after its answer."""
+"""Seconds that the runner has to end by itself after its answer."""
 
 _connects: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A machine's address, the user there, and the key that it must show."""
+    """A machine's address, the user name there, and the host key that it must show."""
 
     host: str
     user: str
     port: int = 22
     key_path: str | None = None
-    """A private key on this machine, without a passphrase; None: the keys of the agent."""
+    """Path of a private key on this machine, without a passphrase; None: use the keys of the agent."""
     host_key: str | None = None
-    """The pinned key, as `ssh-ed25519 AAAA…`."""
+    """The pinned host key, as `ssh-ed25519 AAAA…`."""
 
     def __str__(self) -> str:
         return f"{self.user}@{self.host}" + (f":{self.port}" if self.port != 22 else "")
@@ -70,13 +72,13 @@ class Patience:
     """Time limits in seconds."""
 
     connect: float = 10.0
-    """Covers address, key exchange and login together."""
+    """Covers address lookup, key exchange and login together."""
     keepalive: float = 15.0
-    """Between keepalive messages; after three without an answer the connection is given up."""
+    """Interval between keepalive messages; after three without an answer the connection is closed."""
 
 
 class _Channel(Protocol):
-    """The part of a channel that is used here; asyncssh leaves open whether it carries text or bytes."""
+    """The methods of a channel that are used here; asyncssh's own type does not say whether it carries text or bytes."""
 
     def write(self, data: bytes) -> None: ...
     def write_eof(self) -> None: ...
@@ -102,7 +104,7 @@ class _Session(asyncssh.SSHClientSession[bytes]):
         self._patience_ends: asyncio.TimerHandle | None = None
 
     async def open_on(self, link: _Link) -> None:
-        """Run the bootstrap on that connection. Raises what asyncssh raises."""
+        """Run the bootstrap on that connection. Raises asyncssh's exceptions."""
         self._link, self._holds_place = link, True
         link.sessions += 1
         link.waiting.add(self)
@@ -110,8 +112,8 @@ class _Session(asyncssh.SSHClientSession[bytes]):
         self._channel, _ = await connection.create_session(lambda: self, COMMAND, encoding=None)
 
     def send(self, request: bytes) -> None:
-        """Send the whole request; asyncssh buffers what the machine does not take at once. Raises HostUnreachable if the session has ended
-        already."""
+        """Send the whole request; asyncssh buffers what the machine does not accept at once. Raises HostUnreachable if the session has
+        ended already."""
         assert self._channel is not None
         try:
             self._channel.write(request)
@@ -121,7 +123,7 @@ class _Session(asyncssh.SSHClientSession[bytes]):
         self._channel.write_eof()
 
     def leave(self) -> None:
-        """End the call. After an answer the machine's process gets time to end by itself; otherwise the session is aborted."""
+        """End the call. After an answer the process on the machine gets time to end by itself; otherwise the session is aborted."""
         self.exchange.drop()
         if self._link is not None:
             self._link.waiting.discard(self)
@@ -135,7 +137,7 @@ class _Session(asyncssh.SSHClientSession[bytes]):
         self._changed()
 
     def give_up_place(self) -> None:
-        """Free its place on the connection, because the machine no longer counts it."""
+        """Free the session's place on the connection, because the machine no longer counts it."""
         if self._link is not None and self._holds_place:
             self._holds_place = False
             self._link.sessions -= 1
@@ -143,7 +145,7 @@ class _Session(asyncssh.SSHClientSession[bytes]):
             self._changed()
 
     def retire_link(self) -> None:
-        """Take no new calls on this connection after a timeout: it may be dead."""
+        """Put no new calls on this connection after a timeout: it may be dead."""
         if self._link is not None:
             self._link.retired = True
 
@@ -159,7 +161,7 @@ class _Session(asyncssh.SSHClientSession[bytes]):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._patience_ends is not None:
             self._patience_ends.cancel()
-        if self.sent:  # else it never began, and is tried again
+        if self.sent:  # otherwise the call never started, and `SshHost._begin` tries again
             self.exchange.over()
         self.give_up_place()
 
@@ -173,11 +175,11 @@ class _Link:
     jump: asyncssh.SSHClientConnection | None = None
     room: int = SESSIONS
     sessions: int = 0
-    """Sessions that the machine counts: each until its process has ended, a little after the answer."""
+    """Sessions that count towards the machine's limit: each until its process has ended, a little after the answer."""
     waiting: set[_Session] = field(default_factory=set[_Session])
-    """Sessions whose answer has not come."""
+    """Sessions that wait for their answer."""
     retired: bool = False
-    """True if it takes no new calls."""
+    """True if the connection gets no new calls."""
 
     @property
     def usable(self) -> bool:
@@ -200,7 +202,8 @@ class SshHost:
         agent_path: str | None = None,
         patience: Patience | None = None,
     ) -> None:
-        """`jump` is a host to go through; it must show its own pinned key. `agent_path` is the socket of an agent that holds the keys."""
+        """`jump` is a host to connect through; it must show its own pinned key. `agent_path` is the socket of an agent that holds the
+        keys."""
         self.address = address
         self._jump = jump
         self._agent_path = agent_path
@@ -227,7 +230,7 @@ class SshHost:
             session.leave()
 
     def doubt(self) -> None:
-        """End calls on all present connections, and put no new ones on them: the machine may have restarted."""
+        """Fail the calls on all open connections, and put no new calls on them: the machine may have restarted."""
         for link in self._links:
             link.retired = True
             for session in link.waiting:
@@ -249,7 +252,7 @@ class SshHost:
             await link.end()
 
     async def _begin(self, session: _Session) -> None:
-        """Start the bootstrap on the machine, ready for a request. Until then every failure means that nothing was sent."""
+        """Start the bootstrap on the machine, which then waits for a request. Any failure here means that nothing was sent."""
         broken = 0
         while True:
             link = await self._link_with_room()
@@ -261,7 +264,7 @@ class SshHost:
                 why = error.reason
                 link.room = link.sessions
             except (OSError, asyncssh.Error) as error:
-                # A kept connection that breaks as it is used again may have been dead for hours: another is opened.
+                # A connection that breaks when it is used again may have been dead for hours: open another one.
                 session.give_up_place()
                 why = str(error) or type(error).__name__
                 link.room = 0
@@ -280,12 +283,13 @@ class SshHost:
                 if link.sessions < link.room:
                     return link
             if len(usable) < CONNECTIONS:
-                # All callers that want a connection now wait for the same one; a failure reaches them all.
+                # All callers that need a connection now wait for the same one; a failure reaches all of them.
                 if self._opening is None or self._opening.done():
                     self._opening = asyncio.create_task(self._connect())
                     self._opening.add_done_callback(_mark_as_seen)
                 opening = self._opening
-                await asyncio.wait({opening})  # a caller that gives up does not end it for the rest
+                # `wait` does not cancel the task if this caller is cancelled: others wait for it too.
+                await asyncio.wait({opening})
                 if opening.cancelled():
                     raise HostUnreachable(
                         f"the connection to {self.address} was closed as it was made"
@@ -318,7 +322,7 @@ class SshHost:
         )
 
     def _sessions_changed(self) -> None:
-        """React to the end of a session: calls may wait for its place, and its connection may be of no more use."""
+        """React to the end of a session: calls may wait for its place, and its connection may no longer be needed."""
         self._changed.set()
         usable = [link for link in self._links if link.usable]
         for link in usable[1:]:
@@ -333,13 +337,13 @@ class SshHost:
 
 
 def _mark_as_seen(opening: asyncio.Task[_Link]) -> None:
-    """Mark the result as seen: the callers may all have gone before it failed."""
+    """Retrieve the exception: if every caller was cancelled before the failure, asyncio would log it as never retrieved."""
     if not opening.cancelled():
         opening.exception()
 
 
 def connecting() -> asyncio.Semaphore:
-    """Semaphore for connections that are being made, one for each event loop."""
+    """The semaphore that limits how many connections are opened at once, one for each event loop."""
     return _connects.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(CONNECTS_AT_ONCE))
 
 
@@ -350,8 +354,8 @@ async def connect(
     agent_path: str | None = None,
     patience: Patience | None = None,
 ) -> tuple[asyncssh.SSHClientConnection, asyncio.Event]:
-    """Connect to a machine that shows its pinned key; returns the connection and the event of its loss. Raises HostUnreachable or
-    HostKeyError."""
+    """Connect to a machine that shows its pinned key. Returns the connection and the event that is set when it is lost. Raises
+    HostUnreachable or HostKeyError."""
     patience = patience or Patience()
     pinned = _pinned_key(address)
     witness = KeyWitness()
@@ -379,7 +383,7 @@ async def connect(
         ) from error
     except (OSError, asyncssh.Error) as error:
         raise _why_not(address, pinned, witness, error) from error
-    except (ValueError, OverflowError) as error:  # no name of a host, or no port
+    except (ValueError, OverflowError) as error:  # an invalid host name or port
         raise HostUnreachable(
             f"{address.host!a} port {address.port} as {address.user!a} is no place to connect to: {error}"
         ) from error
@@ -404,7 +408,7 @@ def _pinned_key(address: Address) -> HostKey:
 async def _client_keys(
     address: Address, agent_path: str | None
 ) -> AsyncGenerator[list[str] | list[asyncssh.SSHKeyPair]]:
-    """Keys to log in with: one key file, or the keys of the agent."""
+    """Keys for the login: one key file, or the keys of the agent."""
     if address.key_path is not None:
         yield [_private_file(address.key_path)]
         return
@@ -422,11 +426,11 @@ async def _client_keys(
 
 
 def _private_file(name: str) -> str:
-    """Check a key file's permissions, as ssh does. Raises HostUnreachable."""
+    """Check a key file's permissions, as ssh does; returns its path. Raises HostUnreachable."""
     try:
         path = Path(name).expanduser()
         mode = path.stat().st_mode
-    except (OSError, RuntimeError, ValueError) as error:  # what no path can be is no key either
+    except (OSError, RuntimeError, ValueError) as error:  # also for an invalid path
         why = error.strerror if isinstance(error, OSError) else error
         raise HostUnreachable(f"the private key {name} cannot be read: {why}") from error
     if stat.S_IMODE(mode) & 0o077:
@@ -460,7 +464,7 @@ async def read_host_key(
     agent_path: str | None = None,
     patience: Patience | None = None,
 ) -> HostKey:
-    """The key that a machine shows, through `jump` if there is one. Raises HostUnreachable; HostKeyError for the jump host's key."""
+    """The host key that a machine shows, read through `jump` if given. Raises HostUnreachable; HostKeyError for the jump host's key."""
     patience = patience or Patience()
     async with connecting():
         if jump is None:

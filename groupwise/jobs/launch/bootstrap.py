@@ -1,8 +1,8 @@
-"""The first program of a launched job: it makes the job's environment unless it exists, and becomes the job's command.
+"""The first program of a launched job: it creates the job's environment unless it exists, and then becomes the job's command.
 
-This file travels in the folder `.groupwise` of the working folder, beside `builder.py` (`groupwise.jobs.fleet.machines.builder`) and the
-files that it reads. It needs Python 3.8 and nothing else. An environment is named after its contents, so the next job that asks for the
-same one finds it made.
+This file is sent to the folder `.groupwise` of the working folder, together with `builder.py` (`groupwise.jobs.fleet.machines.builder`)
+and its input files. It needs only Python 3.8. An environment is named after its contents, so the next job with the same requirements
+reuses it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import subprocess
 import sys
 
 UNAVAILABLE = 69
-"""EX_UNAVAILABLE of sysexits.h: the environment cannot be made there."""
+"""EX_UNAVAILABLE of sysexits.h: the environment cannot be created."""
 NOT_FOUND = 127
 """The exit code of shells for a command that does not exist."""
 
 
 def main() -> None:
-    """Make the environment, then become the command. Never returns."""
+    """Create the environment, then become the command. Never returns."""
     python = make_environment(os.path.dirname(os.path.abspath(__file__)))
     programs = os.path.dirname(python)
     command = sys.argv[1:]
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def make_environment(here: str) -> str:
-    """The interpreter of the environment. Ends the job if it cannot be made; the builder has printed why."""
+    """Create the environment; returns its interpreter. Ends the job if that fails; the builder has printed the reason."""
     path = os.path.join(here, "order.json")
     with open(path, encoding="utf-8") as file:
         order = json.load(file)

@@ -1,8 +1,8 @@
-"""Selects the files of a project that travel to another machine: those git would take, without secrets and files made by runs.
+"""Selects the files of a project that are sent to another machine: those that git would track, without secrets and files made by runs.
 
-From a folder without git, everything travels but what tools make (environments, caches). Files that stay behind are listed with the reason,
-since the program may miss them elsewhere. Files travel by their hashes (`groupwise.jobs.hosts.files`): a machine that has one is not sent
-it again.
+From a folder without git, all files are sent except those that tools create (environments, caches). Files that are left out are listed
+with the reason, since the program may miss them on the other machine. Files are identified by their hashes
+(`groupwise.jobs.hosts.files`): a machine is sent only those that it lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from groupwise.jobs.launch.results import MARKER, RESULT
 from groupwise.runs.folder import RECORD
 
 LARGEST = 2 << 30
-"""Most bytes of a bundle: what is larger is data, which is to be downloaded where it is used."""
+"""Most bytes of a bundle. Larger files are data, which should be downloaded where they are used."""
 MAX_FILES_LISTED = 10
 """Most files that a message lists."""
 MADE = {
@@ -35,12 +35,12 @@ MADE = {
     (f"{INCOMING}/{NOTE}",): "what came back of a launched job",
     ("pyvenv.cfg",): "an environment of Python",
 }
-"""Kinds of folders that stay behind, by files that lie in them: names such as `env` say nothing."""
+"""Folders that are left out, recognized by files in them: names such as `env` are not reliable."""
 MADE_BY_TOOLS = (
     *(".git", ".hg", ".svn", "node_modules", "__pycache__", "*.egg-info"),
     *(".ipynb_checkpoints", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox"),
 )
-"""Folders to skip in a project without git, because tools make them again elsewhere."""
+"""Folders to skip in a project without git, because tools create them again."""
 SECRET_FILES = tuple(
     ".env .env.* *.env .envrc .netrc _netrc .pypirc .npmrc .yarnrc.yml .git-credentials .htpasswd .pgpass .my.cnf .s3cfg .boto "
     ".dockercfg .dockerconfigjson .terraformrc .vault-token .modal.toml .rclone.conf rclone.conf kubeconfig *.kubeconfig *.tfstate "
@@ -54,56 +54,57 @@ SECRET_FOLDERS = tuple(
     ".aws .docker .ssh .gnupg .kube .azure .gcloud gcloud .env .secrets .vault .password-store".split()
 )
 SHOW_HOW = ("*.example", "*.sample", "*.template", "*.pub")
-"""Names that look secret, but belong to examples of the secret files."""
+"""Names that match SECRET_FILES, but belong to examples or public keys."""
 PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----")
 RULES_LEFT_OUT = frozenset(
     "BasicAuthDetector IPPublicDetector IbmCloudIamDetector IbmCosHmacDetector SoftlayerDetector CloudantDetector".split()
 )
-"""Rules of detect-secrets that look at the words around a value, and so match code; `holds_secret` finds passwords in URLs."""
+"""Rules of detect-secrets that match words around a value, and therefore ordinary code; `holds_secret` finds passwords in URLs."""
 ALLOWLISTED = "pragma: allowlist secret"
-"""A line with this comment holds no secret; detect-secrets has the same comment."""
+"""A line with this comment is not searched for secrets; detect-secrets uses the same comment."""
 PLACEHOLDER = re.compile(
     r"(?<=://)[^\s/?#@:]{0,100}:(?:pass(?:word|wd)?|pw|secret|token|key|x+|\*+|\.+|changeme|example)@",
     re.IGNORECASE,
 )
 """Placeholders for a password in a URL."""
 PIECE, OVERLAP = 1000, 400
-"""Long lines are searched in pieces (in characters), because some rules take quadratic time; no token is longer than the overlap."""
+"""Long lines are searched in pieces of this many characters, because some rules take quadratic time. The overlap is longer than any
+token."""
 LONG_RUN = re.compile(rb"([A-Za-z0-9+/_-]{400})[A-Za-z0-9+/_-]+")
-"""A run longer than any token, such as a picture in a notebook; its first characters say enough."""
+"""A run of characters longer than any token, such as a picture in a notebook; only its first characters are searched."""
 SEARCHED = 16 << 20
-"""Bytes of a file that are searched for the values of secrets: people write shorter files."""
+"""Most bytes of a file that are searched for the values of secrets: files written by people are shorter."""
 SHORTEST_SECRET = 8
-"""Letters of the shortest value that is searched for: shorter ones stand in files by chance."""
+"""Length of the shortest value that is searched for: shorter ones appear in files by chance."""
 LOOKED_AT = 32 << 20
-"""Bytes of a file that are searched for anything that looks like a credential."""
+"""Most bytes of a file that are searched for text that looks like a credential."""
 LONGEST_HEAD = 65_536
-"""Bytes at the beginning of a file that decide whether it is a text."""
+"""How many bytes at the start of a file are used to decide whether it is a text."""
 CONTROLS = tuple(bytes([each]) for each in (*range(1, 9), *range(14, 27), *range(28, 32)))
-"""Control characters, which a text hardly has."""
+"""Control characters, which are rare in texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The files of a project that travel."""
+    """The files of a project that are sent."""
 
     root: Path
     files: dict[str, Path]
-    """Files that travel, by their paths there."""
+    """Files that are sent, by their paths on the machine."""
     left_out: dict[str, str]
-    """Files that stay here, with the reason; a folder ends with a slash."""
+    """Files that are not sent, with the reason; names of folders end with a slash."""
     size: int
-    """Bytes."""
+    """Total size in bytes."""
 
 
 def bundle(
     root: Path, secrets: Mapping[str, str] | None = None, take: Sequence[str] = ()
 ) -> Bundle:
-    """Select the files of the project in `root` that travel.
+    """Select the files of the project in `root` that are sent.
 
-    `secrets`: values of environment variables that travel apart. `take`: files and folders of it that travel although git ignores them or
-    a run made them, and files that look like credentials. Raises UsageError if a file holds a secret or something that looks like one, if
-    `root` is no folder, and if the files are too large or too many.
+    `secrets`: environment variables with secret values, which are sent separately. `take`: files and folders of the project that are
+    sent although git ignores them, a run made them, or they look like credentials. Raises UsageError if a file contains a secret or
+    something that looks like one, if `root` is no folder, and if the files are too large or too many.
     """
     if not root.is_dir():
         raise UsageError(f"{root} is no folder, so there is no project to take along.")
@@ -138,12 +139,12 @@ def bundle(
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# What there is
+# Files of the project
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
 def _of_project(root: Path) -> Iterator[str]:
-    """Paths of the project's files and links, also in submodules."""
+    """Paths of the project's files and links, including those in submodules."""
     known = _of_git(root)
     if known is None:
         for folder, inside, names in os.walk(root):
@@ -155,14 +156,14 @@ def _of_project(root: Path) -> Iterator[str]:
         return
     for path in known:
         place = root / path
-        if place.is_dir() and not place.is_symlink():  # a repository within this one
+        if place.is_dir() and not place.is_symlink():  # a nested repository
             yield from (f"{path.rstrip('/')}/{each}" for each in _of_project(place))
-        elif os.path.lexists(place):  # else it was deleted without git
+        elif os.path.lexists(place):  # otherwise it was deleted without telling git
             yield path
 
 
 def _files_to_take(root: Path, given: str) -> list[str]:
-    """Paths in the project of the files that the user named with --file."""
+    """Paths in the project of the files that the user selected with --file."""
     place = root / given
     inside = os.path.relpath(os.path.abspath(place), os.path.abspath(root))
     if inside == ".." or inside.startswith("../"):
@@ -178,10 +179,11 @@ def _files_to_take(root: Path, given: str) -> list[str]:
 
 
 def _of_git(root: Path) -> list[str] | None:
-    """Tracked files, and others that are not ignored; None for a folder that is not git's."""
+    """Tracked files, and untracked ones that are not ignored; None if the folder does not belong to git."""
     command = [
         "git",
-        *("-c", "core.fsmonitor=false"),  # which would be a program that the project names
+        # Git would otherwise run a program that the project's config names.
+        *("-c", "core.fsmonitor=false"),
         "-C",
         str(root),
         "ls-files",
@@ -209,13 +211,14 @@ def _of_git(root: Path) -> list[str] | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# What does not travel
+# Files that are left out
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
 def _around(root: Path, path: str) -> tuple[str, str] | None:
-    """The topmost folder around a path that does not travel as a whole, and why; None if there is none."""
-    for folder in reversed(Path(path).parents[:-1]):  # from the top; the last is the project
+    """The topmost parent folder that is left out as a whole, and the reason; None if there is none."""
+    # From the top; the last one, left out, is the project itself.
+    for folder in reversed(Path(path).parents[:-1]):
         for mark, why in MADE.items():
             if all((root / folder / name).is_file() for name in mark):
                 return f"{folder.as_posix()}/", why
@@ -223,8 +226,8 @@ def _around(root: Path, path: str) -> tuple[str, str] | None:
 
 
 def _why_not(root: Path, path: str, *, wanted: bool, named: bool) -> str:
-    """Why a file does not travel; empty if it does. `wanted`: the user wants it, even if a run made it; `named`: the user named this very
-    file, whatever is in it."""
+    """Why a file is not sent; empty if it is. `wanted`: the user selected it, even if a run made it; `named`: the user named this very
+    file, so its content is not checked."""
     if not named and (reason := _secret_by_name(path)):
         return reason
     place, within = root / path, root.resolve()
@@ -234,7 +237,7 @@ def _why_not(root: Path, path: str, *, wanted: bool, named: bool) -> str:
         return "a link that leads round in a circle"
     if not target.is_relative_to(within):
         return "a link to what is outside of the project"
-    # The content of a link's target would travel, under a name that says nothing of it, so the target is judged.
+    # For a link the content of its target would be sent, under the link's name: so check the target.
     real = target.relative_to(within).as_posix()
     if real != path:
         if reason := _secret_by_name(real):
@@ -267,7 +270,7 @@ def _beginning(file: Path, length: int) -> bytes:
 
 
 def _refuse_secrets(files: Mapping[str, Path], secrets: Mapping[str, str]) -> None:
-    """Raises UsageError if a file holds the value of a secret, which travels apart."""
+    """Raise UsageError if a file contains the value of a secret; secrets are sent separately."""
     wanted = {
         name: value.encode() for name, value in secrets.items() if len(value) >= SHORTEST_SECRET
     }
@@ -300,11 +303,11 @@ def _refuse_what_looks_secret(files: Mapping[str, Path]) -> None:
 
 
 def _looks_secret(file: Path) -> bool:
-    """True if a text contains something in the form of a credential."""
-    data = _beginning(file, LOOKED_AT).replace(b"\0", b"")  # UTF-16 has a NUL beside each letter
+    """True if a text file contains a string in the format of a credential."""
+    data = _beginning(file, LOOKED_AT).replace(b"\0", b"")  # removes the NUL bytes of UTF-16
     head = data[:LONGEST_HEAD]
     if sum(head.count(each) for each in CONTROLS) * 100 > len(head):
-        return False  # no text, but a picture or weights
+        return False  # not a text: a picture or weights
     shortened = LONG_RUN.sub(rb"\1", data)
     lines = shortened.decode(errors="replace").split("\n")
     text = "\n".join(line for line in lines if ALLOWLISTED not in line)
@@ -318,7 +321,7 @@ def _looks_secret(file: Path) -> bool:
 
 @cache
 def _rules() -> tuple[re.Pattern[str], ...]:
-    """The rules of detect-secrets for the tokens of services."""
+    """detect-secrets' patterns for tokens of services."""
     from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
     from detect_secrets.plugins.base import RegexBasedDetector
 

@@ -1,17 +1,17 @@
 """The kinds of fleet jobs that train or evaluate: from the columns of a row to a command.
 
     GRPO    groupwise-train-grpo --model=… --dataset=… …     the model at the top of `output_dir`, the run in `output_dir`/grpo
-    SFT     groupwise sft model.name=… data.dataset_name=…   the run in `output_dir`/sft, what it made in its `final`
+    SFT     groupwise sft model.name=… data.dataset_name=…   the run in `output_dir`/sft, its weights in the run's `final`
     EVAL    groupwise eval model.name=… …                    `output_dir`/evaluation.json
 
 The fleet finds them as entry points of the group `groupwise.fleet_kinds`, calls `expand` once when it admits a job, and runs the command
-at each attempt. A row is checked as the command itself would check it, so that a wrong key fails before a machine is taken. Nothing that a
-row names is imported here: rewards of a file or a module, and pipelines, are looked up on the machine on which the job runs. Only a reward
-given by its name alone is checked here.
+at each attempt. A row gets the same checks as in the command itself: a wrong key fails before a machine is used. No code that a row names
+is imported here: rewards in a file or a module, and pipelines, are resolved on the machine that runs the job. Only a reward that is given
+by its name alone is checked here.
 
-`hyperparams` are keys of the config by their names, `{"algorithm.beta": 0.04}` or `{"algorithm": {"beta": 0.04}}`, and for GRPO the two
-lengths that are flags without a column. A column that could not take effect is refused, as an option would be, and so are machines and
-GPUs that would stand idle: training and evaluation compute on one machine, and on one GPU of it.
+`hyperparams` are config keys with their values, `{"algorithm.beta": 0.04}` or `{"algorithm": {"beta": 0.04}}`, and for GRPO the two
+length flags that have no column. A column that has no effect is rejected, as an option would be. So are machines and GPUs that would be
+idle: training and evaluation use one machine, and one GPU of it.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from groupwise.training.sft_config import load_sft_config
 Row = Mapping[str, Any]
 
 SENT = "file:"
-"""Prefix of a dataset whose file travels with the job; the path in the working folder follows."""
+"""Prefix of a dataset whose file is sent with the job; the path in the working folder follows."""
 RESULT = "evaluation.json"
 
 MICROBATCH = "training.max_tokens_per_microbatch"
 SLOTS = "sampler.max_num_seqs"
 LEAST_MICROBATCH = 256
-"""Tokens; a smaller one would only be slower."""
+"""Tokens; a smaller microbatch would only be slower."""
 SMALL_SLOTS = 32
-"""Slots if the row names none, so that the machine chose how many."""
+"""Slots if the row does not set them, in which case the machine had chosen their number."""
 LEAST_SLOTS = 8
 
 CALLBACKS = "callbacks"
 IN_PROCESS = "rewards.in_process"
-"""Keys whose code may compute on further GPUs: rewards in processes of their own see none."""
+"""Keys whose code may use further GPUs. Rewards in separate processes see no GPU."""
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -58,14 +58,14 @@ class TrainingKind:
     """One kind of job."""
 
     expand: Callable[[Row], JobSpec]
-    """Makes the command of a row. Raises `TaskError`, a `UsageError`, with a line for each problem."""
+    """Builds the command of a row. Raises `TaskError`, a `UsageError`, with one line for each problem."""
     shrinks: tuple[str, ...]
-    """Keys whose smaller values need less memory, and change only the last bits of results."""
+    """Keys whose values can be reduced to save memory; this changes only the last bits of results."""
 
     def smaller(self, row: Row) -> Row | None:
-        """The same job with less computed at once; None if nothing can be gained.
+        """The same job with less computed at once; None if no memory can be saved.
 
-        The training batch stays: the user asked for it, and a job cannot go on from checkpoints of another batch.
+        The training batch is not reduced: the user requested it, and a job cannot resume from checkpoints of another batch size.
         """
         given = _flat(row.get("hyperparams") or {})
         smaller = dict(given)
@@ -92,7 +92,7 @@ def _grpo(row: Row) -> JobSpec:
         *_idle_resources(row, "GRPO", (CALLBACKS, IN_PROCESS)),
     ]
     hyperparams = _flat(row.get("hyperparams") or {})
-    # Two flags have no column; they are taken out of the hyperparams, under either of their names.
+    # Two flags have no column: take them out of the hyperparams, under either of their names.
     lengths: dict[str, int] = {}
     for flag in ("max_prompt_length", "max_completion_length"):
         for name in (flag, KEYS[flag]):
@@ -185,7 +185,7 @@ def _spec(arguments: Sequence[str], row: Row) -> JobSpec:
 
 
 def _refuse(found: list[str], load: Callable[[], LoadedConfig]) -> None:
-    """Raises TaskError with all problems: those found so far, else those that the command itself would name."""
+    """Raise TaskError with all problems: those found so far; if there are none, those that the command itself would report."""
     if not found:
         try:
             load()
@@ -205,7 +205,7 @@ def _missing(row: Row, *more: str) -> Iterator[str]:
 
 
 def _place_problems(row: Row) -> Iterator[str]:
-    """Problems with paths: a job can only read files that are on its machine, or travel with it."""
+    """Problems with paths: a job can read only files that are on its machine or are sent with it."""
     yield from path_problems("output_dir", row["output_dir"])
     dataset = row.get("dataset") or ""
     if dataset.startswith(SENT):
@@ -220,7 +220,7 @@ def _place_problems(row: Row) -> Iterator[str]:
 
 
 def _idle_resources(row: Row, kind: str, further: Sequence[str]) -> Iterator[str]:
-    """Problems with machines and GPUs that would stand idle. Code of the keys in `further` may compute on GPUs of its own."""
+    """Problems with machines and GPUs that would be idle. Code set by the keys in `further` may use GPUs of its own."""
     needs = beyond_from_document(row.get("request") or {}).resources.settled(1)
     if needs.machines > 1:
         yield (
@@ -240,13 +240,13 @@ def _is_of_hub(dataset: str | None) -> bool:
 
 
 def _dataset_word(row: Row) -> str:
-    """The dataset as the command takes it: `./` marks a path in the working folder."""
+    """The dataset in the form that the command expects: `./` marks a path in the working folder."""
     dataset: str = row.get("dataset") or ""
     return f"./{dataset.removeprefix(SENT)}" if dataset.startswith(SENT) else dataset
 
 
 def _backend(row: Row) -> dict[str, str]:
-    """The backend that loads the model, if the row names one."""
+    """The override for the backend that loads the model, if the row sets `use_unsloth`."""
     return {KEYS["use_unsloth"]: "unsloth"} if row["use_unsloth"] else {}
 
 
@@ -271,7 +271,7 @@ def _without_effect(row: Row, kind: str, columns: Sequence[str]) -> Iterator[str
 
 
 def _flat(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn sections into single keys: `{"algorithm": {"beta": 1}}` becomes `{"algorithm.beta": 1}`."""
+    """Flatten sections: `{"algorithm": {"beta": 1}}` becomes `{"algorithm.beta": 1}`."""
     flat: dict[str, Any] = {}
     for name, value in hyperparams.items():
         if isinstance(value, Mapping) and "." not in name:
@@ -283,7 +283,7 @@ def _flat(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _words(hyperparams: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
-    """The hyperparams as overrides of the config; those that cannot be one are added to the problems in `found`."""
+    """The hyperparams as config overrides; problems with them are appended to `found`."""
     words: list[str] = []
     for name, value in hyperparams.items():
         if not _KEY.fullmatch(name):
@@ -297,7 +297,7 @@ def _words(hyperparams: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
 
 
 def _all_words(row: Row, given: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
-    """Overrides for the columns, then for the hyperparams, none of which may repeat a column."""
+    """Overrides for the columns, then for the hyperparams, which may not repeat a column."""
     columns = {key: name for name, key in KEYS.items()} | {
         "training.examples_per_step": "batch_size"
     }
@@ -313,7 +313,7 @@ def _all_words(row: Row, given: Mapping[str, Any], found: list[str]) -> tuple[st
 
 
 def as_word(value: Any) -> str:
-    """A value as an override reads it: JSON that is YAML as well, with nothing in it but visible ASCII. ValueError for NaN."""
+    """A value in the syntax of overrides: JSON that is also valid YAML, in visible ASCII only. Raises ValueError for NaN."""
 
     def escaped(found: re.Match[str]) -> str:
         code = ord(found[0])

@@ -1,10 +1,11 @@
-"""A job as a manifest for Kubernetes: rendered and checked here; a user of the cluster applies it (`kubectl apply -f`).
+"""A job as a Kubernetes manifest: rendered and checked here; a user of the cluster applies it (`kubectl apply -f`).
 
-The values that a user gives have the limits of Kubernetes' API reference, so that no manifest is made that an API server would reject; the
-rest of a `batch/v1` Job and a `v1` Service is written out below. Kubernetes never begins a job again; we do, from a checkpoint. So there is
-no retry, and no pod is replaced before it has ended.
+The user's values are checked against the limits in Kubernetes' API reference, so an API server does not reject the manifest. The rest of
+a `batch/v1` Job and a `v1` Service is written out below. Kubernetes never restarts a job; we do, from a checkpoint. So there is no
+retry, and no pod is replaced before it has ended.
 
-Arguments are lists, and no shell sees them. Kubernetes itself replaces `$(NAME)` in them, so each `$` is doubled, which it turns back.
+Arguments are lists, and no shell processes them. Kubernetes itself replaces `$(NAME)` in them, so each `$` is doubled, which Kubernetes
+reverts.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from groupwise.core.settings.field_errors import field_errors
 from groupwise.jobs.launch.packaging import GRACE_SECONDS
 
 LONGEST_NAME = 50
-"""Most letters of a job's name: names of its pods add a number and five letters, and are labels of at most 63."""
+"""Longest name of a job: names of its pods add a number and five characters, and are labels of at most 63."""
 PORT = 29500
-"""Port at which the other pods meet the first."""
+"""Port of the first pod to which the other pods connect."""
 RANK = "NODE_RANK"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 JOB_NAME = "batch.kubernetes.io/job-name"
-"""The label that Kubernetes gives the pods of a job."""
+"""The label that Kubernetes sets on the pods of a job."""
 LEAVING_SECONDS = 30
-"""Seconds for a pod to end, in addition to the time in which a training writes its checkpoint."""
+"""Seconds for a pod to end, in addition to the time for writing a training's checkpoint."""
 
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 Name = Annotated[str, Field(pattern=rf"^{LABEL}$", max_length=63)]
@@ -49,30 +50,30 @@ Image = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$", max_len
 
 @dataclass(frozen=True, slots=True)
 class ManifestOptions:
-    """The contents of the manifest."""
+    """The values in the manifest."""
 
     name: Names
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     image: Image
-    """An image that has groupwise, and the project in `workdir`."""
+    """An image that contains groupwise, and the project in `workdir`."""
     hours: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     nodes: Annotated[int, Field(ge=1, le=100_000)] = 1
     gpus: Annotated[int, Field(ge=0)] = 1
-    """GPUs for each node."""
+    """GPUs of each node."""
     namespace: Name | None = None
     pvc: Names | None = None
-    """An existing volume claim, mounted at the folder of runs."""
+    """An existing PersistentVolumeClaim, mounted at the folder of runs."""
     secret: Names | None = None
     """Name of an existing Secret."""
     variables: tuple[Variable, ...] = ()
-    """Keys of the Secret, which become variables of the same names."""
+    """Keys of the Secret, which become environment variables of the same names."""
     workdir: AbsolutePath = "/workspace"
     cpus: Quantity | None = None
     memory: Quantity | None = None
 
 
 def manifests(options: ManifestOptions) -> list[dict[str, Any]]:
-    """The documents, in the order in which they are to be applied. Raises UsageError for values that Kubernetes would reject."""
+    """The documents in the order in which they must be applied. Raises UsageError for values that Kubernetes would reject."""
     if len(options.name) > LONGEST_NAME:
         raise UsageError(
             f"--name {options.name}: {LONGEST_NAME} letters at most, since pods have longer names, and none of more than 63."
@@ -103,7 +104,7 @@ def manifests(options: ManifestOptions) -> list[dict[str, Any]]:
         "metadata": metadata,
         "spec": {
             "clusterIP": "None",
-            # The others look the first pod up before it is ready.
+            # The other pods look up the first pod's address before it is ready.
             "publishNotReadyAddresses": True,
             "selector": {JOB_NAME: options.name},
             "ports": [{"name": "meeting", "port": PORT}],
@@ -129,6 +130,7 @@ def manifests(options: ManifestOptions) -> list[dict[str, Any]]:
 def _pod(options: ManifestOptions) -> dict[str, Any]:
     gpus = str(options.gpus) if options.gpus else None
     limits = {"nvidia.com/gpu": gpus, "cpu": options.cpus, "memory": options.memory}
+    # Worker processes and NCCL use /dev/shm, which is small by default in containers.
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     if options.pvc is not None:
@@ -159,7 +161,7 @@ def _pod(options: ManifestOptions) -> dict[str, Any]:
 
 
 def command(options: ManifestOptions) -> tuple[str, ...]:
-    """The command for Kubernetes, with `$` doubled; several nodes meet by torchrun, at the first of them."""
+    """The container's command, with `$` doubled. Several nodes connect through torchrun, at the first of them."""
     words = tuple(each.replace("$", "$$") for each in options.command)
     if options.nodes == 1:
         return words
@@ -174,7 +176,7 @@ def command(options: ManifestOptions) -> tuple[str, ...]:
 
 
 def as_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
-    """YAML in which every text is quoted, so that YAML 1.1 and 1.2 read it the same way."""
+    """YAML with all strings quoted: YAML 1.1 and 1.2 then read it the same way."""
 
     def quoted(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""The notes that this machine keeps of the jobs launched from it: the place of each, and the folder of its results.
+"""This machine's notes of the jobs launched from it: the place of each, and the folder of its results.
 
-A note is only a shorthand: with the job's place (`--at`) a command finds it without one.
+A note is only a shortcut: if the job's place is given (`--at`), commands find the job without one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Note:
     name: str
     place: JobBackend
     project: Path
-    """The folder that it was launched from."""
+    """The folder from which it was launched."""
     results: Path | None = None
-    """The folder of its results, if the user named one."""
+    """The folder of its results, if the user set one."""
     fetched: Path | None = None
     """Another folder to which all its results were fetched after its end."""
 
@@ -38,20 +38,20 @@ def folder() -> Path:
 
 
 def write(note: Note) -> None:
-    """Write a note durably; it replaces one of the same name."""
+    """Write a note durably, replacing one of the same name."""
     document = {"format": 1, **_NOTE.dump_python(note, mode="json")}
     folder().mkdir(parents=True, exist_ok=True)
     atomic_files.write_json(_file(note.name), document)
 
 
 def every() -> list[Note]:
-    """All notes that can be read, by name."""
+    """All readable notes, sorted by name."""
     found = [_note_in(path) for path in sorted(folder().glob("*.json"))]
     return [each for each in found if each is not None]
 
 
 def find(name: str) -> Note:
-    """The note of this job. Raises UsageError that lists the jobs that have one."""
+    """The note of this job. Raises UsageError, with a list of the known jobs, if it is missing."""
     found = _note_in(_file(name))
     if found is None:
         there = ", ".join(each.name for each in every()) or "none"
@@ -63,20 +63,20 @@ def find(name: str) -> Note:
 
 
 def is_of_another(note: Note) -> bool:
-    """True if there is a note of this name for a job at another place."""
+    """True if a note of this name exists for a job at another place."""
     known = _note_in(_file(note.name))
     return known is not None and not known.place.is_same(note.place)
 
 
 def note_fetched(note: Note, folder: Path) -> None:
-    """Note that the job's results are in this folder, if there is a note of the job."""
+    """Record in the job's note, if there is one, that its results are in this folder."""
     known = _note_in(_file(note.name))
     if known is not None and known.place.is_same(note.place):
         write(replace(known, fetched=folder.absolute()))
 
 
 def remove(note: Note) -> None:
-    """Remove a note; that of another job of this name stays."""
+    """Remove a note, unless it belongs to another job of this name."""
     if not is_of_another(note):
         _file(note.name).unlink(missing_ok=True)
 
@@ -90,4 +90,4 @@ def _note_in(path: Path) -> Note | None:
         note = _NOTE.validate_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return note if note.place.kind in WAYS else None  # one of another release
+    return note if note.place.kind in WAYS else None  # a kind of another release

@@ -21,25 +21,25 @@ from groupwise.jobs.launch.results import RESULT
 from groupwise.runs.folder import RECORD
 
 OWN = ".groupwise"
-"""The subfolder of the working folder with the files that make the environment."""
+"""The subfolder of the working folder with the files that create the environment."""
 BEGIN = ("python3", "-I", f"{OWN}/bootstrap.py")
 NODE = ("python", "-m", "groupwise.engine.learner.launch_node")
-"""Starts the processes of one machine of several."""
+"""The command that starts the processes of one of several machines."""
 RESULTS = ("runs", "results", "generated", "outputs")
-"""Folders that are always fetched: trainings, evaluations, `generate` and scripts of jobs write there."""
+"""Folders that are always fetched: trainings, evaluations, `generate` and job scripts write to them."""
 MOST_RESULTS_MB = 10_000_000
-"""More than a disk holds: everything that a job leaves is fetched."""
+"""Larger than any disk: all results of a job are fetched."""
 OURS = (RESULT, EARLIER, INCOMING, NODES)
-"""Names in the folder of results that are not the job's."""
+"""Reserved names in the folder of results, which the job may not use."""
 GRACE_SECONDS = 60.0
-"""Seconds between TERM and KILL: long enough for the checkpoint of the step that is under way."""
+"""Seconds between TERM and KILL: enough to finish the current step and write its checkpoint."""
 
 
 def files_here() -> BlobStore:
-    """The store of files on their way to machines; those unused for a day are removed."""
+    """The store of files that are sent to machines; files that were not used for a day are removed."""
     folder = cache_folder("launch")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Other users of this machine must not read here what they may not read in the project.
+    # Other users of this machine must not read copies of files that they may not read in the project.
     folder.chmod(0o700)
     store = BlobStore(folder / "blobs")
     store.collect(())
@@ -48,36 +48,36 @@ def files_here() -> BlobStore:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """A job as requested by the user."""
+    """A job as the user requested it."""
 
     name: str
     project: Path
     command: tuple[str, ...]
-    """A program of the environment with its arguments; the working folder is the project's copy."""
+    """A program of the environment with its arguments. It runs in a copy of the project."""
     gpus: int = 0
-    """GPUs of each machine."""
+    """GPUs on each machine."""
     nodes: int = 1
-    """Machines that it runs on at once."""
+    """How many machines run it at once."""
     processes: int = 1
-    """Processes on each of several machines."""
+    """Processes on each machine, if there are several machines."""
     hours: float = 24.0
-    """Time limit, after which the job is ended."""
+    """Time limit in hours, after which the job is ended."""
     secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    """Environment variables whose values are kept secret."""
+    """Environment variables with secret values."""
     environment: Plan | None = None
-    """The environment to install there; None: the place has one already."""
+    """The environment to install at the place; None: the place has one already."""
     results: tuple[str, ...] = ()
-    """Paths of the working folder that are fetched too."""
+    """Paths in the working folder that are fetched in addition to RESULTS."""
     take: tuple[str, ...] = ()
-    """Paths of the project that travel although git ignores them or a run made them."""
+    """Paths in the project that are sent although git ignores them or a run made them."""
     needs: tuple[str, ...] = ()
-    """Files and folders here that the command reads."""
+    """Files and folders on this machine that the command reads."""
     elsewhere: bool = True
-    """True if the job has other disks than this machine."""
+    """True if the job runs on other disks than those of this machine."""
     root: str = f"~/{ROOT}"
-    """Root folder of the place; environments are made below it."""
+    """The runner's folder at the place; environments are created below it."""
     asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Options that only this kind of place understands."""
+    """Options that only this kind of place knows."""
     python: str | None = None
     """See `groupwise.jobs.clouds.backend.Order`."""
     meets_at: str | None = None
@@ -90,11 +90,11 @@ class PackedJob:
 
     order: Order
     bundle: Bundle
-    """The part of the project that travels."""
+    """The files of the project that are sent."""
 
 
 def pack(request: LaunchRequest, store: BlobStore) -> PackedJob:
-    """Turn a request into an order, with its files in `store`. Raises UsageError for a project that cannot travel, and for results that
+    """Turn a request into an order, with its files in `store`. Raises UsageError for a project that cannot be sent, and for results that
     cannot be fetched."""
     project = bundle(request.project, request.secrets, request.take)
     if any(PurePosixPath(path).parts[0] == OWN for path in project.files):
@@ -141,7 +141,8 @@ def pack(request: LaunchRequest, store: BlobStore) -> PackedJob:
 
 
 def refuse_shown_secrets(command: Sequence[str], secrets: Mapping[str, str]) -> None:
-    """Raises UsageError if the command holds the value of a secret, which travels apart: every user there may read the command."""
+    """Raise UsageError if the command contains the value of a secret. Secrets are sent separately, whereas every user of the machine can
+    read the command."""
     secrets_shown = [
         name
         for name, value in secrets.items()
@@ -155,7 +156,7 @@ def refuse_shown_secrets(command: Sequence[str], secrets: Mapping[str, str]) -> 
 
 
 def _refuse_lacking(project: Bundle, needs: Iterable[str], *, elsewhere: bool) -> None:
-    """Raises UsageError for a path that the command reads here and that would be missing there."""
+    """Raise UsageError for a path that the command reads here and that would be missing on the machine."""
     root = project.root.resolve()
     for need in needs:
         place = (root / need).resolve()
@@ -166,7 +167,7 @@ def _refuse_lacking(project: Bundle, needs: Iterable[str], *, elsewhere: bool) -
                 f"the command reads {need}, which is outside of the project, so that the job would not find it. Copy it into the project, "
                 "upload it to the hub, or name one that the other machine has and say --no-preflight."
             )
-        # A path in a run stands for the whole run, because commands name runs by one.
+        # A path in a run counts as the whole run, because commands name a run by any such path.
         above = (each for each in (place, *place.parents) if each.is_relative_to(root))
         needed = next((each for each in above if (each / RECORD).is_file()), place)
         inside = needed.relative_to(root).as_posix()
@@ -177,7 +178,7 @@ def _refuse_lacking(project: Bundle, needs: Iterable[str], *, elsewhere: bool) -
 
 
 def _inside(path: str) -> str:
-    """A path of --output in its canonical form. Raises UsageError if it is not in the working folder: nothing else is fetched."""
+    """Normalize a path of --output. Raises UsageError if it is not in the working folder: nothing else is fetched."""
     place = PurePosixPath(path)
     if place.parts and place.parts[0] in OURS:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Places to launch jobs at, as plain data that can be stored, and the backend for each.
+"""Places at which jobs can be launched, as plain data that can be stored, and the backend for each.
 
 A place has a name on the command line and in lists: `local`, `ssh:gpu@box:22`, `slurm`, `slurm:me@login:22/scratch/me`,
 `ssh:gpu@box:22,gpu@bix:22` (several machines that a job runs on at once), `ray:me@head:22/scratch/me,http://10.0.0.2:8265`,
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
     from groupwise.jobs.clouds.ec2 import Ec2
 
 AGENT = "SSH_AUTH_SOCK"
-"""The variable that names the socket of the ssh agent; the socket differs with each login."""
+"""The environment variable with the socket of the ssh agent. The socket differs after each login, so it is not stored."""
 LOCAL, SSH, SLURM, RAY, AWS, MODAL = "local", "ssh", "slurm", "ray", "aws", "modal"
 OF_HERE = frozenset({LOCAL, SLURM, RAY})
-"""Kinds of places that this machine itself may be."""
+"""Kinds of places that can be this machine itself."""
 RENTING = frozenset({AWS})
-"""Kinds of places whose backends rent machines (`groupwise.jobs.clouds.backend.Renting`), which may be left running.
+"""Kinds of places whose backends rent machines (`groupwise.jobs.clouds.backend.Renting`), which can be left running by mistake.
 
-Containers of Modal are paid, too, but end with their calls."""
+Modal's containers cost money too, but end with their calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobBackend:
-    """A place to launch jobs at."""
+    """A place at which jobs can be launched."""
 
     kind: str
     detail: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """How it is reached; it may hold paths of keys, but no secrets."""
+    """How to reach it; may contain paths of keys, but no secrets."""
 
     def __str__(self) -> str:
         detail = self.detail
@@ -65,8 +65,8 @@ class JobBackend:
         return f"{self.kind}:{word}" if word else self.kind
 
     def is_same(self, other: JobBackend) -> bool:
-        """True if both are the same place, so that jobs of one name are the same job, however it is reached. A machine is known by its key,
-        because tunnels may lead from one address to several machines."""
+        """True if both are the same place, i.e. jobs of one name are the same job, regardless of the access options. A machine is
+        identified by its key, because one address may lead through tunnels to several machines."""
 
         def identity(place: JobBackend) -> tuple[Any, ...]:
             keys = [each.get("host_key") for each in (place.detail, *place.others)]
@@ -87,7 +87,7 @@ class JobBackend:
 
     @property
     def python(self) -> str | None:
-        """The interpreter there that jobs are begun with; None if it is not known here."""
+        """The interpreter at the place that starts jobs; None if it is not known here."""
         return self.detail.get("python") or (sys.executable if self.is_here else None)
 
     @property
@@ -97,19 +97,19 @@ class JobBackend:
 
     @property
     def others(self) -> Sequence[Mapping[str, Any]]:
-        """The machines beside the first one."""
+        """The machines after the first one."""
         return self.detail.get("others", ())
 
 
 def state_folder(kind: str) -> Path:
-    """The folder in which this machine keeps records of launched jobs: `$XDG_STATE_HOME/groupwise/<kind>`, by default below
-    `~/.local/state` (XDG Base Directory Specification)."""
+    """The folder for this machine's records of launched jobs: `$XDG_STATE_HOME/groupwise/<kind>`, by default below `~/.local/state` (XDG
+    Base Directory Specification)."""
     root = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(root) / "groupwise" / kind
 
 
 def reach(place: JobBackend) -> Backend:
-    """A new backend for this place."""
+    """Create a backend for this place."""
     return WAYS[place.kind](place)
 
 
@@ -153,7 +153,7 @@ def _aws(place: JobBackend) -> Backend:
 
 @cache
 def _ec2(region: str, profile: str | None) -> Ec2:
-    """The client of a region, cached for the whole command: reading the descriptions of AWS's services takes longer than a call."""
+    """The client for a region, cached for the whole command: loading the descriptions of AWS's services takes longer than a call."""
     from groupwise.jobs.clouds.ec2 import Ec2
 
     return Ec2(region, profile)
@@ -166,13 +166,13 @@ def _modal(place: JobBackend) -> Backend:
 
 
 def _called_host(place: JobBackend, also: Iterable[str] = ()) -> tuple[Host, str, str]:
-    """The machine as a host, its name for people, and its interpreter. `also`: variables that are passed on to a runner on this machine."""
+    """The machine as a host, its name in messages, and its interpreter. `also`: variables to pass on to a runner on this machine."""
     host, where = (LocalHost(also=also), "this machine") if place.is_here else _ssh(place.detail)
     return host, where, place.python or "python3"
 
 
 def _ssh(detail: Mapping[str, Any]) -> tuple[Host, str]:
-    """A machine that is reached by SSH, and its name for people."""
+    """A machine over SSH, and its name in messages."""
     from groupwise.jobs.hosts.ssh import Address, SshHost
 
     def address(of: Mapping[str, Any]) -> Address:
@@ -180,7 +180,7 @@ def _ssh(detail: Mapping[str, Any]) -> tuple[Host, str]:
 
     jump = cast("Mapping[str, Any] | None", detail.get("jump"))
     agent, socket_path = cast("bool | str | None", detail.get("agent")), None
-    if agent:  # notes of earlier releases hold the socket of that day instead of True
+    if agent:  # notes of earlier releases contain the socket's path of that day instead of True
         socket_path = os.environ.get(AGENT) or (agent if isinstance(agent, str) else None)
     host = SshHost(
         address(detail),
@@ -198,4 +198,4 @@ WAYS: dict[str, Callable[[JobBackend], Backend]] = {
     AWS: _aws,
     MODAL: _modal,
 }
-"""The maker of the backend for each kind of place."""
+"""The function that creates the backend, by kind of place."""

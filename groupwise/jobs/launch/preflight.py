@@ -1,5 +1,5 @@
-"""Trying a command here before a machine is taken: its own `--dry-run`, in a process of its own, so that a wrong key, a task that cannot be
-imported or an unknown model is found at once and costs nothing."""
+"""Tries a command on this machine before another one is used: runs its `--dry-run` in a separate process. A wrong key, a task that cannot
+be imported, or an unknown model is then found at once and costs nothing."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.hosts.local import PASSED_ON
 
 VERBS = ("rl", "sft", "eval", "generate")
-"""Commands of groupwise that may be launched."""
+"""Subcommands of groupwise that may be launched."""
 OUTPUT = "--output"
-"""The option of `eval` and `generate` that names their output folder."""
+"""The option of `eval` and `generate` for their output folder."""
 TRIED = 600.0
-"""Time limit in seconds: a data set may have to be downloaded."""
+"""Timeout in seconds: a data set may have to be downloaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class DryRunReport:
-    """A command's description of itself."""
+    """A command's description of itself, from its `--dry-run`."""
 
     results: tuple[str, ...]
-    """Folders it writes to, relative to the project or absolute."""
+    """Folders to which it writes, relative to the project or absolute."""
     summary: str
-    """Summary for people."""
+    """A summary for users."""
     needs: tuple[str, ...] = ()
-    """Files and folders of this machine that it reads in addition to the task: weights, configs of data."""
+    """Files and folders of this machine that it reads in addition to the task: weights, data configs."""
 
 
 def check_verb(words: Sequence[str]) -> None:
-    """Raises UsageError if the words are no command of groupwise that may be launched."""
+    """Raise UsageError if the words are not a groupwise command that may be launched."""
     if not words or words[0] not in VERBS:
         given = f"`{words[0]}` is none" if words else "there is nothing"
         raise UsageError(
@@ -65,9 +65,9 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
                 f"{path} is named by its absolute path, and the job runs in a copy of the project: name it relative to {project}, "
                 f"{path.relative_to(project)}."
             )
-    # As the program `groupwise` does, without the project on the path of imports (-P).
+    # Equivalent to the program `groupwise`: the project is not on the import path (-P).
     command = [sys.executable, "-P", "-m", "groupwise", verb, "--dry-run", *rest]
-    # Variables that happen to be set in this terminal are left out, because the job does not have them either.
+    # Leave out variables that are set only in this terminal, because the job does not have them either.
     login = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     try:
         done = subprocess.run(
@@ -94,8 +94,8 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
 
 
 def first_of(machines: int, processes: int) -> dict[str, str]:
-    """The variables that torchrun will set for the first of `processes` on each of `machines`, so that a config for another number is
-    refused."""
+    """The variables that torchrun will set for the first of `processes` on each of `machines`: a config for another number is then
+    rejected."""
     return {
         "RANK": "0",
         "WORLD_SIZE": str(machines * processes),
@@ -107,13 +107,13 @@ def first_of(machines: int, processes: int) -> dict[str, str]:
 
 
 def results_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Folders that an untried command writes to, as far as its words name them."""
+    """Folders to which an untried command writes, as far as its words name them."""
     folders = (word.removeprefix("run.dir=") for word in words if word.startswith("run.dir="))
     return (*folders, *_output_of(words))
 
 
 def _read_description(verb: str, rest: Sequence[str], output: bytes, project: Path) -> DryRunReport:
-    """Read the description that the command printed as JSON; a task may have printed something before it."""
+    """Parse the description that the command printed as JSON; a task may have printed other text before it."""
     text = output.decode(errors="replace")
     document: dict[str, Any] | None = None
     for found in re.finditer(r"^\{", text, re.MULTILINE):
@@ -145,14 +145,15 @@ def _read_description(verb: str, rest: Sequence[str], output: bytes, project: Pa
 
 
 def _needs(project: Path, words: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Paths among the words, and the model and its adapter if they are folders here."""
+    """Existing paths among the words, and the model and its adapter if they are local folders."""
     model = config["model"]
     names = (model["name"], model["adapter"], *_values(words))
     return tuple(each for each in names if each and (project / each).exists())
 
 
 def _values(words: Sequence[str]) -> Iterator[str]:
-    """The values of `--option VALUE`, `--option=VALUE` and `key=value`; the path alone for a run at a step or a function in a file."""
+    """The values of `--option VALUE`, `--option=VALUE` and `key=value`; only the path, if a run's step or a function in a file follows
+    it."""
     for word in words:
         _, _, value = word.rpartition("=")
         path, _, _ = value.partition(":")
@@ -160,7 +161,7 @@ def _values(words: Sequence[str]) -> Iterator[str]:
 
 
 def _output_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Paths given by the output option; a dataset of the hub is no path."""
+    """Paths given by the output option, without datasets of the hub."""
     pairs = zip(words, [*words[1:], ""], strict=True)
     found = [
         each.removeprefix(f"{OUTPUT}=") if each != OUTPUT else following

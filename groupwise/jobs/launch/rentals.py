@@ -1,6 +1,6 @@
-"""Paid places: ending or keeping a job's machine after the job, and sweeping up machines that were left running.
+"""Machines of paid places: ends or keeps a job's machine after the job, and sweeps machines that were left running.
 
-A backend of such a place can list what it has rented and give it back (`Renting`); nothing else of it is used here.
+A backend of such a place can list and end its rented machines (`Renting`). Apart from a job's order and cost, only this is used here.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class SweepResult:
     overdue: tuple[Rented, ...]
     """Machines that were ended, or would be in a dry run."""
     left: tuple[Rented, ...]
-    """Machines that stay, because their deadlines are to come."""
+    """Machines that are kept, because their deadlines are in the future."""
     failed: tuple[str, ...] = ()
-    """Machines that could not be ended, and why."""
+    """Messages about machines that could not be ended."""
 
 
 async def after(
     backend: Backend, handle: Handle, status: Status, folder: Path, say: Callable[[str], None]
 ) -> None:
-    """End the machine of a job whose results were just fetched to `folder`, or report that it stays, with its price.
+    """End the machine of a job whose results were just fetched to `folder`, or report that it is kept, with its price.
 
-    After a success it ends if the order says so; after any other ending it ends unless the order keeps it; and never before all results are
-    here.
+    After a success it is ended if the order requests that; after any other ending it is ended unless the order keeps it; and never
+    before all results are here.
     """
     if status.ending is None or not isinstance(backend, Renting):
         return
@@ -73,13 +73,13 @@ async def of_job(backend: Renting, name: str) -> list[Rented]:
 
 
 async def cost_of(backend: Backend, handle: Handle) -> dict[str, Any]:
-    """The cost entries of a result document: dollars so far, and what they cover. Empty if unknown."""
+    """The cost fields of a result document: dollars so far, and what they cover. Empty if unknown."""
     found = await backend.cost(handle) if isinstance(backend, Priced) else None
     return {} if found is None else {"cost": found.dollars, "cost_counts": found.counts}
 
 
 def stays(rented: Rented) -> str:
-    """A sentence saying that it stays, where, until when and for how much."""
+    """The message that a machine is kept: its address, deadline and price."""
     price = "" if rented.price_per_hour is None else f", ${rented.price_per_hour:.2f} an hour"
     address = f" ({rented.address})" if rented.address else ""
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(rented.deadline))
@@ -89,7 +89,7 @@ def stays(rented: Rented) -> str:
 async def sweep(
     backend: Renting, name: str | None, *, dry_run: bool, now: float | None = None
 ) -> SweepResult:
-    """End machines beyond their deadlines; with `name` all machines of that job, whatever their deadlines."""
+    """End machines whose deadlines have passed; with `name`, all machines of that job regardless of their deadlines."""
     moment = time.time() if now is None else now
     found = await backend.rented()
     if name is None:

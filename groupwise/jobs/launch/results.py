@@ -1,4 +1,4 @@
-"""The outcome of a job, as one document for people and programs, beside the files that were fetched."""
+"""The outcome of a job, as one document for users and programs, next to the fetched files."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from groupwise.runs.folder import RECORD, read_summary
 
 RESULT = "launch-result.json"
 FOLDER = "launches"
-"""Folder of the project with a folder for each job."""
+"""Folder of the project that contains a results folder for each job."""
 MARKER = ".groupwise-launches"
-"""The file that marks this folder."""
+"""The file that marks the folder `launches`."""
 
 NOTHING_IN_IT = ("link", "pipe", "socket", "device")
-"""Kinds of files left out that have no content of their own."""
+"""Kinds of left-out files that have no content of their own."""
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder of a job's results, so that neither git nor the next job takes it for files of the project."""
+    """Create the folder of a job's results; its markers exclude it from git and from the files of the next job."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder.parent.name == FOLDER:
         (folder.parent / MARKER).touch()
@@ -33,8 +33,8 @@ def prepare(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Set an earlier job's results aside before another job of this name begins: they are not its results, hold no checkpoint for it, and
-    do not prove that its results are here. Returns their new folder; None: there were none. Raises CloudError."""
+    """Move an earlier job's results aside before another job of this name starts: they contain no checkpoint for it, and do not prove that
+    its results are here. Returns their new folder; None: there were none. Raises CloudError."""
     aside = set_files_aside(folder)
     if aside is not None and (folder / RESULT).exists():
         (folder / RESULT).replace(aside / RESULT)
@@ -48,10 +48,10 @@ def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict
     for path in map(PurePosixPath, fetched.files):
         if (
             path.name != RECORD or "checkpoints" in path.parts
-        ):  # these hold copies of a run's record
+        ):  # checkpoints contain copies of a run's record
             continue
         run, summary, problem = path.parent, None, None
-        try:  # a run that has ended by itself has a summary: state, steps, metrics, hub repository
+        try:  # a run that ended by itself has a summary: state, steps, metrics, hub repository
             summary = read_summary(fetched.folder / run)
         except StoreError as error:
             problem = error.message
@@ -77,7 +77,7 @@ def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict
 
 
 def is_all_of(folder: Path, handle: Handle) -> bool:
-    """True if the folder has everything that this attempt made: it had ended, and no file was left out."""
+    """True if the folder contains all results of this attempt: it had ended, and no file was left out."""
     try:
         found: dict[str, Any] = json.loads((folder / RESULT).read_bytes())
         same = (found["name"], found["attempt"]) == (handle.name, handle.attempt)
@@ -88,7 +88,7 @@ def is_all_of(folder: Path, handle: Handle) -> bool:
 
 
 def write(folder: Path, document: dict[str, Any]) -> Path:
-    """Write the document durably, in place of an earlier one; returns its path."""
+    """Write the document durably, replacing an earlier one; returns its path."""
     path = folder / RESULT
     atomic_files.write_json(path, document)
     return path

@@ -3,12 +3,12 @@
     groupwise-train-grpo --model tiny --dataset sums.jsonl --reward_function correctness --output_dir outputs
 
 The flags become the config of an ordinary `groupwise rl` without a task file, which then runs: resolved config, record, checkpoints and
-resume are the same. Afterwards the trained model, whole, and its tokenizer stand at the top of `output_dir`:
+resume are the same. Afterwards the complete trained model and its tokenizer are at the top of `output_dir`:
 
-    outputs/config.json, model.safetensors, tokenizer.json …    one whole model, as transformers loads it
+    outputs/config.json, model.safetensors, tokenizer.json …    one complete model that transformers can load
     outputs/grpo/                                               the run: record, checkpoints, the adapter in final/
 
-A fleet makes such a command of each job of the kind GRPO (`groupwise.jobs.launch.kinds`).
+A fleet turns each job of the kind GRPO into such a command (`groupwise.jobs.launch.kinds`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "groupwise-train-grpo"
 RUN = "grpo"
-"""Name of the run, and of its folder in `output_dir`."""
+"""Name of the run and of its folder in `output_dir`."""
 
 KEYS = {
     "model": "model.name",
@@ -43,7 +43,7 @@ KEYS = {
     "output_dir": "run.dir",
     "use_unsloth": "model.backend",
 }
-"""The key of the config for each flag."""
+"""The config key of each flag."""
 
 BESIDE: Mapping[str, Any] = {
     "algorithm.type": "grpo",
@@ -79,7 +79,7 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Flags)
 
 
 def problems(flags: Flags, overrides: Sequence[str] = ()) -> list[str]:
-    """Problems with the flags beyond those that the config itself will report, in words for the user."""
+    """Problems with the flags, as messages for the user, except those that the config itself will report."""
     texts = ("model", "dataset", "preprocessing_pipeline", "output_dir")
     found = [f"--{name} is empty." for name in texts if not getattr(flags, name)]
     if not flags.reward_function:
@@ -106,7 +106,7 @@ def problems(flags: Flags, overrides: Sequence[str] = ()) -> list[str]:
 
 
 def config_of(flags: Flags) -> dict[str, Any]:
-    """The config of `groupwise rl` that the flags stand for."""
+    """The config of `groupwise rl` that corresponds to the flags."""
     config: dict[str, Any] = {}
     given = {KEYS[name]: getattr(flags, name) for name in KEYS if name != "use_unsloth"}
     given[KEYS["reward_function"]] = list(flags.reward_function)
@@ -119,7 +119,7 @@ def config_of(flags: Flags) -> dict[str, Any]:
 
 
 def arguments_of(flags: Flags, overrides: Sequence[str] = ()) -> tuple[str, ...]:
-    """The command line; each value in one word with its flag, so that it may begin with a dash or hold anything."""
+    """The command line. Each flag and its value form one word, so a value may contain anything, even a leading dash."""
     words = [f"--{name}={getattr(flags, name)}" for name in KEYS if name not in _NOT_ONE_WORD]
     rewards = [f"--reward_function={name}" for name in flags.reward_function]
     unsloth = ["--use_unsloth"] if flags.use_unsloth else []
@@ -137,9 +137,9 @@ def train_grpo(
     resume_from: str | None = None,
     dry_run: bool = False,
 ) -> TrainingResult:
-    """Train, and put the whole model at the top of `output_dir`.
+    """Train, and write the merged model to the top of `output_dir`.
 
-    `resume` goes on with the unfinished run there, `resume_from` with the checkpoint in that folder. Raises `UsageError` for wrong flags,
+    `resume` continues the unfinished run there, `resume_from` the checkpoint in that folder. Raises `UsageError` for wrong flags,
     `RunError` if the run failed.
     """
     from groupwise.training.loops.rl_start import rl
@@ -161,9 +161,9 @@ def train_grpo(
 
 
 def put_whole_model(run: Path, into: Path) -> None:
-    """Write the final weights of a run, merged into their base, and the tokenizer into a folder, beside other files there.
+    """Write the final weights of a run, merged into their base model, and the tokenizer into a folder; other files there are kept.
 
-    The model's config comes last: without it no program takes the folder for a model. Files of an earlier model are removed.
+    The model's config is written last: without it no program takes the folder for a model. Files of an earlier model are removed.
     """
     from groupwise.core import atomic_files
     from groupwise.engine.models.artefact import CARD, MODEL, TOKENIZER

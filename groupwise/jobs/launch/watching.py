@@ -1,7 +1,7 @@
-"""Watching a job from here: its log as it grows, its checkpoints as they become whole, its results at the end.
+"""Watches a job from this machine: shows its log as it grows, fetches checkpoints as they are completed, and the results at the end.
 
-Nothing here keeps the job going: a watcher may leave at any moment, and another one goes on from the log's offset and the files that are
-here already. A place that does not answer for a while is asked again.
+The job does not depend on a watcher: a watcher may end at any moment, and another one continues from the log's offset and the files that
+were fetched. If a place does not answer for a while, the request is repeated.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from groupwise.jobs.clouds.backend import (
 )
 
 PIECE = 1 << 20
-"""Bytes of a log that are read at a time."""
+"""Most bytes of a log that are read at once."""
 LOOK_SECONDS = 20.0
-"""Seconds for which one look waits for news."""
+"""Seconds for which one `wait` call waits for changes."""
 AGAIN_SECONDS = 5.0
-"""Seconds before a place that did not answer is asked again."""
+"""Seconds before a request without an answer is repeated."""
 PATIENCE_SECONDS = 900.0
-"""Seconds of silence after which watching is given up."""
+"""Seconds without an answer after which watching is given up."""
 
 Result = TypeVar("Result")
 
@@ -41,15 +41,15 @@ class Watch:
     def __init__(
         self, results: Path, write: Callable[[bytes], None], say: Callable[[str], None]
     ) -> None:
-        """`results`: the folder for files. `write` receives the bytes of the log, `say` messages for people."""
+        """`results`: the folder for files. `write` receives the bytes of the log, `say` messages for users."""
         self._results, self._write, self._say = results, write, say
         self._offset = 0
         self._waited_for = ""
 
     async def until_ended(self, backend: Backend, handle: Handle) -> tuple[Status, Fetched]:
-        """Watch the job to its end; returns how it ended, with its whole log written and its results fetched. Raises CloudError.
+        """Watch the job to its end; writes its whole log and fetches its results. Returns how it ended. Raises CloudError.
 
-        If called again, also with another backend of the same place, it continues where it was.
+        If called again, even with another backend of the same place, it continues at the same offset.
         """
         status = await self._patiently(lambda: backend.status(handle))
         fetched_of: tuple[int, int | None] = (0, None)
@@ -69,7 +69,7 @@ class Watch:
             if status.ending is not None:
                 return status, await self._patiently(lambda: backend.fetch(handle, self._results))
             if status.checkpoints and now != fetched_of:
-                # If it saves faster than they travel, the next fetch brings the next ones.
+                # If it saves faster than files are transferred, the next fetch gets the later ones.
                 with suppress(Busy):
                     await patiently(
                         lambda: backend.fetch(handle, self._results), self._say, (Unreachable,)
@@ -86,7 +86,8 @@ async def patiently(
     say: Callable[[str], None],
     passing: tuple[type[CloudError], ...] = (Unreachable, Busy),
 ) -> Result:
-    """Ask until there is an answer. Errors in `passing` are raised after PATIENCE_SECONDS without one, others at once."""
+    """Repeat a request until there is an answer. Errors in `passing` are raised only after PATIENCE_SECONDS without an answer, others at
+    once."""
     waited = 0.0
     while True:
         try:

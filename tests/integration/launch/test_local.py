@@ -135,7 +135,7 @@ def test_what_would_fail_or_is_only_a_plan_changes_nothing(person: Person) -> No
         ("local", "--name", "a b", "--script", "job.py"),
         ("fetch", "../evil", "--at", "local"),
     ):
-        assert "no name of a job" in person.types(*wrong, code=2).err
+        assert "not a name of a job" in person.types(*wrong, code=2).err
     person.types("fetch", "nobody", "--at", "local", code=1)
     assert person.types("list").out == ""
     assert not (person.project / "launches").exists()

@@ -1,8 +1,8 @@
-"""The apps that are deployed at Modal: the desk, and the work, once for each image. This module is imported there as well, to find both
-functions.
+"""The apps that are deployed at Modal: the coordinator (function `desk`), and the worker (function `work`), once for each image. Modal's
+containers import this module too, to find both functions.
 
-No job's secret is part of an app or an image: they come with each call, as one variable of its container's environment, beside the secrets
-of the workspace that it names.
+No secret of a job is part of an app or an image. Secrets travel with each call, as one environment variable of its container, in
+addition to the secrets of the Modal workspace that the call names.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from groupwise.jobs.clouds.modal import worker as works
 from groupwise.jobs.clouds.modal.port import MOST_SECONDS, Call, Image, app_of
 
 DESK_APP = "groupwise-desk-1"
-"""Its number changes with the requests that it answers."""
+"""The number in the name changes when the protocol of its requests changes."""
 RUNS, CACHES = "groupwise-runs", "groupwise-caches"
-"""Volumes. One with open files cannot be reloaded, so jobs read and write another one, for caches."""
+"""Names of the two volumes. A volume with open files cannot be reloaded, so jobs use a second one for caches."""
 HOME, CACHE, SCRATCH = "/groupwise", "/groupwise-caches", "/groupwise-scratch"
 SECRETS = "GROUPWISE_SECRETS"
 PLAIN = "plain"
@@ -32,21 +32,21 @@ BUILD = "/opt/groupwise/build"
 DESK_PYTHON = "3.12"
 DESK_SECONDS = 3600
 AWAKE_SECONDS = 60
-"""Seconds that the desk waits for the next request: beginning it again takes a second or two."""
+"""Seconds that the coordinator's container stays up without requests: a new one takes a second or two to start."""
 START_SECONDS = 1800
-"""Seconds for a container of the work to begin; it is paid for from then on."""
+"""Most seconds that a worker's container may take to start; Modal bills it from then on."""
 WORK_MB = 16_384
-"""MB of memory that are reserved; a container may use more."""
+"""Reserved memory in MB; a container may use more."""
 WORK_CORES = 4.0
 
 
 def runs() -> modal.Volume:
-    """The volume of attempts and blobs."""
+    """The volume that holds attempts and blobs."""
     return modal.Volume.from_name(RUNS, create_if_missing=True, version=2)
 
 
 def desk(what: str, *arguments: Any) -> Any:
-    """Answer a request; see `coordinator.py`."""
+    """Answer a request to the coordinator; see `coordinator.py`."""
     volume = runs()
     volume.reload()
     answer = desks.answer(HOME, what, arguments)
@@ -55,7 +55,7 @@ def desk(what: str, *arguments: Any) -> Any:
 
 
 def work(document: Mapping[str, Any]) -> str:
-    """Run one stint of a job; see `worker.py`."""
+    """Run one stint of a job, the part that one Modal call runs; see `worker.py`."""
     secrets: dict[str, str] = json.loads(os.environ.pop(SECRETS, "{}"))
     me = modal.current_function_call_id()
     assert me is not None, "this runs in a call"
@@ -75,7 +75,8 @@ def work(document: Mapping[str, Any]) -> str:
 
 
 def function(app: str, name: str, client: modal.Client | None = None) -> Any:
-    """A deployed function; a missing one shows only when it is called. Modal's type says nothing of its arguments."""
+    """A handle of a deployed function. Modal reports a missing function only when it is called. Modal's types do not describe its
+    arguments."""
     found = modal.Function.from_name(app, name, client=client)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return cast("Any", found)
 
@@ -83,7 +84,7 @@ def function(app: str, name: str, client: modal.Client | None = None) -> Any:
 def named_secrets(
     named: Mapping[str, Sequence[str]], client: modal.Client | None = None
 ) -> list[modal.Secret]:
-    """Secrets of the workspace; a missing secret or variable shows only when it is used."""
+    """Handles of secrets of the workspace. Modal reports a missing secret or variable only when it is used."""
     return [
         modal.Secret.from_name(name, required_keys=list(variables), client=client)
         for name, variables in named.items()
@@ -91,7 +92,8 @@ def named_secrets(
 
 
 def called(call: Call, secrets: Mapping[str, str], client: modal.Client | None = None) -> Any:
-    """The work, with the GPU, time limit and secrets of this call. The secrets it carries have no name, and are gone with it."""
+    """The function `work` with the GPU, time limit and secrets of this call. `secrets` become an unnamed Modal secret, which exists for
+    this call only."""
     carried = [modal.Secret.from_dict({SECRETS: json.dumps(dict(secrets))})] if secrets else []
     secrets_named = named_secrets(call.named, client)
     found = function(call.app or app_of(PLAIN), "work", client)
@@ -106,7 +108,7 @@ def called(call: Call, secrets: Mapping[str, str], client: modal.Client | None =
 
 
 def made_of(image: Image, folder: Path) -> modal.Image:
-    """Modal's image with the packages, made by the same builder from the same lock as on every other machine."""
+    """Modal's image with the job's packages, installed by the same builder from the same lock file as on every other machine."""
     plain = modal.Image.debian_slim(image.python)
     if not image.files:
         return plain
@@ -115,7 +117,7 @@ def made_of(image: Image, folder: Path) -> modal.Image:
 
 
 def deploy(image: Image, client: modal.Client | None = None) -> None:
-    """Make the image, and deploy the work that uses it."""
+    """Build the image, and deploy the app whose worker uses it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for path, data in image.files.items():
@@ -141,8 +143,8 @@ def deploy(image: Image, client: modal.Client | None = None) -> None:
 
 
 def deploy_desk(client: modal.Client | None = None) -> None:
-    """Deploy the desk; it serves all releases that send it the same requests."""
-    # Its answers are decisions because there is one container, which takes one request at a time.
+    """Deploy the coordinator. One deployment serves all releases of this package with the same request protocol."""
+    # One container and one request at a time: this makes its answers consistent without locks.
     app = modal.App(DESK_APP, include_source=False)
     app.function(
         image=modal.Image.debian_slim(DESK_PYTHON).add_local_python_source("groupwise"),

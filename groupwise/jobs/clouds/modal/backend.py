@@ -1,6 +1,7 @@
-"""Modal as a backend: a machine whose disk is a volume of Modal's, and whose jobs are begun by its calls, each with a GPU of its own.
+"""Modal as a backend: a machine whose disk is a Modal volume, and whose jobs are started by Modal calls, each with its own GPU.
 
-`asks` of an order: gpu (as Modal calls it), timeout (seconds of a call), image (name, python, and files: its entries in the store).
+`asks` of an order: gpu (Modal's name for it), timeout (seconds of a call), image (name, python, and files: its entries in the blob
+store).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.spec import FileEntry
 
 ENVIRONMENTS = "/opt/groupwise/environments"
-"""The folder of the jobs' packages in images."""
+"""The folder in images that holds the jobs' Python environments."""
 PRICED_AT = "May 2026"
-"""modal.com/pricing, list prices of the base region."""
+"""Date of the prices below: modal.com/pricing, list prices of the base region."""
 DOLLARS_PER_SECOND = {
     "T4": 0.000164,
     "L4": 0.000222,
@@ -33,8 +34,8 @@ DOLLARS_PER_SECOND = {
     "H200": 0.001261,
     "B200": 0.001736,
 }
-"""Dollars a second by Modal's names, for estimates; A100 is the one with 40 GB. Processors and memory come on top, and Modal's own bill is
-what counts."""
+"""Dollars per GPU second by Modal's GPU names, for estimates; A100 is the 40 GB model. CPU and memory are billed in addition. Modal's own
+bill is authoritative."""
 
 
 class ModalBackend(MachineBackend):
@@ -51,12 +52,12 @@ class ModalBackend(MachineBackend):
         spare: float = SPARE_SECONDS,
         every: float = 5.0,
     ) -> None:
-        """`where`: the place, for people. `spare` and `every` as in `Call`."""
+        """`where`: description of the place for messages. `spare` and `every` as in `Call`."""
         super().__init__(name, runner, where)
         self._modal, self._spare, self._every = runner, spare, every
 
     async def plan(self, order: Order) -> Plan:
-        """See `Backend.plan`. It needs no token; if there is one, Modal is asked only for its owner."""
+        """See `Backend.plan`. It works without a Modal token; with a token, the only request to Modal is for its owner."""
         order.check()
         call = self._call(order)
         files = {each.sha256: each.size for each in order.spec.files.values()}
@@ -108,7 +109,7 @@ class ModalBackend(MachineBackend):
         return await super().resume(name, secrets, store)
 
     async def cost(self, handle: Handle) -> Cost | None:
-        """See `Priced.cost`: an estimate from the duration of attempts and a list of prices."""
+        """See `Priced.cost`: an estimate from the duration of the attempts and the list prices."""
         order = await self.order(handle)
         price = per_hour(order.asks.get("gpu"), order.gpus)
         if price is None:
@@ -129,7 +130,7 @@ class ModalBackend(MachineBackend):
         )
 
     async def _deploy(self, order: Order, store: BlobStore) -> None:
-        """Make the order's image if Modal does not have it yet."""
+        """Have Modal build the order's image if Modal does not have it yet."""
         image: Mapping[str, Any] | None = order.asks.get("image")
         if image is None or await self._modal.port.has_app(app := app_of(image["name"])):
             return
@@ -146,7 +147,7 @@ class ModalBackend(MachineBackend):
         return engine_of(self._call(order))
 
     def _call(self, order: Order) -> Call:
-        """The call for this job; `ModalRunner` adds the attempt. Raises UsageError."""
+        """The Modal call for this job; `ModalRunner` adds the attempt's number. Raises UsageError if the timeout is out of range."""
         asks, image = order.asks, order.asks.get("image")
         gpu, gpus = asks.get("gpu"), (order.gpus or 1) if asks.get("gpu") else 0
         timeout = int(asks.get("timeout") or MOST_SECONDS)
@@ -156,7 +157,7 @@ class ModalBackend(MachineBackend):
                 f"{MOST_SECONDS} s, 24 hours. A job may take longer: --time-limit."
             )
         limit, within = order.spec.limits.time_seconds, timeout - self._spare
-        if limit is not None and limit <= timeout:  # one call suffices, with time to save
+        if limit is not None and limit <= timeout:  # one call suffices, including the time to save
             limit = min(limit, within)
             timeout = min(timeout, math.ceil(limit + self._spare))
         return Call(
@@ -175,7 +176,7 @@ class ModalBackend(MachineBackend):
 
 
 def check_gpu(name: str) -> str:
-    """The name itself. Raises UsageError if it is not known."""
+    """Return the name. Raises UsageError if this GPU is not in the price list."""
     if name not in DOLLARS_PER_SECOND:
         raise UsageError(
             f"--gpu-model {name}: Modal's GPUs that are known here are {', '.join(DOLLARS_PER_SECOND)}."
@@ -184,5 +185,5 @@ def check_gpu(name: str) -> str:
 
 
 def per_hour(gpu: str | None, count: int) -> float | None:
-    """Dollars an hour for `count` GPUs; None without a GPU."""
+    """Dollars per hour for `count` GPUs; None if no GPU is requested."""
     return None if gpu is None else DOLLARS_PER_SECOND[check_gpu(gpu)] * 3600 * max(1, count)

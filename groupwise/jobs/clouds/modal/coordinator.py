@@ -1,20 +1,22 @@
-"""The desk: the one container that decides. It answers requests to the runner, whose files lie on the volume, and gives out turns.
+"""The coordinator (function `desk`): a single container that makes all decisions. It answers requests to the runner, whose files are on the
+volume, and assigns turns.
 
-A volume has no locks and no name that only one process can take, so among several containers and laptops that write to it none can decide
-anything. Modal guarantees that there is one desk (`max_containers=1`, one input at a time), which reloads the volume before an answer and
-commits after it; everything that has to happen once goes through it:
+A volume has no locks and no exclusive creation of files. Several containers and laptops that write to it can therefore not agree on
+anything by themselves. Modal guarantees that there is one coordinator (`max_containers=1`, one input at a time). It reloads the volume
+before each answer and commits it afterwards. Everything that must happen only once goes through it:
 
     ask        answer a request to the runner, byte for byte as over SSH, in a new interpreter each time → the answer
-    note       note that a call was spawned for this attempt → the turn
+    note       record that a call was spawned for this attempt → the turn
     turns      → the turns of attempts, by their names
-    take       a call has begun and wants the turn → {"spent": seconds since the first stint began, "handed_over": true if this call's stint
-               has ended and it has yet to spawn the next call}, or None if it has nothing to do
-    hand_over  a stint has ended, and another is to go on → true if the next call is to be spawned
-    end        nothing runs, and nothing shall; writes an exit record with the reason
+    take       a call has started and requests the turn → {"spent": seconds since the first stint started, "handed_over": true if this
+               call's stint has ended and it has yet to spawn the next call}, or None if the call has nothing to do
+    hand_over  a stint has ended, and another is to continue the job → true if the next call is to be spawned
+    end        nothing runs and nothing may start; writes an exit record with the reason
 
-A turn is {"number", "call", "given", "by", "since", "began"}: the number of its stint, the call that has it (none: the first of that number
-that takes it), the calls that were spawned for it, the call that handed it over, and when it and the first one began. Every request may be
-repeated, because a desk may be killed before it commits.
+A turn is the right to run the next stint, the part of the job that one Modal call runs. It is {"number", "call", "given", "by", "since",
+"began"}: the number of the stint, the call that has the turn (none: the first call of that number that takes it), the calls that were
+spawned for it, the call that handed it over, the time at which this turn was created, and the time at which the first stint started.
+Every request may be repeated, because the coordinator may be killed before it commits.
 """
 
 from __future__ import annotations
@@ -34,22 +36,22 @@ from groupwise.jobs.hosts.runner.root import Attempt, Root
 
 TURN = "turn.json"
 ASKED = "asked.json"
-"""The name of `queued.json` once a call has taken it; it holds no secrets."""
+"""The name of `queued.json` once a call has taken it; the file holds no secrets."""
 OVER = ("voided", "refused")
 
 
 def answer(home: str, what: str, arguments: Sequence[Any]) -> Any:
-    """Answer one request to the desk. `home`: the folder of the volume."""
+    """Answer one request to the coordinator. `home`: the folder of the volume."""
     return VERBS[what](home, *arguments)
 
 
 def attempt(home: str, job: str, epoch: int) -> Attempt:
-    """An attempt on the volume, or on a copy of it."""
+    """An attempt on the volume, or on a container's copy of it."""
     return Attempt(Root(os.path.join(home, ROOT)), job, epoch)
 
 
 def ask(home: str, request: bytes) -> bytes:
-    """Pass a request to the runner; request and answer are framed as in `groupwise.jobs.hosts.framing`."""
+    """Pass a request to the runner. Request and answer are framed as in `groupwise.jobs.hosts.framing`."""
     environment = {"HOME": home, "PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
     done = subprocess.run(
         [sys.executable, *FLAGS, "-c", BOOTSTRAP],
@@ -63,7 +65,7 @@ def ask(home: str, request: bytes) -> bytes:
 
 
 def note(home: str, job: str, epoch: int, number: int, call: str) -> dict[str, Any] | None:
-    """Note that a call was spawned for this stint; None if there is no such attempt."""
+    """Record that a call was spawned for this stint; returns the turn, or None if the attempt does not exist."""
     place = attempt(home, job, epoch)
     if not os.path.isdir(place.path):
         return None
@@ -75,7 +77,7 @@ def note(home: str, job: str, epoch: int, number: int, call: str) -> dict[str, A
 
 
 def turns(home: str, names: Sequence[Sequence[Any]]) -> dict[str, dict[str, Any]]:
-    """The turns of attempts, each with `age`, the seconds since its stint got the turn."""
+    """The turns of attempts, each with `age`: seconds since this turn was created."""
     found: dict[str, dict[str, Any]] = {}
     for job, epoch in names:
         place = attempt(home, job, epoch)
@@ -85,14 +87,14 @@ def turns(home: str, names: Sequence[Sequence[Any]]) -> dict[str, dict[str, Any]
 
 
 def take(home: str, job: str, epoch: int, number: int, call: str) -> dict[str, Any] | None:
-    """Give the turn to a call. It keeps the turn, and may be begun again in another container."""
+    """Give the turn to a call. The call keeps the turn if Modal restarts it in another container."""
     place = attempt(home, job, epoch)
     turn = turn_of(place)
     if is_over(place):
         return None
     handed_over = _was_handed_over(turn, number, call)
     if not handed_over:
-        # The token is taken now, or was before; `void` takes it as well.
+        # The token is taken now, or was taken before. `void` takes it too, so a voided attempt never starts.
         if (
             turn["number"] != number
             or turn["call"] not in (None, call)
@@ -105,12 +107,12 @@ def take(home: str, job: str, epoch: int, number: int, call: str) -> dict[str, A
 
 
 def _was_handed_over(turn: Mapping[str, Any], number: int, call: str) -> bool:
-    """True if this call handed the turn over, and no call is known to be spawned for the next one."""
+    """True if this call handed the turn over, and no call is recorded for the next stint yet."""
     return turn["number"] == number + 1 and turn["by"] == call and not turn["given"]
 
 
 def hand_over(home: str, job: str, epoch: int, number: int, call: str) -> bool:
-    """Hand the turn over from this call to the next stint."""
+    """Hand the turn over from this call to the next stint. True if this call is to spawn the next one."""
     place = attempt(home, job, epoch)
     turn = turn_of(place)
     if is_over(place):
@@ -122,7 +124,7 @@ def hand_over(home: str, job: str, epoch: int, number: int, call: str) -> bool:
 
 
 def end(home: str, job: str, epoch: int, because: str) -> None:
-    """Write an exit record for an attempt that has begun and has not ended."""
+    """Write an exit record for an attempt that has not ended yet."""
     place = attempt(home, job, epoch)
     if os.path.isdir(place.path) and not is_over(place):
         record = {"reason": "cancelled", "message": because, "tail": ""}
@@ -130,14 +132,14 @@ def end(home: str, job: str, epoch: int, because: str) -> None:
 
 
 def turn_of(place: Attempt) -> dict[str, Any]:
-    """The attempt's turn; the first one if there was no note yet."""
+    """The attempt's turn; the first turn if none is recorded yet."""
     first: dict[str, Any] = {"number": 1, "call": None, "given": [], "by": None, "began": None}
     first["since"] = modified(place.path)
     return {**first, **(read_json(place.at(TURN)) or {})}
 
 
 def is_over(place: Attempt) -> bool:
-    """True if the attempt has ended, or never begins."""
+    """True if the attempt has ended or will never start."""
     state = read_json(place.at("state.json"))
     return state is None or state.get("phase") in OVER or os.path.exists(place.at("exit.json"))
 

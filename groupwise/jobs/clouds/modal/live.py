@@ -1,4 +1,4 @@
-"""The real Modal, called by its own client (`pip install 'groupwise[modal]'`), with a token from ~/.modal.toml or the environment."""
+"""The real Modal, called through its own client (`pip install 'groupwise[modal]'`), with a token from ~/.modal.toml or the environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LiveModal:
     """The `ModalPort` of the real Modal."""
 
     def __init__(self, profile: str | None = None) -> None:
-        """`profile`: a profile of ~/.modal.toml; None: the active one, or the environment variables."""
+        """`profile`: a profile of ~/.modal.toml; None: the active profile, or the environment variables."""
         self._profile = profile
         self._client: Client | None = None
         self._has_desk = False
@@ -86,8 +86,8 @@ class LiveModal:
         await self._deploy(lambda client: app.deploy(image, client))
 
     async def _deploy(self, deploy: Callable[[Client], None]) -> None:
-        """Deploy in a thread: an image takes minutes to make. Modal's output goes to standard error, since results may go to standard
-        output."""
+        """Deploy in a thread, because building an image takes minutes. Modal's output goes to standard error, since results may go to
+        standard output."""
         import modal
 
         client = await self._connect()
@@ -131,7 +131,7 @@ class LiveModal:
                 await each.hydrate.aio()  # pyright: ignore[reportUnknownMemberType]
 
     async def lives(self, call: str) -> bool:
-        """See `ModalPort.lives`. An error on the way to Modal does not mean the end of the call."""
+        """See `ModalPort.lives`. A network error on the way to Modal does not mean that the call has ended."""
         import modal
         from modal import exception
 
@@ -153,9 +153,9 @@ class LiveModal:
                 return False
             except exception.Error:
                 raise
-            except OSError as error:  # on the way there: the work itself raises none
+            except OSError as error:  # a network error: the worker itself raises no OSError
                 raise OutcomeUnknown(str(error)) from None
-            except (Exception, exception.InputCancellation):  # noqa: BLE001  (whatever a container that could not be begun has raised)
+            except (Exception, exception.InputCancellation):  # noqa: BLE001  (any error of a container that could not start)
                 return False
         return False
 
@@ -176,7 +176,7 @@ class LiveModal:
 
 @contextmanager
 def _host_errors(code: str) -> Generator[None]:
-    """Turn errors of Modal into those of `groupwise.jobs.hosts.port`."""
+    """Turn Modal's exceptions into those of `groupwise.jobs.hosts.port`."""
     from modal import exception
 
     try:

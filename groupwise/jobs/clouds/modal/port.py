@@ -1,10 +1,10 @@
-"""The seam to Modal: the calls that we make, and no others. `live.py` calls the real Modal, `tests/fake_modal.py` imitates it here.
+"""The interface to Modal: the calls that we make, and no others. `live.py` calls the real Modal; `tests/fake_modal.py` imitates it.
 
-Modal runs functions in containers that it makes itself. We have two functions: the desk (`coordinator.py`), which never runs more than
-once at a time, and the work (`worker.py`), one call for each stint of a job, with the GPU, the time limit and the secrets of that job. Both
-share a volume: others see what one has written once it has committed and they have reloaded.
+Modal runs functions in containers that it creates. We have two functions. The coordinator (`coordinator.py`, function `desk`) never runs
+more than once at a time. The worker (`worker.py`, function `work`) gets one call for each stint of a job, with the GPU, the time limit
+and the secrets of that job. Both share a volume: others see a change once its writer has committed and they have reloaded.
 
-This file, `coordinator.py` and `worker.py` are imported in containers that have Python, Modal's package and no other.
+This file, `coordinator.py` and `worker.py` are imported in containers that have Python and Modal's package, and no other package.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ NAME = "modal"
 ROOT = "groupwise-launch"
 """The runner's folder on the volume."""
 NAMED = "secrets"
-"""The key of `Order.asks` that holds what `Call.named` holds."""
+"""The key of `Order.asks` whose value becomes `Call.named`."""
 MOST_SECONDS = 86_400
-"""Seconds of the longest call that Modal has."""
+"""The longest timeout of a call that Modal allows, in seconds."""
 SPARE_SECONDS = 180.0
-"""Seconds kept back at the end of a call: the command has its grace, then its files are committed, before Modal ends the container."""
+"""Seconds reserved at the end of a call: the command gets its grace and its files are committed, before Modal ends the container."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The argument of a call of the work. It holds no values of secrets."""
+    """The argument of a call of the worker. It holds no values of secrets."""
 
     job: str
     epoch: int
     number: int = 1
-    """The stint's number, from 1; each goes on where the one before has ended."""
+    """The stint's number, from 1. Each stint resumes where the previous one ended."""
     app: str = ""
-    """The app of the work with the packages of this job."""
+    """The app whose image has the packages of this job; empty: the app without packages."""
     gpu: str | None = None
-    """Modal's name of the GPU; None: no GPU."""
+    """Modal's name for the GPU; None: no GPU."""
     gpus: int = 0
     timeout: int = MOST_SECONDS
     """Seconds after which Modal ends the call."""
     spare: float = SPARE_SECONDS
     limit: float | None = None
-    """Seconds from the beginning of the first stint, after which the job is ended; None: nothing but its own end ends it."""
+    """Time limit of the job in seconds from the start of the first stint; None: no limit."""
     python: str | None = None
-    """The interpreter with the job's packages in the image; None: that of the container."""
+    """Path in the image of the interpreter with the job's packages; None: the container's own."""
     every: float = 5.0
-    """Seconds between two looks, at which new files are committed and a cancellation is noticed."""
+    """Seconds between two rounds; each commits new files and checks for a cancellation."""
     named: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
-    """Secrets of the workspace by name, and the variables of each that the job gets."""
+    """Names of the workspace's secrets, and for each the variables that the job gets."""
 
     @property
     def variables(self) -> list[str]:
@@ -56,34 +56,35 @@ class Call:
         return [variable for variables in self.named.values() for variable in variables]
 
     def document(self) -> dict[str, Any]:
-        """The call as JSON, as it travels."""
+        """The call as a JSON object, as it is sent."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The packages of a job in a container: made by `builder.py`, which is one of the files; the name holds their hash."""
+    """The packages of a job in a container. `builder.py`, one of the files, installs them. The name contains a hash of the files."""
 
     name: str
     python: str
-    """The release of Python, such as `3.11`."""
+    """The Python version, such as `3.11`."""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
 
 
 def app_of(image: str) -> str:
-    """The name of the app that does the work with this image."""
+    """The name of the app whose worker uses this image."""
     return f"groupwise-{image}"
 
 
 class ModalPort(Protocol):
-    """Modal. Errors are those of `groupwise.jobs.hosts.port`: HostUnreachable (nothing happened), OutcomeUnknown, RunnerRefused."""
+    """The operations of Modal. Errors are those of `groupwise.jobs.hosts.port`: HostUnreachable (nothing happened), OutcomeUnknown,
+    RunnerRefused."""
 
     async def workspace(self) -> str | None:
-        """The token's owner; None if there is no token. Raises RunnerRefused if Modal does not take it."""
+        """The token's owner; None if there is no token. Raises RunnerRefused if Modal rejects the token."""
         ...
 
     async def has_app(self, name: str) -> bool:
-        """True if this app was deployed before."""
+        """True if this app is deployed already."""
         ...
 
     async def deploy(self, image: Image) -> None:
@@ -91,23 +92,23 @@ class ModalPort(Protocol):
         ...
 
     async def desk(self, what: str, *arguments: Any) -> Any:
-        """Ask the desk; see `coordinator.py`."""
+        """Send a request to the coordinator; see `coordinator.py`."""
         ...
 
     async def spawn(self, call: Call, secrets: Mapping[str, str]) -> str:
-        """Begin a call that goes on by itself; returns its id."""
+        """Start a call that continues without this process; returns its id."""
         ...
 
     async def expect_secrets(self, named: Mapping[str, Sequence[str]]) -> None:
-        """Raises RunnerRefused if the workspace lacks one of these secrets, or a secret lacks one of its variables."""
+        """Raise RunnerRefused if the workspace lacks one of these secrets, or a secret lacks one of its variables."""
         ...
 
     async def lives(self, call: str) -> bool:
-        """True while a call waits for a container, or runs. False once it has ended, or if Modal does not know it any more."""
+        """True while a call waits for a container or runs. False once it has ended, or if Modal no longer knows it."""
         ...
 
     async def cancel(self, call: str) -> None:
-        """End a call if it lives."""
+        """End a call if it has not ended."""
         ...
 
     async def close(self) -> None:

@@ -1,10 +1,10 @@
-"""The runner whose root is a volume of Modal: it is called through the desk, and the attempts it lays out are begun by calls of the work.
+"""The runner whose root folder is on a Modal volume. Requests to it go through the coordinator; calls of the worker start its attempts.
 
-The facts stand in the attempt's files (`groupwise.jobs.hosts.runner`), as far as the work has committed them, and in its turn at the desk.
-Modal is asked only whether a call lives. The end of a call proves that nothing runs only together with files that were read after it: the
-call's last commit, or the turn of the call that goes on, may have come in between.
+The facts about an attempt are in its files (`groupwise.jobs.hosts.runner`), as far as the worker has committed them, and in its turn at
+the coordinator. Modal is asked only whether a call lives. The end of a call proves that nothing runs only if the files were read after
+it: the call's last commit, or the turn of the next call, may have arrived in between.
 
-Values of secrets go with the call that is spawned, and never to the desk, whose files lie on the volume.
+Values of secrets travel with the spawned call, and never to the coordinator, whose files are on the volume.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from groupwise.jobs.hosts.port import (
 )
 
 COLD = 120.0
-"""Seconds that the desk may take to begin, in addition to the time of an answer."""
+"""Seconds that the coordinator may take to start, in addition to the time for an answer."""
 TURNS = 3
-"""Most looks at an attempt that changes meanwhile."""
+"""How often an attempt that keeps changing is read at most, to judge its state."""
 
 
 class DeskHost:
-    """A `Host` whose machine is the desk."""
+    """A `Host` whose machine is the coordinator's container."""
 
     def __init__(self, port: ModalPort) -> None:
         self._port = port
@@ -75,17 +75,17 @@ class DeskHost:
 
 @dataclass(frozen=True, slots=True)
 class ModalTurn:
-    """The calls that Modal has for a stint of an attempt: an `EngineJob`."""
+    """The calls that Modal has for one stint of an attempt: an `EngineJob`."""
 
     name: str
     number: int
     """The stint's number."""
     call: str | None
-    """The call that has the turn; None: the first of those spawned that takes it."""
+    """The call that has the turn; None: the first of the spawned calls that takes it."""
     spawned: tuple[str, ...]
-    """The calls that are known to be spawned for this stint."""
+    """The calls that are recorded as spawned for this stint."""
     waits_for: str
-    """What the attempt waits for if it has not begun; empty: no call lives, and none is on its way."""
+    """What the attempt waits for before it starts; empty: no call lives, and none is being spawned."""
 
     @property
     def lives(self) -> bool:
@@ -97,13 +97,13 @@ class ModalTurn:
 
 
 class ModalRunner(EngineRunner[ModalTurn]):
-    """The `EngineRunner` for Modal. `launch` with an engine made by `engine_of` spawns a call for the attempt."""
+    """The `EngineRunner` for Modal. A `launch` with an engine made by `engine_of` spawns a call for the attempt."""
 
     title = "Modal"
     carries_secrets = True
 
     def __init__(self, port: ModalPort, *, root: str = ROOT, every: float = 5.0) -> None:
-        """`every`: seconds between two looks of `wait`, each of which keeps the desk awake."""
+        """`every`: seconds between two polls of `wait`; each poll keeps the coordinator's container running."""
         super().__init__(DeskHost(port), root=root)
         self.port, self._every = port, every
 
@@ -112,7 +112,7 @@ class ModalRunner(EngineRunner[ModalTurn]):
         return NAME
 
     async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[ModalTurn]:
-        """See `EngineRunner.find_jobs`: the turn of each attempt, also of those for which no call was spawned yet."""
+        """See `EngineRunner.find_jobs`: the turn of each attempt, including attempts for which no call was spawned yet."""
         by_name = {f"{each.job}.{each.epoch}": each for each in attempts}
         keys = [[each.job, each.epoch] for each in by_name.values()]
         turns: dict[str, dict[str, Any]] = await self.port.desk("turns", keys)
@@ -143,9 +143,9 @@ class ModalRunner(EngineRunner[ModalTurn]):
         call = replace(Call(**json.loads(options[0])), job=state.job, epoch=state.epoch)
         spawned = await self.port.spawn(call, secrets)
         turn = await self.port.desk("note", state.job, state.epoch, call.number, spawned)
-        if turn is None:  # the attempt was removed meanwhile
+        if turn is None:  # the attempt was removed in the meantime
             turn = {"given": [spawned], "call": "none"}
-        # Of several calls that were spawned at once one stays; the others would find that it is not their turn.
+        # If several calls were spawned at once, keep one. The others would end by themselves, because they do not get the turn.
         stays = turn["call"] or turn["given"][0]
         for each in turn["given"]:
             if each != stays:
@@ -159,7 +159,7 @@ class ModalRunner(EngineRunner[ModalTurn]):
     async def wait(
         self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
     ) -> tuple[MemberState, ...]:
-        """See `Runner.wait`. It polls, because a desk that waits answers no other caller."""
+        """See `Runner.wait`. It polls, because a coordinator that waits for one caller answers no other."""
         until = time.monotonic() + seconds
         while True:
             states = [await self.status(*key) for key in known]
@@ -171,7 +171,8 @@ class ModalRunner(EngineRunner[ModalTurn]):
     async def kill(
         self, job: str, epoch: int, *, grace: float, timeout: float = USUAL
     ) -> MemberState:
-        """See `Runner.kill`. If no container has it, no process would notice: its calls are cancelled, and the desk writes its end."""
+        """See `Runner.kill`. If no container has the attempt, no process would notice: cancel its calls, and have the coordinator write its
+        exit record."""
         state = await Runner.kill(self, job, epoch, grace=grace, timeout=timeout)
         if state.state in UNSURE and (state.beat_age or 0.0) > LIVING_BEAT:
             for turn in await self.find_jobs([state]):
@@ -187,7 +188,7 @@ class ModalRunner(EngineRunner[ModalTurn]):
         return state.engine is not None and state.state in UNSURE
 
     async def _judge(self, state: MemberState, jobs: Sequence[ModalTurn]) -> MemberState:
-        """See `EngineRunner._judge`. If no call lives, the files are read again, for a last commit or the turn of the next call."""
+        """See `EngineRunner._judge`. If no call lives, read the files again: they may have a last commit, or the turn of the next call."""
         [turn] = jobs
         for _ in range(TURNS):
             if turn.lives:
@@ -209,12 +210,13 @@ class ModalRunner(EngineRunner[ModalTurn]):
 
 
 def engine_of(call: Call) -> Engine:
-    """The engine that a launch names for this call."""
+    """The `Engine` to pass to `launch` for this call."""
     return Engine(NAME, (json.dumps(call.document()),))
 
 
 def _is_news(state: MemberState, known: Known) -> bool:
-    """True if an attempt differs from what its caller knows, who may take one that is queued for one that was claimed."""
+    """True if an attempt differs from what its caller knows. Queued and claimed count as the same, since callers do not distinguish
+    them."""
     waits = {state.state, known.state} <= {RunnerState.QUEUED, RunnerState.CLAIMED}
     progress = (state.log_size, state.checkpoints, state.step)
     differs = progress != (known.log_size, known.checkpoints, known.step)

@@ -1,13 +1,13 @@
-"""The work: one stint of a job, in a container with its GPU. It takes its turn at the desk, copies the attempt from the volume to the
-container's own disk, and begins it there under the runner's supervisor, as an engine's node does (`begin.sh`).
+"""The worker: it runs one stint of a job, in a container with the job's GPU. It takes its turn from the coordinator, copies the attempt
+from the volume to the container's own disk, and starts it there under the runner's supervisor, as an engine's node does (`begin.sh`).
 
-Meanwhile this process copies everything new to the volume every few seconds: the log, complete checkpoints, the state; and it notices if
-the job was cancelled. At the end it copies all artefacts, and after them the exit record. So the volume holds what any machine's disk would
-hold, and no database or half-written checkpoint ever lies on it.
+Meanwhile this process copies everything new to the volume every few seconds (the log, complete checkpoints, the state) and checks
+whether the job was cancelled. At the end it copies all artefacts, and after them the exit record. So the volume holds the same files as
+any other machine's disk, but never an open database or a half-written checkpoint.
 
-A container may be taken away at any moment, and the same call begins again in another one: it goes on from the newest checkpoint on the
-volume. There may be a warning (KeyboardInterrupt), and then the command is asked to save. A stint that reaches the end of its call, and has
-made a checkpoint, hands over to another call while the job may still run; no other process is needed for that.
+Modal may take a container away at any moment, and then starts the same call again in another one, which resumes from the newest
+checkpoint on the volume. If Modal warns first (KeyboardInterrupt), the command is asked to save. If a stint reaches the end of its call
+while the job may still run, and it has made a checkpoint, it spawns the next call itself; no other process is needed.
 """
 
 from __future__ import annotations
@@ -42,48 +42,48 @@ from groupwise.jobs.hosts.runner.root import TOKEN
 from groupwise.jobs.hosts.runner.supervisor import EVICT_GRACE
 
 FRESH = (ASKED, "turn.json", "log", "exit.json", "outcome.json", "bell", "queued.json.voided")
-"""Files of the volume's folder that are not copied: the supervisor begins without them."""
+"""Files of the attempt's folder on the volume that are not copied: the supervisor starts without them."""
 EVICTED_SECONDS = 27.0
-"""Seconds for the supervisor to end, which gives its command 25; Modal gives a container 30."""
+"""Seconds that the supervisor has to end. Its command gets 25 of them; Modal gives the container 30."""
 
 
 class Volume(Protocol):
     """The volume, as a container uses it."""
 
     def commit(self) -> None:
-        """Publish what was written."""
+        """Publish the changes made in this container."""
         ...
 
     def reload(self) -> None:
-        """Read what others have committed."""
+        """Read the changes that others have committed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The container's means."""
+    """The folders, services and variables that a container provides."""
 
     home: str
     """The folder of the volume."""
     scratch: str
-    """A folder on its own disk."""
+    """A folder on the container's own disk."""
     volume: Volume
     desk: Callable[..., Any]
-    """Calls the desk."""
+    """Sends a request to the coordinator."""
     spawn: Callable[[Call], str]
     """Spawns another call with the same secrets; returns its id."""
     variables: Mapping[str, str]
-    """Defaults of environment variables for commands: the folders of caches."""
+    """Default environment variables for commands: the folders of caches."""
     environment: Mapping[str, str]
-    """The container's environment, with secrets of the workspace."""
+    """The container's environment variables, including those of the workspace's secrets."""
 
 
 def work(call: Call, me: str, secrets: Mapping[str, str], around: Surroundings) -> str:
-    """Run a call of the work; returns how it ended, as shown on Modal's own pages. `me`: the id of this call."""
+    """Run a call of the worker; returns how it ended, which Modal shows on its pages. `me`: the id of this call."""
     turn = around.desk("take", call.job, call.epoch, call.number, me)
     if turn is None:
         return "it is another call's turn, or the job is over"
-    if turn["handed_over"]:  # and this container was taken away before it could spawn the next call
+    if turn["handed_over"]:  # the container was taken away before it could spawn the next call
         return follow(call, around)
     around.volume.reload()
     there = around.environment
@@ -100,7 +100,7 @@ def follow(call: Call, around: Surroundings) -> str:
 
 
 class Stint:
-    """One stint of a job."""
+    """One stint of a job: the part that this call runs."""
 
     def __init__(self, call: Call, me: str, around: Surroundings, spent: float) -> None:
         self.call, self.me, self.around, self.spent = call, me, around, spent
@@ -113,18 +113,18 @@ class Stint:
         most = call.timeout - call.spare
         left = most if call.limit is None else call.limit - spent
         self.is_last = call.limit is not None and left <= most
-        """True if the job's time is up before this call's."""
+        """True if the job's time limit ends before this call does."""
         self.seconds = max(0.001, min(most, left))
         self.brought: dict[str, tuple[int, Any]] = {}
-        """Checkpoints on the volume by path: the step, and the `mark` of the manifest."""
+        """Checkpoints that are on the volume: path to step and `mark` of the manifest."""
         self.began_at = -1
-        """The step of the checkpoint from which it goes on; -1: none."""
+        """The step of the checkpoint from which this stint resumes; -1: none."""
         self.log_there = size_of(self.there.at("log"))
         self.state: dict[str, Any] = {}
         self.not_kept: dict[str, str] = {}
 
     def run(self, secrets: Mapping[str, str]) -> str:
-        """Run the job to its end, or to the end of this call."""
+        """Run the job until it ends or this call's time is over."""
         self.lay_out(secrets)
         process = self.begin()
         try:
@@ -135,7 +135,7 @@ class Stint:
                     self.share()
         except (
             BaseException
-        ):  # the container has to go; for whatever reason, the command saves first
+        ):  # the container is taken away, for whichever reason: the command saves first
             self.leave(process)
             raise
         return self.settle()
@@ -143,7 +143,7 @@ class Stint:
     # - before
 
     def lay_out(self, secrets: Mapping[str, str]) -> None:
-        """Copy the attempt to this disk, as if it had been queued here, with the newest checkpoint in place."""
+        """Copy the attempt to this disk, including its newest checkpoint, and mark it as queued here."""
         shutil.rmtree(self.here.path, ignore_errors=True)
         make_folder(os.path.dirname(self.here.path))
         ignored = shutil.ignore_patterns(*FRESH)
@@ -163,7 +163,7 @@ class Stint:
         write_file(self.here.at(TOKEN), as_bytes(self.token(secrets)))
 
     def token(self, secrets: Mapping[str, str]) -> dict[str, Any]:
-        """The request with which the supervisor begins; it removes the file before its command starts."""
+        """The request with which the supervisor starts. The supervisor removes the file before it starts the command."""
         spec, limits = self.asked["spec"], dict(self.asked["spec"].get("limits") or {})
         limits["time_seconds"] = self.seconds
         variables: dict[str, str] = {**self.around.variables, **(spec.get("environment") or {})}
@@ -182,7 +182,7 @@ class Stint:
         }
 
     def newest(self) -> dict[str, Any] | None:
-        """The checkpoint from which to go on; all are in the working folder already."""
+        """The checkpoint from which to resume. The files of all checkpoints are in the working folder already."""
         found = checkpoints_of(self.here, self.folders)
         self.brought = {each.path: (each.step, self.mark(each)) for each in found}
         first: dict[str, Any] = self.asked.get("resume") or {}
@@ -192,7 +192,7 @@ class Stint:
         return {"manifest": {}, "step": found[-1].step, "path": found[-1].path}
 
     def begin(self) -> subprocess.Popen[bytes]:
-        """Start the supervisor, in a session of its own, so that signals to this process do not reach it."""
+        """Start the supervisor in its own session: signals to this process do not reach it."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
             map(str, range(self.call.gpus))
         )
@@ -209,7 +209,7 @@ class Stint:
     # - while it runs
 
     def share(self) -> None:
-        """Copy everything new to the volume, and notice a cancellation there."""
+        """Copy everything new to the volume, and check there for a cancellation."""
         self.share_log()
         self.share_state()
         self.share_checkpoints()
@@ -219,13 +219,13 @@ class Stint:
         self.hear()
 
     def share_log(self) -> None:
-        """Append new output to the log on the volume, after that of earlier stints."""
+        """Append new output to the log on the volume, which already has the output of earlier stints."""
         with open(self.here.at("log"), "rb") as source, open(self.there.at("log"), "r+b") as log:
             source.seek(log.seek(0, os.SEEK_END) - self.log_there)
             shutil.copyfileobj(source, log)
 
     def share_state(self) -> None:
-        """Copy the state with a boot id of this stint: pids of this container mean nothing at the desk."""
+        """Copy the state, with a boot id of this stint: pids of this container mean nothing to the coordinator."""
         state = read_json(self.here.at("state.json")) or {}
         shared = {**state, "boot_id": f"{self.me} {self.call.number}"}
         if state.get("phase") != "queued" and shared != self.state:
@@ -233,7 +233,7 @@ class Stint:
             write_json(self.there.at("state.json"), shared)
 
     def share_checkpoints(self) -> None:
-        """Copy new checkpoints whole; remove those that the command has removed once there is a later one."""
+        """Copy new checkpoints. Remove a checkpoint that the command has removed, once there is a later one."""
         found = checkpoints_of(self.here, self.folders)
         for each in found:
             if self.brought.get(each.path) != (each.step, self.mark(each)):
@@ -245,12 +245,12 @@ class Stint:
                 del self.brought[path]
 
     def mark(self, checkpoint: Checkpoint) -> tuple[int, int]:
-        """Differs if a checkpoint was replaced by another of the same name: time (ns) and size of its manifest."""
+        """Time (ns) and size of the manifest. They differ if a checkpoint was replaced by another of the same name."""
         found = checkpoint.found[checkpoint.manifest]
         return found.st_mtime_ns, found.st_size
 
     def bring(self, checkpoint: Checkpoint) -> None:
-        """Copy a checkpoint, its manifest last. One that is removed meanwhile is skipped."""
+        """Copy a checkpoint, its manifest last. Skip it if it is removed while it is copied."""
         source, target = (
             os.path.join(work, checkpoint.path) for work in (self.here.work, self.there.work)
         )
@@ -267,7 +267,7 @@ class Stint:
         self.brought[checkpoint.path] = (checkpoint.step, self.mark(checkpoint))
 
     def hear(self) -> None:
-        """Pass on a cancellation, which is written to the volume."""
+        """Pass a cancellation on to the supervisor; the request is a file on the volume."""
         grace = number_in(cell_words(self.there.at("cancel")))
         if grace is not None and grace != number_in(cell_words(self.here.at("cancel"))):
             set_cell(self.here.at("cancel"), f"{grace:.3f}")
@@ -276,7 +276,7 @@ class Stint:
     # - after
 
     def leave(self, process: subprocess.Popen[bytes]) -> None:
-        """Let the command save, and copy what it has saved. If it had come to its end, copy that as well."""
+        """Ask the command to save, and copy its checkpoints. If the command has ended, copy its results and exit record instead."""
         evict(self.here, EVICT_GRACE)
         try:
             process.wait(EVICTED_SECONDS)
@@ -291,7 +291,7 @@ class Stint:
             self.around.volume.commit()
 
     def settle(self) -> str:
-        """Copy its results and its exit record to the volume, or begin the next stint; returns how this one ended."""
+        """Copy the results and the exit record to the volume, or start the next stint. Returns how this stint ended."""
         record = read_json(self.here.at("exit.json"))
         if record is None and (read_json(self.here.at("state.json")) or {}).get("refused"):
             self.share_state()
@@ -312,8 +312,8 @@ class Stint:
         return str(record["reason"])
 
     def goes_on(self) -> bool:
-        """Hand over if this call's time is up and the job's is not; True if another call goes on. A stint that has made no checkpoint does
-        not hand over, because such a job would never end."""
+        """Hand over if this call's time is over and the job's is not; returns True if another call continues. A stint that has made no
+        checkpoint does not hand over, because such a job would never end."""
         self.share_log()
         self.share_checkpoints()
         if max((step for step, _ in self.brought.values()), default=-1) <= self.began_at:
@@ -323,7 +323,7 @@ class Stint:
         return bool(self.around.desk("hand_over", call.job, call.epoch, call.number, self.me))
 
     def whole_record(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The exit record of the whole job, not of this stint alone."""
+        """The exit record of the whole job, across its stints."""
         found = {**record, "seconds": self.spent + float(record.get("seconds") or 0.0)}
         if record["reason"] == "time_limit":
             call = f"its call's time of {self.call.timeout:g} s was up, and it had made no checkpoint in it to go on from"
@@ -335,7 +335,7 @@ class Stint:
         return found
 
     def keep(self, source: str, target: str) -> None:
-        """Make `target` equal to `source`; files that are equal already stay."""
+        """Make `target` equal to `source`; do not copy files that are equal already."""
         try:
             if os.path.islink(source):
                 _remove(target)
@@ -367,7 +367,7 @@ def _remove(path: str) -> None:
 
 
 def _is_same(source: str, target: str) -> bool:
-    """True if both have the same size and time, which copies keep."""
+    """True if both have the same size and modification time, which `copy2` preserves."""
     try:
         one, other = os.stat(source), os.lstat(target)
     except FileNotFoundError:

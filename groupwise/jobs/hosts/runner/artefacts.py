@@ -1,4 +1,4 @@
-"""What a job leaves: its log, files and checkpoints, listed and read for the control plane."""
+"""The log, files and checkpoints of a job, listed and read for the control plane."""
 
 from __future__ import annotations
 
@@ -41,26 +41,27 @@ if TYPE_CHECKING:
 
 LARGEST_READ = 64 << 20
 MOST_GATHERED = 1000
-"""Most files in one `gather`: some tenths of a second."""
+"""Most files in one `gather`; reading them takes some tenths of a second."""
 LARGEST_GATHERED = 4 << 20
-"""Most bytes in one `gather`, all files together."""
+"""Most bytes in one `gather`, over all files."""
 KEPT_EVERY = 20.0
-"""Time in seconds between saves of the hashes while files are read: the caller may not wait for the end of it."""
+"""Seconds between saves of the hashes while files are read: the caller may disconnect before all files are hashed."""
 MOST_ARTEFACTS = 1_000_000
-"""Files of a job, and as many folders; no limit of a job goes beyond."""
+"""Most files of a job, and most folders; upper bound of the job's own limit."""
 LARGEST_LISTING = 192 << 20
-"""Bytes of the files in an answer: MOST_ARTEFACTS with paths of 100 letters. The client reads more (LARGEST_MANIFEST in `driver.py`)."""
+"""Most bytes that listed files take up in an answer: enough for MOST_ARTEFACTS with paths of 100 characters. The client accepts more
+(LARGEST_MANIFEST in `driver.py`)."""
 MOST_REFUSED = 1000
-"""Most refused files that an answer lists one by one, of each kind."""
+"""Most refused files of each kind that an answer lists individually."""
 REFUSED_TOGETHER = 4 << 20
-"""Most bytes that those refused files take up in an answer."""
+"""Most bytes that the list of refused files of each kind takes up in an answer."""
 LARGEST_HASHES = 64 << 20
 HASHES_EACH = 400
-"""Bytes for one file, where a job may leave so many that it comes to more."""
+"""Bytes in `hashes.json` per file; raises LARGEST_HASHES for jobs with many files."""
 
 
 def read_slice(body: dict[str, Any], fd: int) -> Answered:
-    """Answer with the part of a file that a request asks for, then close the file."""
+    """Answer with the requested part of a file, then close the file."""
     offset = count_of(body, "offset", 0)
     limit = min(count_of(body, "limit", LARGEST_READ), LARGEST_READ)
     try:
@@ -77,7 +78,7 @@ def files_of(body: dict[str, Any]) -> list[tuple[str, str, int]]:
 
 
 def verb_log(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Read the command's output from a byte on."""
+    """Read the command's output from a byte offset."""
     attempt = attempt_of(root, body)
     try:
         fd = open_plain(attempt.at("log"))
@@ -99,7 +100,8 @@ def verb_read(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def verb_gather(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Read many small files of the working folder in one answer: starting a process for each takes longer than reading it."""
+    """Read many small files of the working folder in one answer: one request for each would take longer than the reading, since each starts
+    a process."""
     attempt, files = attempt_of(root, body), files_of(body)
     if len(files) > MOST_GATHERED or sum(size for _, _, size in files) > LARGEST_GATHERED:
         raise Refusal(
@@ -111,7 +113,7 @@ def verb_gather(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def verb_keep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Store files of the working folder as blobs; if one has changed, those before it are kept."""
+    """Store files of the working folder as blobs. If one has changed, the files before it in the list are stored all the same."""
     attempt, files = attempt_of(root, body), files_of(body)
     with HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
         for path, sha, size in files:
@@ -121,7 +123,7 @@ def verb_keep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def keep_file(root: Root, work: str, path: str, sha: str, size: int) -> None:
-    """Store a copy, because the command may go on writing to the file."""
+    """Store a copy and not a link, because the command may continue to write to the file."""
     with open(open_regular(work, path), "rb") as file:
         try:
             store_blob(root, sha, size, file)
@@ -142,7 +144,7 @@ def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         with one_at_a_time(attempt.path):
             answer.update(Artefacts(attempt, state).collect())
     if what != "artefacts":
-        # Oldest first; only the newest if an answer does not hold them all.
+        # In the answer the oldest is first. If it cannot hold all, the newest are kept.
         hashes, room = Hashes(attempt), LARGEST_LISTING
         found: list[dict[str, Any]] = []
         for checkpoint in reversed(checkpoints_of(attempt, state.get("checkpoints") or ())):
@@ -157,7 +159,7 @@ def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 class Artefacts:
-    """The files that a job leaves behind, within its limits and within the size of an answer."""
+    """The output files of a job, within its limits and within the size of an answer."""
 
     def __init__(self, attempt: Attempt, state: dict[str, Any]) -> None:
         limits: dict[str, Any] = state.get("limits") or {}
@@ -170,13 +172,13 @@ class Artefacts:
         self.named: list[str] = state.get("artefacts") or []
         self.files: dict[str, list[Any]] = {}
         self.refused: dict[bool, list[list[str]]] = {True: [], False: []}
-        """Refused files for which the job fails (True), and the others: each kind has room of its own."""
+        """Refused files, by whether the job fails because of them. Both kinds have their own limit."""
         self.refused_room = {True: REFUSED_TOGETHER, False: REFUSED_TOGETHER}
         self.more: dict[str, int] = {}
-        """How many more of each kind are refused, beside those."""
+        """How many more files were refused than are listed, by reason."""
 
     def collect(self) -> dict[str, Any]:
-        """The files in order of their names, and those that are refused."""
+        """The files sorted by path, and the refused files."""
         for path in self.named:
             self.walk.enter(path)
         for path, why in self.walk.refused.items():
@@ -207,7 +209,7 @@ class Artefacts:
             return self._refuse(path, "unreadable")
         except OSError:
             return self._refuse(path, "broken")
-        except Refusal:
+        except Refusal:  # it is no plain file any more
             sha = None
         if sha is None:
             return self._refuse(path, "changing")
@@ -218,23 +220,23 @@ class Artefacts:
 
 
 def most_artefacts(state: dict[str, Any]) -> int:
-    """How many files the job may leave."""
+    """How many output files the job may have."""
     limits: dict[str, Any] = state.get("limits") or {}
     most = limits.get("artefact_files")
     return min(100_000 if most is None else int(most), MOST_ARTEFACTS)
 
 
 def listed_bytes(path: str) -> int:
-    """Most bytes that one file takes up in an answer."""
+    """Upper bound of the bytes that one listed file takes up in an answer."""
     return len(json.dumps(path)) + 96
 
 
 def listed_checkpoint(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] | None:
-    """One checkpoint with its manifest among its files; None if it is changing. The hashes are the manifest's claim: the client verifies
-    them."""
+    """One checkpoint, its files and the manifest itself; None if it is changing. The hashes are those stated in the manifest: the client
+    verifies them."""
     hashed = {checkpoint.path + "/" + p: e["sha256"] for p, e in checkpoint.files.items()}
     hashed[checkpoint.manifest] = None
-    with contextlib.suppress(OSError, Refusal):  # it is another one by now
+    with contextlib.suppress(OSError, Refusal):  # the checkpoint was replaced or removed meanwhile
         hashed[checkpoint.manifest] = hashes.of(checkpoint.manifest)
     if hashed[checkpoint.manifest] is None:
         return None
@@ -244,7 +246,7 @@ def listed_checkpoint(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] 
 
 
 class Hashes:
-    """SHA-256 of files, remembered while size, inode and times stay the same: callers ask for gigabytes again and again."""
+    """SHA-256 of files, cached while size, inode and times stay the same: callers ask for the same gigabytes repeatedly."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.path, self.work = attempt.at("hashes.json"), attempt.work
@@ -254,7 +256,8 @@ class Hashes:
         self.keep_at = time.monotonic() + KEPT_EVERY
 
     def of(self, path: str) -> str | None:
-        """A file's hash; None if it changed while it was read. OSError if it cannot be read, Refusal if it is no plain file any more."""
+        """A file's hash; None if the file changed while it was read. Raises OSError if it cannot be read, Refusal if it is no plain file
+        any more."""
         with open(open_regular(self.work, path), "rb") as file:
             before = identity(os.fstat(file.fileno()))
             entry = as_list(self.known.get(path))
@@ -272,7 +275,7 @@ class Hashes:
         return sha
 
     def keep(self) -> None:
-        """Save the hashes for the next request; if the disk refuses, nothing is lost."""
+        """Save the hashes for the next request. If that fails, they are computed again."""
         if self.new:
             with contextlib.suppress(OSError):
                 write_json(self.path, self.known)

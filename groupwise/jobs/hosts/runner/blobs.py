@@ -1,4 +1,4 @@
-"""Content by its hash: blobs are received, stored, and copied into working folders."""
+"""Blobs, i.e. contents that are named by their SHA-256: receiving them, storing them, and copying them into working folders."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.runner.root import Root
 
 CLONE = 0x40049409
-"""FICLONE of the kernel: a file of its own that shares its blocks with another until one of them is changed."""
+"""The kernel's ioctl FICLONE: makes an independent file that shares its blocks with another until one of the two is changed."""
 BLOB_TIME = 1_000_000_000
-"""Modification time of a blob, in seconds: one that was written to since has another one."""
+"""Modification time that every blob gets, in seconds. A blob that was written to later has a different one."""
 
 
 def has_blob(root: Root, sha: str) -> bool:
-    """True if the blob is there and unchanged. One that was written to is hashed again, and removed if its content differs."""
+    """True if the blob exists and is unchanged. A blob with another modification time is hashed again, and removed if its content
+    differs."""
     path = root.blob(sha)
     try:
         found = os.lstat(path)
@@ -56,8 +57,8 @@ def hash_of(file: BinaryIO) -> str:
 
 
 def store_blob(root: Root, sha: str, size: int, source: Readable, by: str | None = None) -> None:
-    """Read `size` bytes and keep them if their hash is `sha`, else raise Refusal. The caller holds the lock of blobs, shared. `by` replaces
-    this process's id in the temporary name, so that a torn file is overwritten by the next request with that name."""
+    """Read `size` bytes and store them if their hash is `sha`, else raise Refusal. The caller holds a shared lock of the blobs. `by`
+    replaces this process's id in the temporary name: the next request with that name then overwrites an incomplete file."""
     folder = make_folder(os.path.dirname(root.blob(sha)))
     new = os.path.join(folder, f"{sha}.{by or os.getpid()}.new")
     digest, left = hashlib.sha256(), size
@@ -87,7 +88,8 @@ def store_blob(root: Root, sha: str, size: int, source: Readable, by: str | None
 
 
 def lay_out(root: Root, work: str, manifest: dict[str, list[Any]]) -> Iterator[None]:
-    """Put the files of a manifest into the working folder, where the command may change them. Yields now and then."""
+    """Copy the files of a manifest into the working folder, where the command may change them. Yields regularly, so the caller can stop
+    it."""
     for path, (sha, mode, _) in manifest.items():
         target = os.path.join(work, path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -95,7 +97,7 @@ def lay_out(root: Root, work: str, manifest: dict[str, list[Any]]) -> Iterator[N
 
 
 def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
-    """Make an independent copy: a clone if the file system can, else a verified copy. Raises Refused if the blob is damaged."""
+    """Make an independent copy: a clone if the file system supports it, else a verified copy. Raises Refused if the blob is damaged."""
     remove_file(target)
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(blob, "rb") as source, open(fd, "wb") as file:
@@ -119,23 +121,24 @@ def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
 
 
 def verb_missing(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """List the blobs that have to be sent. Those that are here are about to be used, so no sweep takes them for a while."""
+    """List the blobs that have to be sent. The others are about to be used: they are protected from a sweep for a while."""
     return {"missing": [sha for sha in shas_of(body, "sha256") if not protect_blob(root, sha)]}, b""
 
 
 def protect_blob(root: Root, sha: str) -> bool:
-    """True if the blob is here; it then counts as changed now, which protects it from a sweep. `launch` looks again, under the lock."""
+    """True if the blob exists; its change time becomes now, which protects it from a sweep for a while. `launch` checks again, under the
+    lock."""
     try:
         if has_blob(root, sha):
             os.utime(root.blob(sha), (BLOB_TIME, BLOB_TIME))
             return True
     except FileNotFoundError:
-        pass  # a sweep was quicker
+        pass  # a sweep removed it in between
     return False
 
 
 def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> Answered:
-    """Store blobs; those that came whole are kept even if a later one did not."""
+    """Store blobs. Those that arrived complete are kept even if a later one did not."""
     blobs = blobs_of(body["blobs"], "blobs")
     if sum(size for _, size in blobs) != body.get("payload", 0):
         raise Refusal(
@@ -148,7 +151,7 @@ def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> Answered:
 
 
 def verb_join(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Join parts that were sent before into one blob, then remove the parts."""
+    """Join parts, sent earlier as blobs, into one blob, then remove the parts."""
     ((sha, size),) = blobs_of([body["blob"]], "blob")
     parts = [part for part, _ in blobs_of(body["parts"], "parts")]
     folder = make_folder(os.path.dirname(root.blob(sha)))
@@ -167,14 +170,14 @@ def verb_join(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 class JoinedFiles:
-    """Several files, read one after the other as one."""
+    """Several files, read in sequence as if they were one."""
 
     def __init__(self, paths: list[str]) -> None:
         self.paths = paths[::-1]
         self.file: BinaryIO | None = None
 
     def read(self, most: int) -> bytes:
-        """Read from the current file; empty at the end of the last."""
+        """Read at most `most` bytes from the current file; empty at the end of the last file."""
         while True:
             if self.file is None:
                 if not self.paths:

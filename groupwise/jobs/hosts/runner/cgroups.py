@@ -1,4 +1,4 @@
-"""Control groups of an attempt, as far as this user may make them: to find and kill its processes, to limit and count their memory."""
+"""Control groups of an attempt, if this user may create them: they find and kill its processes, and limit and count their memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ SCOPE_PATIENCE = 5.0
 
 
 class Group:
-    """The control groups of one attempt: one of v2, to find and kill its processes, and one that limits memory. Either may be missing."""
+    """The control groups of one attempt: a v2 group, which finds and kills its processes, and one that limits memory. Either may be
+    missing, and they may be the same."""
 
     def __init__(self, v2: str | None = None, memory: str | None = None) -> None:
         self.v2, self.memory = v2, memory
@@ -33,15 +34,15 @@ class Group:
         return Group((record or {}).get("v2"), (record or {}).get("memory"))
 
     def record(self) -> dict[str, Any]:
-        """The groups as the state file keeps them."""
+        """The groups in the form that the state file contains."""
         return {"v2": self.v2, "memory": self.memory}
 
     def folders(self) -> list[str]:
-        """Both folders, or one if they are the same."""
+        """The folders of the existing groups, without duplicates."""
         return [f for f in dict.fromkeys((self.v2, self.memory)) if f]
 
     def take_in(self, pid: int) -> None:
-        """Move a process that is in neither group yet into both. A group that refuses it is removed and given up."""
+        """Move a process into both groups. A group that rejects it is removed and no longer used."""
         for name in ("v2", "memory"):
             folder = getattr(self, name)
             if folder and not write_once(os.path.join(folder, "cgroup.procs"), str(pid)):
@@ -49,7 +50,7 @@ class Group:
                 setattr(self, name, None)
 
     def limit(self, ram_mb: int | None) -> None:
-        """Limit memory, if there is a memory group."""
+        """Limit the memory, if there is a memory group."""
         if not self.memory or ram_mb is None:
             return
         size = str(ram_mb << 20)
@@ -62,7 +63,7 @@ class Group:
                 write_once(os.path.join(self.memory, name), value)
 
     def oom_kills(self) -> int | None:
-        """How many of its processes the kernel has killed for memory; None if that is not counted."""
+        """How many of the attempt's processes the kernel has killed for lack of memory; None if that is not counted."""
         if not self.memory:
             return None
         for name in ("memory.events", "memory.oom_control"):
@@ -74,7 +75,7 @@ class Group:
         return None
 
     def pids(self) -> frozenset[int]:
-        """Processes in the groups, and in groups that the command made below them."""
+        """Pids of the processes in the groups and in groups below them, which the command may have made."""
         found: set[int] = set()
         for folder in self.folders():
             for below, _, _ in os.walk(folder):
@@ -83,7 +84,7 @@ class Group:
         return frozenset(found)
 
     def kill(self) -> None:
-        """Kill all at once, even while they fork. Kernels before 5.14 cannot; signals have to do there."""
+        """Kill all processes at once, even while they fork. Kernels before 5.14 cannot do this; there the caller's signals must suffice."""
         if self.v2:
             write_once(os.path.join(self.v2, "cgroup.kill"), "1")
 
@@ -94,7 +95,7 @@ class Group:
 
 
 def remove_group(folder: str) -> None:
-    """Remove a group and those below it; the kernel refuses while processes are in it."""
+    """Remove a group and the groups below it; the kernel refuses while they contain processes."""
     for below, _, _ in os.walk(folder, topdown=False):
         try:
             os.rmdir(below)
@@ -103,7 +104,7 @@ def remove_group(folder: str) -> None:
 
 
 def own_groups() -> dict[str, str]:
-    """Folder of this process's control group: "v2", and "memory" where that controller is of v1."""
+    """Folders of this process's control groups: "v2", and "memory" if the memory controller is of v1."""
     inside: dict[str, str] = {}
     for line in read_text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -120,8 +121,8 @@ def own_groups() -> dict[str, str]:
 
 
 def is_group_of(attempt: Attempt, folder: object) -> bool:
-    """True if a supervisor may have made this control group for the attempt. Checked because all below a folder that a state file names is
-    read, and killed."""
+    """True if a supervisor may have made this control group for the attempt. This is checked because all processes below a folder that a
+    state file names are killed."""
     if not isinstance(folder, str) or os.path.normpath(folder) != folder:
         return False
     mounts = [line.split(" ")[1:3] for line in read_text("/proc/self/mounts").splitlines()]
@@ -131,12 +132,13 @@ def is_group_of(attempt: Attempt, folder: object) -> bool:
 
 
 def unit_of(attempt: Attempt) -> str:
-    """The name of its control groups. It includes a hash of the path: two roots on one machine may hold members of the same attempt."""
+    """The name of the attempt's control groups. It includes a hash of the path: two roots on one machine may have members of the same
+    attempt."""
     return f"groupwise-{attempt.name}-{hashlib.sha256(os.fsencode(attempt.path)).hexdigest()[:8]}"
 
 
 def remove_stray_groups(root: Root) -> None:
-    """Remove empty groups of this root's attempts that have no supervisor: it was killed before it could write down where they are."""
+    """Remove empty groups of this root's attempts that have no supervisor: it was killed before it could record their folders."""
     for parent in own_groups().values():
         for name in os.listdir(parent):
             found = UNIT.fullmatch(name)
@@ -147,7 +149,7 @@ def remove_stray_groups(root: Root) -> None:
 
 
 def make_group(name: str, scope: str | None = None) -> Group:
-    """New control groups below the one of this process, or below `scope`, as far as that is permitted."""
+    """Create control groups below this process's group, or below `scope`, as far as permitted."""
     own = {**own_groups(), **({"v2": scope} if scope else {})}
     v2 = make_leaf(own["v2"], name) if "v2" in own else None
     if "memory" in own:
@@ -158,7 +160,7 @@ def make_group(name: str, scope: str | None = None) -> Group:
 
 
 def make_leaf(parent: str, name: str) -> str | None:
-    """Make a group; None if that is not permitted. The folder may be left from a launch that died."""
+    """Create a group; None if that is not permitted. The folder may exist already, left by a launch that was killed."""
     folder = os.path.join(parent, name)
     try:
         os.makedirs(folder, exist_ok=True)
@@ -171,12 +173,12 @@ def make_leaf(parent: str, name: str) -> str | None:
 
 
 def may_make_groups(folder: str | None) -> bool:
-    """True if groups may be made below that control group."""
+    """True if this user may create groups below that control group."""
     return folder is not None and os.access(folder, os.W_OK)
 
 
 def methods() -> list[str]:
-    """Ways to place a supervisor here, the best first."""
+    """The available ways to keep a supervisor and its processes together, the best first."""
     found = ["session"]
     if may_make_groups(own_groups().get("v2")):
         found.insert(0, "cgroup")
@@ -186,10 +188,10 @@ def methods() -> list[str]:
 
 
 def enter_scope(unit: str) -> str | None:
-    """Have the system's service manager put this process into a transient scope, out of the login session, which may be ended as a whole.
+    """Ask systemd to move this process into a transient scope: out of the login session, which may be ended as a whole.
 
-    Returns the scope's control group, or None. This process moves into a group below it, since only an empty group may hand its controllers
-    on."""
+    Returns the scope's control group, or None. This process moves into a group below the scope, since a group may pass its controllers
+    on only if it contains no process itself."""
     import subprocess
 
     names = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1")

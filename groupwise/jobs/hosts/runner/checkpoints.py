@@ -1,4 +1,4 @@
-"""Checkpoints in a working folder: complete once their manifest, which is written last, names files that are all there."""
+"""Checkpoints in a working folder. A checkpoint is complete once its manifest, which is written last, lists only files that exist."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.runner.root import Attempt
 
 SETTLED = 2.0
-"""Time in seconds after which another change of a file shows in its times."""
+"""Seconds after a change from which another change of the file certainly shows in its times."""
 LARGEST_MANIFEST = 4 << 20
-"""Bytes of the `manifest.json` of a checkpoint: some 30,000 files. What is larger is something else of that name, and is not read."""
+"""Largest `manifest.json` of a checkpoint in bytes, enough for some 30,000 files. A larger file is not a checkpoint's manifest and is not
+read."""
 MOST_MANIFESTS = 10_000
 MANIFESTS_TOGETHER = 32 << 20
-"""Bytes that one look at the checkpoints of an attempt reads: a second."""
+"""Most bytes of manifests that are read at once for an attempt; reading them takes about a second."""
 REMEMBERED_ABOVE = 64 << 10
-"""Bytes; smaller files that are no checkpoint's manifest are read again sooner than remembered."""
+"""Size in bytes. Smaller files that are no checkpoint's manifest are not remembered: reading them again is cheap."""
 MOST_STEPS = 1 << 63
-"""Highest step that a database can hold, plus one."""
+"""The highest step that a database column can hold, plus one."""
 
 
 def identity(found: os.stat_result) -> list[int]:
-    """Differs when a file was written to or replaced."""
+    """Inode, size and times of a file, which differ once the file was written to or replaced."""
     return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 class Checkpoint:
-    """A folder whose `manifest.json`, which is written last, names a step and files that are all there."""
+    """A folder whose `manifest.json`, written last, contains a step and lists files that all exist."""
 
     def __init__(self, walk: Walk, path: str, step: int, files: dict[str, dict[str, Any]]) -> None:
         self.path, self.step, self.files = path, step, files
@@ -51,13 +52,13 @@ class Checkpoint:
 
     @property
     def manifest(self) -> str:
-        """The path of its `manifest.json`."""
+        """The path of the checkpoint's `manifest.json`."""
         return self.path + "/manifest.json"
 
 
 def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]:
-    """Complete checkpoints in order of their steps, without folders that are under construction. If there are very many or very large
-    manifests, only the newest are read."""
+    """Complete checkpoints sorted by step, without hidden folders, which are being written. If there are very many or very large manifests,
+    only the newest are read."""
     walk = Walk(attempt.work)
     for folder in folders:
         walk.enter(folder)
@@ -82,7 +83,7 @@ def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]
 
 
 def checkpoint_of(walk: Walk, path: str) -> Checkpoint | None:
-    """Read a manifest; None if it describes no checkpoint, since any file may have that name."""
+    """Read a manifest; None if it does not describe a checkpoint, since any file may have this name."""
     try:
         manifest = parse_json(read_inside(walk.work, path, LARGEST_MANIFEST))
         step, files = manifest["step"], manifest["files"]
@@ -95,7 +96,8 @@ def checkpoint_of(walk: Walk, path: str) -> Checkpoint | None:
 
 
 class OtherManifests:
-    """Large files named `manifest.json` that belong to no checkpoint, as in data sets: not read again while they stay unchanged."""
+    """Large files named `manifest.json` that belong to no checkpoint, e.g. in data sets. They are not read again while they are
+    unchanged."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.path = attempt.at("others.json")
@@ -113,12 +115,12 @@ class OtherManifests:
         return same
 
     def note(self, file: os.stat_result) -> None:
-        """Remember that it was read, unless it was just written: it might be written again without a sign of it."""
+        """Remember that the file was read, unless it was just written: another change might not show in its times."""
         if file.st_size > REMEMBERED_ABOVE and time.time() - file.st_ctime > SETTLED:
             self.seen.append(identity(file))
 
     def keep(self) -> None:
-        """Save the list for the next look; if the disk refuses, nothing is lost."""
+        """Save the list for the next call. If that fails, the files are read again."""
         if self.seen != self.known:
             with contextlib.suppress(OSError):
                 write_json(self.path, {"seen": self.seen})

@@ -1,4 +1,4 @@
-"""The race for an attempt: its folder is made once, by `launch` or by `void`, and never again after `forget`."""
+"""Creation of an attempt's folder: `launch` or `void` creates it exactly once, and neither does after `forget`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.runner.root import Attempt, Root
 
 RESERVE = 48 * 1024
-"""Bytes set aside for the exit record: the tail, each byte as `\\u0000` at worst, and the rest."""
+"""Bytes reserved for the exit record: the tail, in the worst case with each byte as `\\u0000` and the other fields."""
 
 
 def verb_void(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Ensure that this epoch never begins, unless it has begun already."""
+    """Ensure that this epoch never starts, unless it has started already."""
     attempt = attempt_of(root, body)
     because = text_of(body, "because")[:LONGEST_WORD] if body.get("because") else ""
 
@@ -53,7 +53,7 @@ def verb_void(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def void_queued(attempt: Attempt, because: str) -> None:
-    """Void a queued attempt by taking its token before its engine does."""
+    """Void a queued attempt by taking its token before the engine does."""
     state = read_json(attempt.at("state.json")) or {}
     if state.get("phase") != "queued":
         return
@@ -67,7 +67,7 @@ def void_queued(attempt: Attempt, because: str) -> None:
 
 
 def take_token(attempt: Attempt, target: str) -> bool:
-    """Rename the token; of all that try, one succeeds."""
+    """Take the token by renaming it. If several processes try, exactly one succeeds."""
     try:
         os.rename(attempt.at(TOKEN), target)
     except FileNotFoundError:
@@ -77,7 +77,7 @@ def take_token(attempt: Attempt, target: str) -> bool:
 
 
 def lower_epoch_member(attempt: Attempt, known: dict[str, Any]) -> dict[str, Any]:
-    """The answer to an epoch that has been overtaken; no folder is made for it, and none ever will be."""
+    """The answer for an epoch lower than the highest one, or forgotten: no folder is ever made for it."""
     what = "forgotten" if attempt.epoch <= known["forgotten"] else "overtaken"
     message = f"epoch {attempt.epoch} was {what}: this machine has seen {known['highest']}"
     return {
@@ -88,7 +88,7 @@ def lower_epoch_member(attempt: Attempt, known: dict[str, Any]) -> dict[str, Any
 
 
 def never_began(attempt: Attempt) -> bool:
-    """True if it was claimed by a launch that was killed before its command began."""
+    """True if a launch claimed the attempt and was killed before the command started."""
     state = state_of(attempt) or {}
     return (
         state.get("phase") == "claimed"
@@ -99,13 +99,14 @@ def never_began(attempt: Attempt) -> bool:
 
 
 def remove_unbegun(attempt: Attempt) -> None:
-    """Remove an unbegun attempt. The child of a supervisor begins only after the state says `running`, so nothing of it runs."""
+    """Remove an attempt whose command never started. None of its processes runs: the supervisor's child starts only after the state says
+    `running`."""
     if not never_began(attempt):
         return
     lock = take_lock(attempt.at("supervisor.lock"))
     if lock is not None:
         try:
-            # Look again under its lock: the supervisor may have gone on and ended meanwhile.
+            # Check again while holding the lock: the supervisor may have started the command and ended meanwhile.
             state = state_of(attempt) or {}
             if state.get("phase") == "claimed" and not os.path.exists(attempt.at("exit.json")):
                 clear_away(attempt)
@@ -119,8 +120,8 @@ def claim(
     heard: float = 0.0,
     fill: Callable[[str], None] | None = None,
 ) -> int | None:
-    """Make the folder of an attempt atomically; OSError if the disk is full. Returns the lock of its supervisor, held, or None if it needs
-    none. `fill` puts more into the folder."""
+    """Create the folder of an attempt atomically; OSError if the disk is full. `fill` adds more files to it. Returns the held lock of the
+    supervisor, or None if the attempt needs no supervisor."""
     above = make_folder(attempt.root.at("attempts"))
     new = os.path.join(above, f".new-{attempt.name}-{os.urandom(4).hex()}")
     os.mkdir(new, 0o700)
@@ -152,7 +153,7 @@ def claim(
 
 
 def create_files(folder: str, heard: float) -> None:
-    """Create all files that are written later, so that a full disk cannot prevent it."""
+    """Create in advance all files that are written later: then a full disk cannot prevent the writing."""
     cells = {"contact": f"{heard:.3f}", "heartbeat": f"{boot_clock():.3f}", "cancel": ""}
     for name, text in cells.items():
         write_file(os.path.join(folder, name), text.ljust(CELL).encode("ascii"))
@@ -161,12 +162,12 @@ def create_files(folder: str, heard: float) -> None:
         write_file(os.path.join(folder, name), b"")
     os.mkdir(os.path.join(folder, "work"), 0o700)
     with contextlib.suppress(OSError):
-        # Some file systems have no pipes: the supervisor then looks every TICK.
+        # Some file systems have no FIFOs: without one the supervisor checks every TICK.
         os.mkfifo(os.path.join(folder, "bell"), 0o600)
 
 
 def verb_forget(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Remove everything of an attempt but the record that it existed."""
+    """Remove all data of an attempt, except for the record that it existed."""
     attempt = attempt_of(root, body)
 
     def record_and_remove() -> None:
@@ -185,7 +186,7 @@ def verb_forget(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def clear_away(attempt: Attempt) -> None:
-    """Rename the folder away at once, then remove as much of it as possible. `sweep` takes the rest."""
+    """Rename the folder at once, then remove as much of it as possible. `sweep` removes the rest."""
     away = attempt.root.at("attempts", f".gone-{attempt.name}-{os.urandom(4).hex()}")
     try:
         os.rename(attempt.path, away)

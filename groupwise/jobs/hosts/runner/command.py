@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.runner.order import Order
 
 ENGINE_PREFIXES = ("SLURM_", "SLURMD_", "RAY_")
-"""Prefixes of the variables that an engine sets about its machines and ranks; the command receives them."""
+"""Prefixes of the variables by which an engine describes its machines and ranks; the command receives them."""
 LOG_PIECE = 1 << 20
-"""Bytes of the command's output that are read at once."""
+"""Most bytes of the command's output that are read at once."""
 LOG_PATIENCE = 60.0
-"""Time in seconds for a log that cannot be written to become writable again; its command blocks when it writes more."""
+"""Seconds for which a log may be unwritable before it is given up. Meanwhile the command blocks once the pipe is full."""
 SET_DEATH_SIGNAL, SET_NAME, SET_SUBREAPER = 1, 15, 36
 
 
@@ -36,7 +36,7 @@ def prctl(option: int, value: object) -> None:
 
 
 def command_environment(order: Order, visible: str, user: str) -> dict[str, str]:
-    """The command's environment: a little of the machine's, then the job's, its secrets, and the runner's own variables."""
+    """The command's environment: a few of the machine's variables, then the job's, its secrets, and the runner's own variables."""
     attempt = order.attempt
     outer = os.environ.items() if order.engine else ()
     environment = {
@@ -45,7 +45,7 @@ def command_environment(order: Order, visible: str, user: str) -> dict[str, str]
         "USER": user,
         "LOGNAME": user,
         "LANG": os.environ.get("LANG") or "C.UTF-8",
-        "PYTHONUNBUFFERED": "1",  # its output is a pipe, in which lines would wait for kilobytes of others
+        "PYTHONUNBUFFERED": "1",  # output to a pipe is otherwise buffered, and appears in the log only after some kilobytes
         **order.spec.get("environment", {}),
         **order.environment,
         **order.secrets,
@@ -73,7 +73,7 @@ def run_child(
     log: int,
     inherited: list[int],
 ) -> NoReturn:
-    """Runs in the child: wait for the supervisor's word, then become the command. The child dies with its supervisor."""
+    """Runs in the child: wait until the supervisor allows the start, then become the command. The child dies with its supervisor."""
     try:
         os.setsid()
         prctl(SET_DEATH_SIGNAL, int(signal.SIGKILL))
@@ -81,7 +81,7 @@ def run_child(
             exec_command(order, environment, log, inherited)
     except OSError as error:
         os.write(failure, b"%d" % (error.errno or errno.EIO))
-    except BaseException:  # noqa: BLE001  (it must not go on as a second supervisor, whatever exec would not take)
+    except BaseException:  # noqa: BLE001  (after any error of exec it must not continue as a second supervisor)
         os.write(failure, b"%d" % errno.EINVAL)
     finally:
         os._exit(127)
@@ -90,7 +90,7 @@ def run_child(
 def exec_command(
     order: Order, environment: dict[str, str], log: int, inherited: list[int]
 ) -> NoReturn:
-    """Set up streams, folder and signals as a program expects them, then execute it."""
+    """Set up streams, folder and signals as programs expect them, then execute the program."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, nothing), (1, log), (2, log)):
         os.dup2(source, target)
@@ -113,14 +113,15 @@ def exec_command(
 
 
 class Log:
-    """Collects the output of a command and its processes. It comes through a pipe, because a process that opens /dev/stderr again would
-    truncate a file.
+    """Collects the output of a command and its processes. They write to a pipe and not to the file, because a process that reopens
+    /dev/stderr would truncate a file.
 
-    If the file cannot be written, the command blocks once the pipe is full; after LOG_PATIENCE the pipe is closed."""
+    If the file cannot be written, the command blocks once the pipe is full; after LOG_PATIENCE seconds the pipe is closed."""
 
     def __init__(self, path: str) -> None:
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        self.source, self.sink = os.pipe()  # the sink stays open, so that the pipe has no end
+        # The sink stays open here: otherwise the pipe would reach its end.
+        self.source, self.sink = os.pipe()
         os.set_blocking(self.source, False)
         self.unwritten = b""
         self.last = b""
@@ -129,11 +130,11 @@ class Log:
         self.is_closed = False
 
     def sources(self) -> list[int]:
-        """Descriptors to listen to; none while output is unwritten, or after the pipe is closed."""
+        """Descriptors to wait for; none while output is unwritten, or once the pipe is closed."""
         return [] if self.unwritten or self.is_closed else [self.source]
 
     def write_down(self) -> bool:
-        """Move some output from the pipe to the file; False if there was none, or it could not be written."""
+        """Move some output from the pipe to the file. False if there was none, or if it could not be written."""
         if self.is_closed:
             return False
         if not self.unwritten:
@@ -151,7 +152,7 @@ class Log:
         return True
 
     def fail(self, error: OSError) -> None:
-        """Note that the file cannot be written now; after LOG_PATIENCE give up."""
+        """Record that the file cannot be written now; after LOG_PATIENCE seconds close the pipe."""
         now = time.monotonic()
         self.stuck_at = now if self.stuck_at is None else self.stuck_at
         self.problem = f"\n[its log could not be written: {error.strerror}]\n"
@@ -160,6 +161,6 @@ class Log:
             os.close(self.source)
 
     def tail(self) -> str:
-        """The end of the output, as text, with a note if the log could not be written."""
+        """The end of the output as text, with a note if the log could not be written."""
         room = TAIL - len(self.problem.encode())
         return self.last[-room:].decode("utf-8", "replace") + self.problem

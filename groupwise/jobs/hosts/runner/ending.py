@@ -1,4 +1,4 @@
-"""Ends commands that should stop, and removes what is no longer wanted."""
+"""Ending commands, and removing data that is no longer needed."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         ring(attempt)
         return member(attempt), b""
     state = state_of(attempt) or {}
-    if state.get("engine"):  # its supervisor may live on another machine
+    if state.get("engine"):  # the supervisor may run on another machine, which sees this file
         set_cell(attempt.at("cancel"), f"{least:.3f}")
-    # No supervisor is left here, so nothing can record its exit any more and waiting gains nothing. If no pid is known, its processes are
-    # found by their mark: the folder may have been removed.
+    # No supervisor is left here to record the exit, so there is no reason to wait. If no pid is known, the processes are found by their
+    # environment variable: the attempt's folder may have been removed.
     if state.get("boot_id") in (None, boot_id()):
         belonging = Belonging(attempt, state)
         if not belonging.kill(KILL_VERB_PATIENCE):
@@ -57,7 +57,7 @@ def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def evict(attempt: Attempt, seconds: float) -> None:
-    """Ask the supervisor to end the command within that time; used when the machine has to be given back."""
+    """Ask the supervisor to end the command within `seconds`, because the machine must be given back."""
     new = attempt.at(f"{EVICT}.new")
     write_file(new, f"{seconds:g}".encode("ascii"))
     os.replace(new, attempt.at(EVICT))
@@ -65,7 +65,7 @@ def evict(attempt: Attempt, seconds: float) -> None:
 
 
 def ring(attempt: Attempt) -> None:
-    """Wake the supervisor; without a bell it looks every TICK."""
+    """Wake the supervisor through its FIFO. If the FIFO is missing, the supervisor checks every TICK anyway."""
     write_once(attempt.at("bell"), "!", os.O_NONBLOCK)
 
 
@@ -73,12 +73,14 @@ RUNNER_FILE = re.compile(r"[0-9a-f]{64}\.py")
 
 
 def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Remove unwanted blobs, and what killed runners left. `older_than` spares what a launch under way has just sent."""
+    """Remove blobs that are not in `keep`, and remains of killed runners. Files newer than `older_than` seconds are kept: a launch in
+    progress may just have sent them."""
     keep = set(shas_of(body, "keep"))
     before = time.time() - seconds_of(body, "older_than", 3600.0)
     removed = remove_old_runners(root, text_of(body, "runner"), before)
     for folder, _folders, names in os.walk(root.at("blobs")):
-        with HeldLock(root.lock("blobs.lock")):  # taken again for each folder: launches wait for it
+        # Take the lock separately for each folder, since launches wait for it.
+        with HeldLock(root.lock("blobs.lock")):
             for name in names:
                 path = os.path.join(folder, name)
                 if name not in keep and changed_before(path, before):
@@ -94,7 +96,7 @@ def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def remove_old_runners(root: Root, current: str, before: float) -> int:
-    """Remove all runners but this one and the newest other: during an upgrade both are asked for. A caller that misses one sends it
+    """Remove all runners except this one and the newest other: during an upgrade both are used. A caller whose runner is missing sends it
     again."""
     try:
         names = os.listdir(root.at("runners"))

@@ -1,5 +1,6 @@
-"""Files that are whole or absent. A job may put a pipe, a link or an endless file wherever it can write, so each is opened as a plain file
-and read to a limit; what is written is durable before its name is."""
+"""Reading and writing files safely. A job may put a pipe, a link or an endless file in any place that it can write to. So every file is
+opened only if it is a plain file, and read up to a limit. A new file is written to disk before its name, so it is either complete or
+missing."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 CELL = 64
-"""Bytes of a file that is overwritten in place, which needs no room on a full disk."""
+"""Size in bytes of a cell: a file that is overwritten in place, which needs no space on a full disk."""
 LARGEST_TEXT = 16 << 20
 LARGEST_RECORD = 4 << 20
-"""Bytes of a file of ours in an attempt's folder: its job runs as the same user, and may write anything there."""
+"""Largest size in bytes of our own files in an attempt's folder. The job runs as the same user and may write anything to them."""
 STAYS = ".stays"
-"""Prefix of a folder that could not be removed, or not all of it."""
+"""Name prefix of a folder that could not be removed completely."""
 TAIL = 4000
-"""Bytes of the log in the exit record."""
+"""How many bytes of the log's end the exit record contains."""
 
 
 def is_full(error: OSError) -> bool:
@@ -32,7 +33,7 @@ def is_full(error: OSError) -> bool:
 
 
 def open_plain(path: str, how: int = os.O_RDONLY) -> int:
-    """Open a plain file and nothing else, OSError otherwise: opening a pipe blocks, and a job may put one in place of a file of ours."""
+    """Open a plain file; OSError if it is anything else. A job may put a pipe in place of one of our files, and opening a pipe blocks."""
     fd = os.open(path, how | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
@@ -41,7 +42,7 @@ def open_plain(path: str, how: int = os.O_RDONLY) -> int:
 
 
 def read_plain(path: str, most: int) -> bytes:
-    """Read a plain file, up to that many bytes."""
+    """Read a plain file, at most `most` bytes."""
     fd, found = open_plain(path), bytearray()
     try:
         while len(found) < most:
@@ -84,7 +85,7 @@ def read_end(path: str) -> str:
 
 
 def sync_folder(path: str) -> None:
-    """Write a folder's entries to disk, so that names in it survive a crash."""
+    """Write a folder's entries to disk: then the names in it survive a crash."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -93,7 +94,7 @@ def sync_folder(path: str) -> None:
 
 
 def write_file(path: str, data: bytes) -> None:
-    """Write a new file to disk; its name is safe only after `sync_folder`."""
+    """Write a new file to disk. Its name is durable only after `sync_folder`."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with open(fd, "wb") as file:
         file.write(data)
@@ -102,7 +103,7 @@ def write_file(path: str, data: bytes) -> None:
 
 
 def write_json(path: str, document: dict[str, Any]) -> None:
-    """Replace a file atomically and durably; if that fails the old one stands."""
+    """Replace a file atomically and durably; if that fails the old file remains."""
     new = f"{path}.{os.getpid()}.new"
     try:
         write_file(new, as_bytes(document))
@@ -120,7 +121,7 @@ def make_folder(path: str) -> str:
 
 
 def size_of(path: str) -> int:
-    """A file's size in bytes; 0 if it is not there."""
+    """A file's size in bytes; 0 if the file is missing."""
     try:
         return os.stat(path).st_size
     except OSError:
@@ -128,7 +129,7 @@ def size_of(path: str) -> int:
 
 
 def modified(path: str) -> float:
-    """Modification time of a file; 0 if it is not there."""
+    """Modification time of a file; 0 if the file is missing."""
     try:
         return os.lstat(path).st_mtime
     except OSError:
@@ -136,7 +137,7 @@ def modified(path: str) -> float:
 
 
 def changed_before(path: str, moment: float) -> bool:
-    """True if it last changed at `moment` or before, by the one file time that cannot be set."""
+    """True if the file last changed at `moment` or before. Uses ctime, the only file time that a job cannot set."""
     try:
         return os.lstat(path).st_ctime <= moment
     except OSError:
@@ -144,7 +145,7 @@ def changed_before(path: str, moment: float) -> bool:
 
 
 def set_cell(path: str, text: str) -> bool:
-    """Overwrite a small file in place: one write, no new room. False if there is no such file."""
+    """Overwrite a small file in place, with one write and no new disk space. False if the file does not exist."""
     try:
         fd = open_plain(path, os.O_WRONLY)
     except OSError:
@@ -157,7 +158,7 @@ def set_cell(path: str, text: str) -> bool:
 
 
 def write_once(path: str, text: str, how: int = 0) -> bool:
-    """Write to a pipe or a kernel's control file in one call; False if it is missing or refuses."""
+    """Write to a pipe or a kernel's control file in one call; False if it is missing or rejects the write."""
     try:
         fd = os.open(path, os.O_WRONLY | how)
     except OSError:
@@ -172,12 +173,12 @@ def write_once(path: str, text: str, how: int = 0) -> bool:
 
 
 def cell_words(path: str) -> list[str]:
-    """Words in a cell, a small file as `set_cell` writes it."""
+    """The words in a cell, a small file written by `set_cell`."""
     return read_text(path, CELL).split()
 
 
 def number_in(words: Sequence[str]) -> float | None:
-    """The first word as a number; None if it is none, or 1e12 or more."""
+    """The first word as a number; None if it is not a number, or its absolute value is 1e12 or more."""
     try:
         found = float(words[0])
     except (IndexError, ValueError):
@@ -186,14 +187,14 @@ def number_in(words: Sequence[str]) -> float | None:
 
 
 def remove_file(path: str) -> None:
-    """Remove a file if it is there and can be removed."""
+    """Remove a file if possible; ignore errors."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
 def remove_tree(path: str) -> None:
-    """Remove as much of a folder as possible. A job may have closed its folders or nested them without end: each is opened for this user,
-    and deeper ones are moved to the top before they are emptied."""
+    """Remove as much of a folder as possible. A job may have removed the permissions of its folders or nested them without limit: so each
+    is opened to this user first, and deeper folders are moved to the top before they are emptied."""
     with contextlib.suppress(OSError):
         with open_folder(path) as top:
             todo = empty(top, top)
@@ -207,7 +208,7 @@ def remove_tree(path: str) -> None:
 
 
 def remove_or_name(path: str) -> None:
-    """Remove a folder. If some of it stays, because only another user may remove it, rename it with the prefix STAYS."""
+    """Remove a folder. If a part remains, because only another user may remove it, rename the folder with the prefix STAYS."""
     remove_tree(path)
     above, name = os.path.split(path)
     if not name.startswith(STAYS):
@@ -217,11 +218,11 @@ def remove_or_name(path: str) -> None:
 
 @contextlib.contextmanager
 def open_folder(name: str, above: int | None = None) -> Generator[int, None, None]:
-    """Open a folder that is not a link, with all permissions for its owner if that is this user."""
+    """Open a folder that is not a link. If it belongs to this user, give its owner all permissions first."""
     found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     try:
         same = f"/proc/self/fd/{found}"
-        with contextlib.suppress(OSError):  # it is another user's
+        with contextlib.suppress(OSError):  # it belongs to another user
             os.chmod(same, 0o700)
         folder = os.open(same, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     finally:
@@ -233,12 +234,12 @@ def open_folder(name: str, above: int | None = None) -> Generator[int, None, Non
 
 
 def empty(folder: int, top: int) -> list[str]:
-    """Remove everything but folders, and move those into `top`; returns the names that they have there."""
+    """Remove everything except folders, and move those into `top`; returns their names in `top`."""
     found: list[str] = []
     with os.scandir(folder) as entries:
         inside = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_folder in inside:
-        with contextlib.suppress(OSError):  # that one stays
+        with contextlib.suppress(OSError):  # skip what cannot be removed
             if not is_folder:
                 os.unlink(name, dir_fd=folder)
             elif folder == top:
@@ -249,8 +250,8 @@ def empty(folder: int, top: int) -> list[str]:
 
 
 def move_up(name: str, folder: int, top: int) -> list[str]:
-    """Move a folder into `top` and return its new name; an empty one is just removed. Moving a folder needs write permission for it,
-    removing an empty one only for the folder around it."""
+    """Move a folder into `top` and return its new name; an empty folder is removed instead. Moving requires write permission for the folder
+    itself, removing an empty one only for its parent."""
     with contextlib.suppress(OSError):
         os.rmdir(name, dir_fd=folder)
         return []

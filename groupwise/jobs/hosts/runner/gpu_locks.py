@@ -1,4 +1,4 @@
-"""Which GPUs an attempt may use. It holds a file lock for each, alone or for a share, until its last process has ended."""
+"""Locks on GPUs. An attempt holds a file lock for each of its GPUs, exclusive or for a share, until its last process has ended."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.runner.root import Root
 
 GPU_LOCK_PATIENCE = 1.0
-"""Time in seconds to wait for a GPU's lock, which a release check touches for an instant."""
+"""Seconds to wait for a GPU's lock: a release check holds it for an instant."""
 GHOST_LOOKS = 3
 
 
 def resolve_gpus(order: Order) -> str:
-    """The value of CUDA_VISIBLE_DEVICES: current indices in bus order; MIG devices by name."""
+    """The value of CUDA_VISIBLE_DEVICES: current GPU indices in PCI bus order; names for MIG devices."""
     if not order.gpus:
         return ""
     seen = look_at_gpus(order.root, order.body)
     for _ in range(GHOST_LOOKS):
         if not any(app["uuid"] in order.gpus and process(app["pid"]) is None for app in seen.apps):
             break
-        # It ended between the tool's look and ours; or its pid means nothing in this container, and stays.
+        # The listed process does not exist: it ended since nvidia-smi ran, or its pid belongs to another container. Only the first kind
+        # disappears on another look.
         seen = look_at_gpus(order.root, order.body)
     return ",".join(resolve_gpu(order, seen, uuid) for uuid in order.gpus)
 
 
 def resolve_gpu(order: Order, seen: GpuReport, uuid: str) -> str:
-    """One GPU's index or MIG name; Refused if it is missing, ill, or in use."""
+    """One GPU's index or MIG name. Raises Refused if the GPU is missing, faulty, or in use."""
     device = next((d for g in seen.gpus for d in g["mig_devices"] if d["uuid"] == uuid), None)
     gpu = seen.gpu(uuid)
     if gpu is None and device is None:
@@ -57,7 +58,7 @@ def resolve_gpu(order: Order, seen: GpuReport, uuid: str) -> str:
         raise Refused("gpu_missing", f"who uses {uuid} cannot be read: {seen.apps_status}")
     for app in seen.apps:
         if app["uuid"] == uuid:
-            # Only another share of the same GPU may hold it too.
+            # The only process allowed here is one of another share of the same GPU.
             attempt, pid = app["attempt"], app["pid"]
             holder = attempt or f"{command_of(pid) or 'a process'} (pid {pid})"
             if attempt is None:
@@ -73,7 +74,7 @@ def resolve_gpu(order: Order, seen: GpuReport, uuid: str) -> str:
 
 
 def take_gpus(order: Order) -> list[int]:
-    """Take the locks of all GPUs and of the slot, or none of them."""
+    """Take the locks of all GPUs and of the slot, or none of them. Raises Refused."""
     locked: list[int] = []
     try:
         for uuid in sorted(order.gpus):
@@ -89,20 +90,20 @@ def take_gpus(order: Order) -> list[int]:
 
 
 def take_named(path: str, name: str, what: str, how: int = fcntl.LOCK_EX) -> int:
-    """Take a lock; an exclusive one gets its holder's name written into its file. Raises Refused."""
+    """Take a lock; write the holder's name into the file of an exclusive one. Raises Refused."""
     fd = take_lock(path, how, GPU_LOCK_PATIENCE)
     if fd is None:
         holder = read_text(path).strip() or "another attempt"
         raise Refused("gpu_busy", f"{what} is held by {holder}", holder)
     if how == fcntl.LOCK_EX:
         os.ftruncate(fd, 0)
-        with contextlib.suppress(OSError):  # the disk is full; the name only serves people
+        with contextlib.suppress(OSError):  # the disk is full; the name is used in messages only
             os.pwrite(fd, name.encode("ascii"), 0)
     return fd
 
 
 def take_gpu(order: Order, uuid: str) -> list[int]:
-    """Lock a GPU: exclusively for a whole one; for a share jointly, plus a file of the share's own that says how much it takes."""
+    """Lock a GPU: exclusively for a whole GPU; for a share jointly, plus a file of the share's own that contains its size."""
     path = order.root.gpu_lock(uuid)
     if order.share_mb is None:
         return [take_named(path, order.attempt.name, uuid)]
@@ -115,7 +116,7 @@ def take_gpu(order: Order, uuid: str) -> list[int]:
 
 
 def take_share(order: Order, uuid: str, share_mb: int) -> int:
-    """Take a share if it fits beside those that are held. A share lasts as long as the lock on its file, so no counter has to be kept."""
+    """Take a share if it fits in addition to the held ones. A share lasts as long as the lock on its file, so no counter is needed."""
     folder = order.root.shares(uuid)
     total = order.memory_mb.get(uuid) or 0
     with HeldLock(order.root.lock("shares.lock")):
@@ -133,7 +134,7 @@ def take_share(order: Order, uuid: str, share_mb: int) -> int:
 
 
 def share_held(path: str) -> int:
-    """MiB of a share that is held; the file of one that is not held is removed."""
+    """The size of a share in MiB if it is held; otherwise 0, and its file is removed."""
     if is_locked(path):
         return int(number_in(cell_words(path)) or 0)
     remove_file(path)
@@ -141,7 +142,7 @@ def share_held(path: str) -> int:
 
 
 def verb_release(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Report everything that an attempt still holds; clean if there is nothing."""
+    """Report everything that an attempt still holds; `clean` if there is nothing."""
     attempt = attempt_of(root, body)
     uuids, share = gpus_of(body), body.get("share_mb")
     state = state_of(attempt) or {}
@@ -164,7 +165,7 @@ def verb_release(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def memory_holders(root: Root, body: dict[str, Any], uuids: Sequence[str]) -> list[dict[str, Any]]:
-    """Whole GPUs that are not idle, or cannot be shown to be."""
+    """Whole GPUs that are not idle, or whose memory use cannot be read."""
     seen = look_at_gpus(root, body)
     found: list[dict[str, Any]] = []
     idle = body.get("idle_memory_mb")

@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi shows them, and the processes on them. The tool may be absent, hang, or print errors in place of numbers."""
+"""GPUs as nvidia-smi reports them, and the processes on them. The tool may be missing, hang, or print errors instead of numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.runner.root import Root
 
 PROBE_TIMEOUT = 10.0
-"""Default time in seconds for one round of the GPU probe."""
+"""Default timeout in seconds of one round of the GPU probe."""
 PROBES = 4
 GPU_FIELDS = (
     "index",
@@ -34,32 +34,33 @@ GPU_FIELDS = (
     "mig.mode.current",
 )
 OLD_GPU_FIELDS = GPU_FIELDS[:-1]
-"""Fields for drivers before MIG, which refuse the whole query because of one field."""
+"""Fields for drivers that do not know MIG: they reject a query with an unknown field."""
 APP_FIELDS = ("gpu_uuid", "pid", "used_memory")
 NOTHING = frozenset(
     "|n/a|not supported|not available|insufficient permissions|requested functionality has been deprecated".split(
         "|"
     )
 )
-"""Cells that mean "no value" and are no fault."""
+"""Cells that mean "no value" and do not indicate a fault."""
 NUMBER = re.compile(r"(\d{1,9})(?:\.\d*)?\s*(?:MiB|MB|%|C|W)?", re.IGNORECASE)
 MIG_LINE = re.compile(r"\s*MIG\s+(\S+)\s+Device\s+(\d+):\s+\(UUID:\s*(MIG-[A-Za-z0-9/-]+)\)\s*")
 GPU_LINE = re.compile(r"GPU\s+\d+:.*\(UUID:\s*(GPU-[A-Za-z0-9-]+)\)\s*")
 
 
 def plain(cell: str) -> str:
-    """The cell without blanks and brackets, in lower case."""
+    """The cell in lower case without spaces and brackets."""
     return cell.strip().strip("[]").strip().lower()
 
 
 def number(cell: str) -> int | None:
-    """The cell as a whole number that is not negative, with or without its unit; else None."""
+    """The cell as a non-negative integer, with or without a unit; None if it is not one."""
     found = NUMBER.fullmatch(cell.strip().strip("[]").strip())
     return int(found.group(1)) if found else None
 
 
 def rows(text: str, fields: Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
-    """Split into lines with one cell for each field, and unreadable lines. A last line without its line end was cut off."""
+    """Split into rows with one cell for each field, and unreadable lines. A last line without a newline was cut off and counts as
+    unreadable."""
     found: list[dict[str, str]] = []
     not_read: list[str] = []
     lines = text.split("\n")
@@ -77,7 +78,7 @@ def rows(text: str, fields: Sequence[str]) -> tuple[list[dict[str, str]], list[s
 def parse_gpus(
     text: str, fields: Sequence[str] = GPU_FIELDS
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """GPUs, and the lines that describe none."""
+    """Parse the list of GPUs; returns them and the unreadable lines."""
     found, not_read = rows(text, fields)
     gpus: dict[str, dict[str, Any]] = {}
     for row in found:
@@ -90,7 +91,7 @@ def parse_gpus(
         ):
             not_read.append(", ".join(row.values())[:200])
             continue
-        # Values that it does not give are None, and listed in `problems` if that is a fault.
+        # Missing values are None, and listed in `problems` if they indicate a fault.
         total, used = number(row["memory.total"]), number(row["memory.used"])
         mig = plain(row.get("mig.mode.current", "")) == "enabled"
         problems = [
@@ -117,7 +118,7 @@ def parse_gpus(
 
 
 def is_fault(name: str, cell: str, mig: bool) -> bool:
-    """True if the cell shows an error, or the GPU hides its memory. One with MIG may hide it."""
+    """True if the cell contains an error, or the GPU does not report its memory. With MIG enabled a missing memory value is normal."""
     if name == "name":
         text = plain(cell)
         return text in ("err!", "gpu is lost") or "unknown error" in text
@@ -129,7 +130,7 @@ def is_fault(name: str, cell: str, mig: bool) -> bool:
 
 
 def parse_apps(text: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Processes on GPUs, and the lines that name none."""
+    """Parse the list of processes on GPUs; returns them and the unreadable lines."""
     found, not_read = rows(text, APP_FIELDS)
     apps: list[dict[str, Any]] = []
     for row in found:
@@ -142,7 +143,7 @@ def parse_apps(text: str) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def parse_mig(listing: str, xml: str) -> dict[str, list[dict[str, Any]]]:
-    """MIG devices by the UUID of their GPU: from `-L`, and their memory from `-q -x`."""
+    """MIG devices by the UUID of their GPU: parsed from `-L`, their memory from `-q -x`."""
     found: dict[str, list[dict[str, Any]]] = {}
     gpu = ""
     for line in listing.splitlines():
@@ -158,7 +159,7 @@ def parse_mig(listing: str, xml: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def mig_memory(xml: str) -> dict[tuple[str, int], int | None]:
-    """MiB by GPU and index of the device; empty if it cannot be read."""
+    """Memory in MiB by GPU UUID and device index; empty if the XML cannot be parsed."""
     from xml.etree import ElementTree
 
     try:
@@ -176,7 +177,7 @@ def mig_memory(xml: str) -> dict[tuple[str, int], int | None]:
 
 
 class ProbeOutput:
-    """The outcome of one command of the probe."""
+    """The outcome of one nvidia-smi command."""
 
     def __init__(
         self, status: str, text: str = "", complaint: str = "", exit: int | None = None
@@ -186,7 +187,7 @@ class ProbeOutput:
 
 
 class Probe:
-    """Calls nvidia-smi. A tool that hangs in the kernel cannot be killed, so at most PROBES rounds of it run at once."""
+    """Calls nvidia-smi. A process that hangs in the kernel cannot be killed, so at most PROBES rounds run at once on a machine."""
 
     def __init__(self, root: Root, body: dict[str, Any]) -> None:
         self.root = root
@@ -195,7 +196,7 @@ class Probe:
         self.until = 0.0
 
     def ask(self, *questions: Sequence[str]) -> list[ProbeOutput]:
-        """Ask all questions at once, within the time limit."""
+        """Run one command for each question, concurrently, within the timeout."""
         until = time.monotonic() + self.timeout
         while True:
             locks = (take_lock(self.root.lock(f"probe-{n}.lock")) for n in range(PROBES))
@@ -233,7 +234,7 @@ class Probe:
                         stderr=subprocess.PIPE,
                         env={**os.environ, "LC_ALL": "C"},
                         start_new_session=True,
-                        pass_fds=(lock,),  # held for as long as one of them lives
+                        pass_fds=(lock,),  # locked as long as any of the processes lives
                     )
                 )
         except OSError as error:
@@ -256,7 +257,8 @@ class Probe:
         return [self._outcome(process, outputs) for process in running]
 
     def _outcome(self, process: Any, outputs: dict[int, bytes]) -> ProbeOutput:
-        """The outcome of one process. One that did not end in time is killed and not waited for: in the kernel it may never die."""
+        """The outcome of one process. A process that exceeds the timeout is killed and not waited for: hanging in the kernel, it may never
+        end."""
         text, complaint = (
             outputs[stream.fileno()].decode("utf-8", "replace")
             for stream in (process.stdout, process.stderr)
@@ -281,11 +283,11 @@ def end_probe(process: Any) -> None:
     process.stdout.close()
     process.stderr.close()
     if process.returncode is None:
-        process.returncode = -9  # so that Popen does not warn of a child that was not waited for
+        process.returncode = -9  # suppresses Popen's warning about a child that was not waited for
 
 
 class GpuReport:
-    """GPUs and the processes on them, as far as the probe showed them."""
+    """GPUs and the processes on them, as far as the probe reported them."""
 
     def __init__(self) -> None:
         self.gpus: list[dict[str, Any]] = []
@@ -296,11 +298,11 @@ class GpuReport:
         self.complaint = ""
 
     def gpu(self, uuid: str) -> dict[str, Any] | None:
-        """The GPU with this UUID; None if it is not there or cannot be read."""
+        """The GPU with this UUID; None if it is missing or could not be read."""
         return next((g for g in self.gpus if g["uuid"] == uuid), None)
 
     def summary(self) -> dict[str, Any]:
-        """The outcome of the probe, for an answer."""
+        """The outcome of the probe in the form that answers use."""
         return {
             "status": self.status,
             "apps": self.apps_status,
@@ -341,10 +343,11 @@ def look_at_gpus(root: Root, body: dict[str, Any]) -> GpuReport:
 
 
 def question(what: str, fields: Sequence[str]) -> tuple[str, ...]:
-    """The arguments that ask for those fields, in that order."""
+    """The nvidia-smi arguments that query these fields, in this order."""
     return (f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
 
 
 def probe_status(output: ProbeOutput, not_read: list[str], found: list[Any]) -> str:
-    """The probe's status: `garbage` only if no line could be read. If some could, it stays ok, and the caller sees the unread ones too."""
+    """The probe's status: `garbage` only if no line could be read. If some lines could, the status remains ok, and the caller gets the
+    unreadable lines too."""
     return "garbage" if output.status == "ok" and not_read and not found else output.status

@@ -1,4 +1,4 @@
-"""From a launch request to a running supervisor, or to a folder that waits for an engine."""
+"""The launch of an attempt: from the request to a running supervisor, or to a folder that waits for an engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.runner.protocol import Answered
 
 LAUNCH_PATIENCE = 20.0
-"""Time in seconds that `launch` waits for its supervisor's first word."""
+"""Seconds that `launch` waits for its supervisor to report a state."""
 BEGIN = """#!/bin/sh
 exec python3 -I -S -X utf8 {runner} {folder}
 """
@@ -80,13 +80,14 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
             claim(attempt, {"phase": "refused", "refused": error.record, **order.first_state()})
             return member(attempt), b""
     if report is not None:
-        select.select([report], [], [], LAUNCH_PATIENCE)  # readable: it spoke, or it ended
+        # Readable once the supervisor has closed the pipe.
+        select.select([report], [], [], LAUNCH_PATIENCE)
         os.close(report)
     return member(attempt), b""
 
 
 def enqueue(order: Order) -> None:
-    """Claim the folder with everything in it that the engine needs to begin. Raises Refused."""
+    """Create the attempt's folder with all files that the engine needs to start it. Raises Refused."""
     blobs = hold_blobs(order)
     try:
         state = {"phase": "queued", **order.first_state()}
@@ -96,7 +97,7 @@ def enqueue(order: Order) -> None:
 
 
 def hold_blobs(order: Order) -> int:
-    """Lock blobs against being swept. Raises Refusal `busy` if they are, or if one of this launch is gone."""
+    """Lock the blobs against removal by `sweep`. Raises Refusal `busy` if a sweep is running, or if a blob of this launch is missing."""
     lock = take_lock(order.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_PATIENCE)
     if lock is None or order.missing():
         raise Refusal("busy", "blobs are being swept; ask again")
@@ -104,7 +105,7 @@ def hold_blobs(order: Order) -> int:
 
 
 def fill_queued(order: Order, folder: str) -> None:
-    """Write the job's files, this file, the script that the engine runs, and the token."""
+    """Write the job's files, the runner itself, the script that the engine runs, and the token."""
     import shlex
 
     attempt = order.attempt
@@ -115,7 +116,7 @@ def fill_queued(order: Order, folder: str) -> None:
         if is_full(error):
             raise
         raise Refused("bad_spec", f"its files cannot be laid out: {error}") from None
-    with open(__file__, "rb") as text:  # on a machine all pieces are one file
+    with open(__file__, "rb") as text:  # on a machine all modules of the runner are this one file
         write_file(os.path.join(folder, "runner.py"), text.read())
     runner, own = shlex.quote(attempt.at("runner.py")), shlex.quote(attempt.path)
     begins = BEGIN.format(runner=runner, folder=own).encode()
@@ -128,7 +129,7 @@ def fill_queued(order: Order, folder: str) -> None:
 
 
 def begin(order: Order, visible: str | None) -> int:
-    """Take locks, claim the folder, fork the supervisor. Returns a pipe that becomes readable once there is a state to see. Raises
+    """Take locks, create the folder, fork the supervisor. Returns a pipe that becomes readable once the attempt's state is known. Raises
     Refused."""
     locks = take_gpus(order)
     blobs = hold_blobs(order)
@@ -145,13 +146,13 @@ def begin(order: Order, visible: str | None) -> int:
 
 
 def detach(order: Order, visible: str, locks: list[int], blobs: int, speak: int) -> NoReturn:
-    """Fork a grandchild in its own session, adopted by init or a subreaper, which becomes the supervisor."""
+    """Fork a grandchild in its own session, which init or a subreaper adopts. It becomes the supervisor."""
     try:
         os.setsid()
         if os.fork() == 0:
             Supervisor(order, visible, locks, blobs, speak).run()
     except BaseException as error:  # noqa: BLE001
-        # This process is a copy of one that has an answer to give: whatever happened, it must not go on as that.
+        # This process is a copy of the one that answers the request. After any error it must exit and not return into that code.
         text = f"{type(error).__name__} at {place_of(error)}: {error}\n"
         os.write(2, text.encode("utf-8", "replace"))
     finally:
@@ -159,11 +160,12 @@ def detach(order: Order, visible: str, locks: list[int], blobs: int, speak: int)
 
 
 def supervise(folder: str) -> int:
-    """Run by `begin.sh`: begin a queued attempt in the foreground, on the machine that its engine has chosen.
+    """Called by `begin.sh`: start a queued attempt in the foreground, on the machine that its engine has chosen.
 
-    Returns the exit status of the command, as shells have it."""
+    Returns the command's exit status as shells report it: 128 plus the signal's number if a signal ended it."""
     os.umask(0o077)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until it can be answered
+    # Block TERM until the supervisor's handler is installed.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     known = read_json(os.path.join(folder, "state.json")) or {}
     if not known:
         return skip_attempt(
@@ -189,6 +191,6 @@ def supervise(folder: str) -> int:
 
 
 def skip_attempt(message: str) -> int:
-    """Write to the engine's log and succeed: an attempt that was handed out twice has not failed."""
+    """Write the message to the engine's log and succeed: if an engine starts an attempt twice, the attempt has not failed."""
     os.write(2, (message + "\n").encode("utf-8", "replace"))
     return 0

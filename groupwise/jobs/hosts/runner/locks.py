@@ -1,4 +1,4 @@
-"""File locks. They end with the last process that has the file open, so a crash leaves none behind."""
+"""File locks. A lock is released when the last process that has the file open ends, so a crash leaves none."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 LOCK_PATIENCE = 10.0
-"""Time in seconds to wait for locks that are held only while a request is answered."""
+"""Seconds to wait for locks that are held only while a request is answered."""
 
 
 def take_lock(path: str, how: int = fcntl.LOCK_EX, patience: float = 0.0) -> int | None:
-    """The open file that holds the lock; None if another process holds it for all of `patience` seconds."""
+    """Take a lock. Returns the open file that holds it; None if another process holds it for all of `patience` seconds."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     until = time.monotonic() + patience
     while True:
@@ -54,8 +54,8 @@ def is_locked(path: str) -> bool:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: str) -> Generator[None, None, None]:
-    """Lock for slow work that may be requested again after its caller was cut off: later requests wait, then find it done. The process
-    exits if the caller of this request hangs up meanwhile."""
+    """Lock for slow work that may be requested again after its caller was disconnected: later requests wait, and then find the work done.
+    The process exits if the caller of this request disconnects meanwhile."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     listener = select.poll()
     listener.register(1, 0)
@@ -66,14 +66,15 @@ def one_at_a_time(folder: str) -> Generator[None, None, None]:
                 break
             except BlockingIOError:
                 if listener.poll(100):
-                    os._exit(0)  # the caller hung up
+                    os._exit(0)  # the caller has disconnected
         yield
     finally:
         os.close(lock)
 
 
 class HeldLock:
-    """A lock for the length of a `with`, released at once even if a child was forked meanwhile. Raises Refusal `busy`."""
+    """A lock for the duration of a `with`, released explicitly: a child that was forked meanwhile would otherwise keep it. Raises Refusal
+    `busy`."""
 
     def __init__(self, path: str, how: int = fcntl.LOCK_EX) -> None:
         self.path, self.how = path, how

@@ -1,4 +1,4 @@
-"""Reports on the machine and its attempts, at once or when something changes."""
+"""Reports about the machine and its attempts, immediately or at the next change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def verb_hello(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 
 def user_name() -> str:
-    """The name of the user that the runner works as; its number if it has no name."""
+    """The name of the user that the runner runs as; its number if it has no name."""
     import pwd
 
     try:
@@ -55,7 +55,7 @@ def user_name() -> str:
 
 
 def load_of(root: Root) -> dict[str, Any]:
-    """Processor, memory and disk at this moment."""
+    """Current CPU load, memory and disk space."""
     memory = dict(re.findall(r"^(\w+):\s+(\d+) kB$", read_text("/proc/meminfo"), re.MULTILINE))
     disk = os.statvfs(make_folder(root.path))
     return {
@@ -69,7 +69,7 @@ def load_of(root: Root) -> dict[str, Any]:
 
 
 def filesystem_of(path: str) -> str | None:
-    """The file system's type, found by the longest mount point above the path."""
+    """The type of the path's file system: that of the longest mount point which contains the path."""
     path = os.path.realpath(path) + "/"
     best, kind = "", None
     for line in read_text("/proc/self/mounts").splitlines():
@@ -89,7 +89,8 @@ def verb_observe(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     for ended in exited.values():
         ended["survivors"] = 0
     quarantined: list[dict[str, Any]] = [{"what": "folder", "detail": name} for name in strange]
-    # Processes are read after the attempts: an attempt that has exited had ended its own before.
+    # Processes are listed after the attempts: an attempt in state `exited` had ended its processes before. Any that are left could not be
+    # killed.
     for p in processes():
         marked = None if p.zombie else marker_of(p.pid, root)
         if marked in exited:
@@ -131,7 +132,7 @@ class WatchedAttempt:
         record_contact(attempt, known.get("clock"))
 
     def look(self) -> dict[str, Any]:
-        """Its state now. Checkpoints are counted more rarely, because that reads folders."""
+        """The attempt's state now. Checkpoints are counted less often, because that reads folders."""
         start = time.monotonic()
         if start >= self.next_count:
             self.progress = None
@@ -148,7 +149,7 @@ class WatchedAttempt:
 
 
 def verb_wait(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Answer when an attempt differs from what the caller knows, or at the timeout."""
+    """Answer as soon as an attempt differs from what the caller knows, or at the timeout."""
     start = time.monotonic()
     until = start + seconds_of(body, "timeout", 0.0)
     loud = start + seconds_of(body, "quiet", 1.0)
@@ -163,4 +164,4 @@ def verb_wait(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         if now >= until or any(w.differs(found[n], now >= loud) for n, w in enumerate(watched)):
             return {"attempts": found}, b""
         if listener.poll(max(1, int(min(0.1, until - now) * 1000))):
-            os._exit(0)  # the caller hung up
+            os._exit(0)  # the caller has disconnected

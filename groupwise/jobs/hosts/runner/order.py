@@ -1,4 +1,4 @@
-"""A launch request, and whether it is possible on this machine."""
+"""A launch request, and the checks whether it is possible on this machine."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ RESERVED_PREFIXES = (
     "GROUPWISE_ATTEMPT",
     "GROUPWISE_RUNNER",
 )
-"""The same names as in `spec.py`, which a test compares: the runner trusts no caller."""
+"""The same names as in `spec.py`, which a test verifies. They are checked here too, because the runner does not trust its callers."""
 LARGEST_TOKEN = 256 << 20
-"""Bytes of a request that waits for an engine: a job may have a hundred thousand files."""
+"""Most bytes of a stored request that waits for an engine: it may list a hundred thousand files."""
 
 
 class Order:
-    """A checked launch request. An ill-formed one raises Refusal; one that is well-formed but not possible, Refused, which ends that
-    epoch."""
+    """A checked launch request. A malformed request raises Refusal. A well-formed one that is not possible raises Refused, which becomes
+    the final result of its epoch."""
 
     def __init__(self, root: Root, body: dict[str, Any]) -> None:
         self.root, self.body = root, body
@@ -76,7 +76,8 @@ class Order:
         self.slot = None if body.get("slot") is None else count_of(body, "slot")
         self.deadman: float | None = seconds_of(body, "deadman", 0.0) or None
         self.heard = boot_clock()
-        """Boot-clock time of the last contact: now, or when the control plane had last heard from here before it sent this."""
+        """Boot-clock time of the last contact: now, or the time at which the control plane, before it sent this, had last heard from this
+        machine."""
         if body.get("clock") is not None:
             self.heard = min(self.heard, seconds_of(body, "clock", 0.0))
         self.method: str | None = body.get("method")
@@ -87,7 +88,7 @@ class Order:
         self.files: dict[str, list[Any]] = dict(self.spec.get("files") or {})
         resume: dict[str, Any] = body.get("resume") or {}
         self.resume_files: dict[str, list[Any]] = dict(resume.get("manifest") or {})
-        # The folder of the checkpoint is the one with the uppermost manifest.
+        # The checkpoint's folder is the one with the topmost manifest.
         manifests = [p for p in self.resume_files if p.split("/")[-1] == "manifest.json"]
         tops = [path.rpartition("/")[0] for path in manifests]
         self.resume_path: str | None = resume.get("path") or min(tops, key=len, default=None)
@@ -95,12 +96,12 @@ class Order:
         self.secrets: dict[str, str] = dict(body.pop("secrets", None) or {})
         self.path = path_of(body.get("python"))
         self.memory_mb: dict[str, int | None] = {}
-        """Memory of each GPU in MiB, filled in once they have been looked at."""
+        """Memory of each GPU in MiB, filled in by the GPU probe."""
         if len(as_bytes(self.first_state())) > LARGEST_RECORD // 2:
             raise Refusal("bad_request", "its lists of artefacts and checkpoints are too long")
 
     def check(self) -> None:
-        """Raises Refused with everything that is wrong with the spec."""
+        """Check the spec. Raises Refused with a list of all problems."""
         if self.engine and (self.gpus or self.slot is not None or self.deadman is not None):
             raise Refusal("bad_request", "GPUs and slots are the engine's, and it has no deadman")
         if not are_words(self.engine_options):
@@ -152,27 +153,28 @@ class Order:
 
     @property
     def artefacts(self) -> list[str]:
-        """Paths of the artefacts in the working folder."""
+        """Paths of the output files, relative to the working folder."""
         return list(self.spec.get("artefacts") or ())
 
     @property
     def checkpoints(self) -> list[str]:
-        """Folders of checkpoints in the working folder."""
+        """Folders that contain checkpoints, relative to the working folder."""
         return list(self.spec.get("checkpoints") or ())
 
     @property
     def grace(self) -> float:
-        """Time in seconds between TERM and KILL."""
+        """Seconds between TERM and KILL."""
         grace = self.limits.get("grace_seconds")
         return 30.0 if grace is None else float(grace)
 
     def missing(self) -> list[str]:
-        """Blobs that are not here."""
+        """Hashes of the blobs that this machine does not have."""
         hashes = {str(e[0]) for e in (*self.files.values(), *self.resume_files.values())}
         return sorted(sha for sha in hashes if not has_blob(self.root, sha))
 
     def lay_out(self, work: str) -> Iterator[None]:
-        """Put the job's files into a working folder, and make the folder that it writes to. Yields now and then, so the caller may stop."""
+        """Copy the job's files into a working folder, and create the parent folder of its output. Yields regularly, so the caller can stop
+        it."""
         yield from lay_out(self.root, work, {**self.files, **self.resume_files})
         for path in self.artefacts[:1]:
             make_folder(os.path.dirname(os.path.join(work, path)))
@@ -194,7 +196,8 @@ class Order:
 
 
 def check_room(order: Order) -> None:
-    """Check disk and memory, Refused if there is too little. With an engine only the disk: memory is that of another machine."""
+    """Check free disk space and memory; raises Refused if there is too little. With an engine check the disk only: the job uses another
+    machine's memory."""
     load = load_of(order.root)
     disk, ram = order.limits.get("disk_mb"), order.limits.get("ram_mb")
     ram = None if order.engine else ram
@@ -205,7 +208,7 @@ def check_room(order: Order) -> None:
 
 
 def check_program(order: Order) -> None:
-    """Check that the command's program is there, else Refused; one that is among the job's files is not looked for."""
+    """Check that the command's program exists; raises Refused if not. A relative path is not checked: it names one of the job's files."""
     program = order.spec["arguments"][0]
     if "/" in program and not os.path.isabs(program):
         return

@@ -1,4 +1,4 @@
-"""Processes: how those of an attempt are found and signalled, even if they left its tree."""
+"""Finding and signalling the processes of an attempt, including those that left its process tree."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ if TYPE_CHECKING:
 
 ATTEMPT_VARIABLE = "GROUPWISE_ATTEMPT"
 FOLDER_VARIABLE = "GROUPWISE_RUNNER_FOLDER"
-"""Beside the attempt's name: two roots on one machine may hold members of the same attempt."""
+"""Needed in addition to the attempt's name: two roots on one machine may have members of the same attempt."""
 LONGEST_MARK = 200
 
 
 def boot_clock() -> float:
-    """Seconds since the machine started, including time asleep; no process can set this clock."""
+    """Seconds since the machine started, including time in suspend. No process can set this clock."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def boot_id() -> str:
-    """Differs after each start of the machine."""
+    """The kernel's boot id, which differs after each start of the machine."""
     return read_text("/proc/sys/kernel/random/boot_id").strip()
 
 
 class Process:
-    """The fields of /proc/<pid>/stat that are needed here."""
+    """A process: the fields of /proc/<pid>/stat that are used here."""
 
     def __init__(self, pid: int, fields: list[str]) -> None:
         self.pid = pid
-        # One whose first thread has ended looks like a zombie while its others go on.
+        # A process whose first thread has ended looks like a zombie while other threads run: count the threads (field 17).
         self.zombie = fields[0] in "ZX" and int(fields[17]) <= 1
         self.parent = int(fields[1])
         self.session = int(fields[3])
         self.ticks = int(fields[19])
-        """Clock ticks from the start of the machine to its own: with the boot id they tell a reused pid apart."""
+        """Start time of the process in clock ticks since boot. Together with the boot id it distinguishes a process from a later one with
+        the same pid."""
 
 
 def process(pid: int) -> Process | None:
-    """The process with this pid; None if there is none."""
+    """The process with this pid, or None."""
     text = read_text(f"/proc/{pid}/stat")
     try:
         return Process(pid, text[text.rindex(")") + 2 :].split())
@@ -55,7 +56,7 @@ def process(pid: int) -> Process | None:
 
 
 def processes() -> Iterator[Process]:
-    """All processes but this one, zombies too."""
+    """All processes except this one, including zombies."""
     me = os.getpid()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != me:
@@ -65,8 +66,8 @@ def processes() -> Iterator[Process]:
 
 
 def marker_of(pid: int, root: Root) -> str | None:
-    """The attempt named in the environment that a process was started with, if it is one of this root. None if the environment cannot be
-    read, as that of another user's process."""
+    """The attempt named in the environment that a process was started with, if the attempt belongs to this root. None if the environment
+    cannot be read, e.g. of another user's process."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             entries = file.read().split(b"\0")
@@ -83,7 +84,8 @@ def marker_of(pid: int, root: Root) -> str | None:
 
 
 def has_open(pid: int, path: str) -> bool:
-    """True if a process has the file open. This finds those that overwrote their environment, as programs that set their title do."""
+    """True if a process has the file open. This also finds programs that overwrite their environment in memory to set their process
+    title."""
     try:
         names = os.listdir(f"/proc/{pid}/fd")
     except OSError:
@@ -98,13 +100,13 @@ def has_open(pid: int, path: str) -> bool:
 
 
 def send(pid: int, ticks: int, signum: int) -> None:
-    """Signal that process and no other: a pid that was reused has other start ticks."""
+    """Signal a process. If its start ticks differ, its pid was reused: then nothing is sent."""
     opener = getattr(os, "pidfd_open", None)  # from Python 3.9
     try:
         fd = opener(pid) if opener else None
     except ProcessLookupError:
         return
-    except OSError:  # a kernel before 5.3, or a filter that refuses
+    except OSError:  # a kernel before 5.3, or a seccomp filter
         fd = None
     try:
         found = process(pid)
@@ -134,11 +136,12 @@ class Belonging:
         self.same_boot = state.get("boot_id") == boot_id()
 
     def alive(self) -> dict[int, Process]:
-        """Living processes by pid. An empty look is repeated: between two names in /proc a process may move to another pid."""
+        """Living processes by pid. If none is found, look again: while /proc is listed, a process may fork and end, and its child may be
+        missed."""
         return self.look() or self.look()
 
     def look(self) -> dict[int, Process]:
-        """Look once; may miss a process that moves to another pid meanwhile."""
+        """List /proc once; may miss a process that forks and ends meanwhile."""
         everyone = {p.pid: p for p in processes() if not p.zombie}
         below = self._descendants(everyone) if self.supervisor else ()
         grouped = self.group.pids()
@@ -165,13 +168,14 @@ class Belonging:
         return frozenset(found)
 
     def terminate(self, but_session: int) -> None:
-        """Send TERM to all outside `but_session`, which has had it: a second TERM means more than the first to some programs."""
+        """Send TERM to all processes except those in the session `but_session`, which got it before: some programs react differently to a
+        second TERM."""
         for p in self.alive().values():
             if p.session != but_session:
                 send(p.pid, p.ticks, signal.SIGTERM)
 
     def kill(self, patience: float) -> dict[int, Process]:
-        """Send KILL until nothing is left or `patience` seconds have passed; returns what is left."""
+        """Send KILL repeatedly until no process is left or `patience` seconds have passed; returns the remaining processes."""
         until = time.monotonic() + patience
         while True:
             self.group.kill()
@@ -184,7 +188,7 @@ class Belonging:
 
 
 def reap_adopted(but: int | None = None) -> None:
-    """Reap orphans that were handed to this process. `but`: a child that is left a zombie."""
+    """Reap orphans that this process has adopted. `but`: the pid of a child that must stay a zombie."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -201,11 +205,11 @@ def command_of(pid: int) -> str:
 
 
 def find_program(program: str, path: str) -> str | None:
-    """The program's path, found as a shell would; None if there is none."""
+    """The program's path, searched as a shell does; None if it is not found."""
     places = [""] if "/" in program else path.split(":")
     for place in places:
         if not place.startswith("/") and "/" not in program:
-            continue  # a name is never looked for in the working folder
+            continue  # skip relative entries of PATH: the job could place a program in the working folder
         full = os.path.join(place, program)
         if os.path.isfile(full) and os.access(full, os.X_OK):
             return full
@@ -213,7 +217,7 @@ def find_program(program: str, path: str) -> str | None:
 
 
 def path_of(python: object) -> str:
-    """PATH of the command: the folder of the machine's python first, then PATH as a login has it."""
+    """PATH of the command: first the folder of the machine's Python, then the runner's own PATH or a usual default."""
     path = os.environ.get("PATH") or "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     if isinstance(python, str) and "/" in python:
         return (

@@ -1,4 +1,4 @@
-"""One request and its answer. The bootstrap calls `answer_request`; an engine's `begin.sh` runs this as a program."""
+"""Answers one request. The bootstrap calls `answer_request`; an engine's `begin.sh` runs this file as a program."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ if TYPE_CHECKING:
 
 RUN_PATIENCE = 60.0
 LARGEST_OUTPUT = 4 << 20
-"""Most bytes of output kept from a program started by `run`."""
+"""Most bytes that `run` returns of a program's standard output, and of its standard error."""
 SIGN_EVERY = 10.0
-"""Time in seconds between signs of life."""
+"""Seconds between signs of life."""
 
 
 def verb_run(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Run a program of the machine to its end, for RUN_PATIENCE seconds at most."""
+    """Run a program of the machine and wait for its end, RUN_PATIENCE seconds at most."""
     import subprocess
 
     arguments = arguments_of(body.get("arguments"))
@@ -108,11 +108,11 @@ VERBS: dict[str, Callable[[Root, dict[str, Any], BinaryIO], Answered]] = {
     "sweep": verb_sweep,
 }
 LONG = frozenset({"join", "keep", "manifest"})
-"""Verbs that read as much as a job has made."""
+"""Verbs that take long, because they read all data of a job."""
 
 
 def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
-    """Answer one request; the bootstrap calls this after length and hash of the body agreed."""
+    """Answer one request. The bootstrap calls this once it has verified length and hash of the body."""
     os.umask(0o077)
     try:
         if body.get("protocol") not in SPOKEN:
@@ -130,7 +130,7 @@ def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
         code = "disk_full" if is_full(error) else "os_error"
         answer, data = {"error": {"code": code, "message": str(error)}}, b""
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        # Bodies come from outside, and anything may be in them. Not the message: it may hold a value.
+        # The body comes from outside and may contain anything. Do not include the error's message: it may contain a secret value.
         where = f"{type(error).__name__} at {place_of(error)}"
         message = f"a field is missing or of another kind than expected ({where})"
         answer, data = {"error": {"code": "bad_request", "message": message}}, b""
@@ -139,30 +139,30 @@ def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
 
 @contextlib.contextmanager
 def signs_of_life() -> Generator[None, None, None]:
-    """Send signs of life while the request makes progress."""
+    """Send signs of life from a thread while the request makes progress."""
     import threading
 
     working = threading.Lock()
 
     def send_signs() -> None:
         before = Work.done
-        with contextlib.suppress(OSError):  # the caller hung up; it will ask again
+        with contextlib.suppress(OSError):  # the caller disconnected; it will ask again
             while not working.acquire(timeout=SIGN_EVERY):
                 before = send_sign(before)
 
     thread = threading.Thread(target=send_signs)
     try:
         with working:
-            with contextlib.suppress(RuntimeError):  # this user may have no more threads
+            with contextlib.suppress(RuntimeError):  # the user's limit of threads is reached
                 thread.start()
             yield
     finally:
         if thread.ident is not None:
-            thread.join()  # nothing comes in between the bytes of the answer
+            thread.join()  # no sign of life may be written into the answer
 
 
 def send_sign(before: int) -> int:
-    """Send one sign of life if more is done than `before`; returns how much is done now."""
+    """Send a sign of life if more work was done than `before`; returns the amount of work done now."""
     done = Work.done
     if done != before:
         os.write(1, b"\n")
@@ -179,7 +179,7 @@ def send_answer(answer: dict[str, Any], data: bytes) -> NoReturn:
         while left:
             left = left[os.write(1, left) :]
     except OSError:
-        pass  # the caller has gone
+        pass  # the caller has disconnected
     os._exit(0)
 
 

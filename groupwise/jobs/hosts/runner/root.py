@@ -1,4 +1,4 @@
-"""The folder that holds everything the runner keeps on a machine, and the attempts in it."""
+"""The root folder: it holds all data of the runner on a machine, including the attempts' folders."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 ATTEMPT_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,79})\.(0|[1-9][0-9]{0,18})")
 MOST_EPOCH = (1 << 62) - 1
-"""Highest epoch that is accepted, although `ATTEMPT_NAME` has digits for more."""
+"""Highest accepted epoch; `ATTEMPT_NAME` has enough digits for larger numbers."""
 TOKEN = "queued.json"
 SPARE = 256 * 1024
-"""Bytes set aside in a root for `void` and `forget` on a full disk; more than a launch leaves over when it has claimed its folder."""
+"""Bytes reserved in a root for `void` and `forget` on a full disk; more than a launch leaves over when it has claimed its folder."""
 MOST_UNREMOVED = 20
-"""Most of those folders that an answer lists."""
+"""Most folders of this kind (prefix STAYS) that an answer lists."""
 
 
 class Root:
-    """The folder on a machine that holds everything the runner keeps."""
+    """The root folder of a runner on a machine."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -50,8 +50,8 @@ class Root:
         return os.path.join(self.path, *parts)
 
     def place(self) -> str | None:
-        """The root's own permanent name: a root with another name knows nothing of attempts begun in this one. None if it could not be
-        made."""
+        """The root's permanent random name. A root with another name knows nothing of the attempts in this one. None if it could not be
+        created."""
         path = self.at("place")
         name = read_text(path, CELL)
         if name:
@@ -61,7 +61,8 @@ class Root:
             make_folder(self.path)
             write_file(new, os.urandom(16).hex().encode())
             with contextlib.suppress(FileExistsError):
-                os.link(new, path)  # of several requests, the first names it
+                # If several requests do this at once, the first determines the name.
+                os.link(new, path)
             remove_file(new)
             sync_folder(self.path)
         except OSError:
@@ -73,11 +74,11 @@ class Root:
         return os.path.join(make_folder(self.at("locks")), name)
 
     def job_lock(self, job: str) -> HeldLock:
-        """Lock held while deciding which request makes an attempt of this job; several jobs share one."""
+        """The lock that is held while it is decided which request creates an attempt of this job; several jobs share a lock."""
         return HeldLock(self.lock(f"jobs-{hashlib.sha256(job.encode()).hexdigest()[:2]}"))
 
     def gpu_lock(self, uuid: str) -> str:
-        """The path of a GPU's lock: exclusive for a whole GPU, shared for shares of it."""
+        """The path of a GPU's lock file: locked exclusively for a whole GPU, jointly for shares of it."""
         return self.lock(f"gpu-{as_file_name(uuid)}.lock")
 
     def shares(self, uuid: str) -> str:
@@ -89,11 +90,11 @@ class Root:
         return self.at("blobs", sha[:2], sha)
 
     def highest(self, job: str) -> dict[str, Any]:
-        """{"highest": epoch, "forgotten": epoch}, -1 where there was none."""
+        """{"highest": epoch, "forgotten": epoch}; -1 if there was none."""
         return {"highest": -1, "forgotten": -1, **(read_json(self.at("epochs", job)) or {})}
 
     def note_epoch(self, job: str, **seen: int) -> None:
-        """Raise the numbers that `highest` returns; none ever falls."""
+        """Raise the numbers that `highest` returns; they never decrease."""
         known = self.highest(job)
         raised = {name: max(known[name], seen.get(name, -1)) for name in ("highest", "forgotten")}
         if raised != known:
@@ -102,17 +103,17 @@ class Root:
 
 
 def as_file_name(uuid: str) -> str:
-    """The UUID as a file name: those of MIG devices have slashes."""
+    """The UUID as a file name: UUIDs of MIG devices contain slashes."""
     return re.sub(r"[^A-Za-z0-9-]", "_", uuid)
 
 
 def root_of(body: dict[str, Any]) -> Root:
-    """The root that a request names; relative paths and "~" are below HOME."""
+    """The root that a request names. Relative paths and "~" are below HOME."""
     return Root(os.path.join(os.path.expanduser("~"), os.path.expanduser(text_of(body, "root"))))
 
 
 class Attempt:
-    """One folder `attempts/<job>.<epoch>`."""
+    """One attempt: the folder `attempts/<job>.<epoch>`."""
 
     def __init__(self, root: Root, job: str, epoch: int) -> None:
         self.root, self.job, self.epoch = root, job, epoch
@@ -130,7 +131,7 @@ class Attempt:
 
 
 def attempt_of(root: Root, body: dict[str, Any]) -> Attempt:
-    """The attempt that a request names."""
+    """The attempt that a request names. Raises Refusal `bad_request`."""
     job, epoch = text_of(body, "job"), body["epoch"]
     if not JOB_ID.fullmatch(job):
         raise Refusal("bad_request", "job: 1 to 80 letters, digits, _ and - are expected")
@@ -148,7 +149,8 @@ def attempt_by_name(root: Root, name: str) -> Attempt:
 
 
 def attempts_here(root: Root) -> tuple[list[Attempt], list[str]]:
-    """All attempts, and names below `attempts` that are no attempts; those that begin with a dot are being prepared."""
+    """All attempts, and the names below `attempts` that are no attempts. Names with a leading dot are folders that are being prepared or
+    removed."""
     try:
         names = sorted(os.listdir(root.at("attempts")))
     except OSError:
@@ -160,7 +162,7 @@ def attempts_here(root: Root) -> tuple[list[Attempt], list[str]]:
 
 
 def unremoved(root: Root) -> list[str]:
-    """Folders of forgotten attempts that still take up room, because this user may not remove all that is in them."""
+    """Folders of forgotten attempts that still use disk space, because this user may not remove all of their content."""
     try:
         names = sorted(os.listdir(root.at("attempts")))
     except OSError:
@@ -169,21 +171,20 @@ def unremoved(root: Root) -> list[str]:
 
 
 def keep_spare(root: Root) -> None:
-    """Set aside the room that `with_spare` uses; OSError, and nothing is set aside, if the disk is too full for it."""
+    """Reserve the disk space that `with_spare` uses. If the disk is too full, reserves nothing and raises OSError."""
     path = root.at("spare")
     if size_of(path) == SPARE:
         return
     try:
         make_folder(root.path)
-        write_file(path, os.urandom(SPARE))  # what could be compressed would be no room
+        write_file(path, os.urandom(SPARE))  # random bytes: a file system could compress others
     except OSError:
         remove_file(path)
         raise
 
 
 def with_spare(root: Root, work: Callable[[], None]) -> None:
-    """Do the work; if the disk is full, do it again in the room that was set aside. The next launch sets it aside again, or does not
-    begin."""
+    """Do the work. If the disk is full, free the reserved space and do the work again. The next launch reserves it again, or fails."""
     try:
         work()
     except OSError as error:

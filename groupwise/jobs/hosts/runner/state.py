@@ -1,4 +1,4 @@
-"""The state of an attempt, read from its files and locks. The job can write there too, so records are checked first."""
+"""The state of an attempt, read from its files and locks. The job can write to these files too, so every record is checked first."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ ENGINE_LOG = "engine.log"
 
 
 def state_of(attempt: Attempt) -> dict[str, Any] | None:
-    """The state file, without fields that a supervisor could not have written: the job can write there too. None if there is none."""
+    """The content of the state file, without fields that a supervisor could not have written: the job can write to it too. None if it is
+    missing."""
     found = read_json(attempt.at("state.json"))
     if found is None:
         return None
@@ -66,14 +67,14 @@ def state_of(attempt: Attempt) -> dict[str, Any] | None:
 
 
 def is_refusal(value: Any) -> bool:
-    """True for a record as `Refused` makes it."""
+    """True for a record in the form that `Refused` creates."""
     record = as_object(value) or {}
     texts = [record.get("code"), record.get("message"), record.get("holder", "")]
     return set(record) <= {"code", "message", "holder"} and all(map(is_word, texts))
 
 
 def are_gpus(value: Any) -> bool:
-    """True for GPU UUIDs as a launch names them, MOST_GPUS at most."""
+    """True for a list of GPU UUIDs as in a launch request, MOST_GPUS at most."""
     if not isinstance(value, list) or len(as_list(value)) > MOST_GPUS:
         return False
     return all(isinstance(name, str) and GPU_UUID.fullmatch(name) for name in as_list(value))
@@ -98,7 +99,7 @@ STATE_FIELDS: dict[str, Callable[[Any], bool]] = {
 
 
 def exit_of(attempt: Attempt, name: str) -> dict[str, Any] | None:
-    """An exit record, without values that a supervisor could not have written. None if there is none."""
+    """An exit record, without values that a supervisor could not have written. None if it is missing."""
     found = read_json(attempt.at(name))
     if found is None or found.get("reason") not in REASONS:
         return None
@@ -142,8 +143,9 @@ def guarded_member(
 
 
 def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> dict[str, Any]:
-    """Everything known about an attempt. `progress`: the number of checkpoints and the newest step, if they were counted a moment ago."""
-    # The order matters: what is read after the lock was seen free is final, since only its holder writes.
+    """Everything known about an attempt: the `member` of `protocol.py`. `progress`: the number of checkpoints and the newest step, if the
+    caller has just counted them."""
+    # The order matters. Only the holder of the lock writes, so files that are read after the lock was found free are final.
     held = is_locked(attempt.at("supervisor.lock"))
     ended = exit_of(attempt, "exit.json")
     if ended is None and not held:
@@ -154,10 +156,11 @@ def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> 
     state = state or {}
     word = state_word(state, held, ended, os.path.exists(attempt.at(TOKEN)))
     if ended is not None and ended["finished_at"] is not None:
-        # A caller that compares machines does not know their clocks.
+        # The age, because the caller cannot compare this machine's clock with others.
         ended["age"] = max(0.0, time.time() - ended["finished_at"])
     same_boot = state.get("boot_id") == boot_id()
-    beat = number_in(cell_words(attempt.at("heartbeat")))  # when the supervisor last wrote it
+    # The boot-clock time of the supervisor's last heartbeat.
+    beat = number_in(cell_words(attempt.at("heartbeat")))
     count, step = progress_of(attempt, state, word, ended, progress)
     found = absent_member(attempt)
     found.update({name: state.get(name) for name in MEMBER_FIELDS})
@@ -174,7 +177,7 @@ def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> 
         survivors=survivors(attempt, state) if word == "lost" else None,
     )
     if state.get("engine"):
-        # A caller needs these, beside the engine's own answer, to judge an attempt.
+        # To judge an attempt, a caller needs these in addition to the engine's own answer.
         log = "" if word in ("running", "exited") else read_end(attempt.at(ENGINE_LOG))
         found.update(
             {
@@ -195,7 +198,7 @@ MEMBER_FIELDS = (
 
 
 def absent_member(attempt: Attempt) -> dict[str, Any]:
-    """The answer for an attempt that is not here."""
+    """The answer for an attempt that does not exist here."""
     return {
         "job": attempt.job,
         "epoch": attempt.epoch,
@@ -226,7 +229,7 @@ def absent_member(attempt: Attempt) -> dict[str, Any]:
 def state_word(
     state: dict[str, Any], held: bool, ended: dict[str, Any] | None, waits: bool = False
 ) -> str:
-    """The state, by the table in `protocol.py`. `waits`: its token is there."""
+    """The name of the state, by the table in `protocol.py`. `waits`: the token exists."""
     phase = state.get("phase")
     if phase in ("voided", "refused"):
         return phase
@@ -257,8 +260,8 @@ def progress_of(
 
 
 def count_checkpoints(attempt: Attempt, state: dict[str, Any]) -> tuple[int, int | None]:
-    """Count checkpoints in their folders; (0, None) if that fails, because neither the exit record nor an answer about other attempts may
-    depend on what a job puts there."""
+    """Count the checkpoints; also returns the newest step. (0, None) if that fails: files written by the job must not break the exit
+    record, or an answer about other attempts."""
     try:
         found = checkpoints_of(attempt, state.get("checkpoints") or ())
     except Exception:  # noqa: BLE001  (see above)
@@ -274,7 +277,8 @@ def held_locks(attempt: Attempt, uuids: Sequence[str], share: object) -> list[di
     for uuid in uuids:
         if share is None:
             path = attempt.root.gpu_lock(uuid)
-            ours = read_text(path).strip() in ("", attempt.name)  # else it is another's by now
+            # If the lock file names another attempt, that one has the GPU by now.
+            ours = read_text(path).strip() in ("", attempt.name)
         else:
             path, ours = os.path.join(attempt.root.shares(uuid), attempt.name), True
         if ours and is_locked(path):
@@ -283,13 +287,14 @@ def held_locks(attempt: Attempt, uuids: Sequence[str], share: object) -> list[di
 
 
 def survivors(attempt: Attempt, state: dict[str, Any]) -> int:
-    """The number of processes of an attempt whose supervisor is gone; 1 if only its locks show that there are any."""
+    """The number of living processes of an attempt whose supervisor has ended; 1 if only held locks show that there are any."""
     held = held_locks(attempt, state.get("gpus", []), state.get("share_mb"))
     return len(Belonging(attempt, state).look()) or int(bool(held))
 
 
 def record_contact(attempt: Attempt, clock: float | None = None) -> bool:
-    """Record contact with the control plane, now or at that time of the boot clock. Never moves back."""
+    """Record contact with the control plane, now or at `clock` (boot-clock seconds). A recorded contact is never replaced by an earlier
+    one. False if it cannot be recorded."""
     now, path = boot_clock(), attempt.at("contact")
     stamp = now if clock is None else min(now, clock)
     before = number_in(cell_words(path))
@@ -297,5 +302,5 @@ def record_contact(attempt: Attempt, clock: float | None = None) -> bool:
         return True
     try:
         return set_cell(path, f"{stamp:.3f}")
-    except OSError:  # the same request names other attempts
+    except OSError:  # do not fail: the same request names other attempts
         return False

@@ -1,4 +1,4 @@
-"""The supervisor: it starts the command of one attempt, ends it if it must, and records how it ended."""
+"""The supervisor process: it starts the command of one attempt, ends it if necessary, and records how it ended."""
 
 from __future__ import annotations
 
@@ -54,29 +54,31 @@ if TYPE_CHECKING:
 
 HEARTBEAT = 5.0
 TICK = 1.0
-"""Time in seconds between looks of the supervisor, if nothing wakes it."""
+"""Seconds between two checks by the supervisor, unless something wakes it earlier."""
 LEAVING = 0.3
-"""Time in seconds for processes to leave by themselves after the command has ended, before the rest get TERM."""
+"""Seconds that remaining processes have to exit by themselves after the command has ended; then they get TERM."""
 EVICT = "evict"
-"""Name of the file that says how many seconds are left."""
+"""Name of the file that requests an eviction. It contains the number of seconds that the command has left."""
 EVICT_GRACE = 25.0
-"""Time in seconds from an engine's TERM to our KILL; Slurm kills after 30 (KillWait), and whatever it kills leaves no record."""
+"""Seconds from the engine's TERM to our KILL. Slurm kills after 30 (KillWait); processes that Slurm kills leave no exit record."""
 LEFTOVER_GRACE = 5.0
-"""Time in seconds between TERM and KILL for processes that outlived the command."""
+"""Seconds between TERM and KILL for processes that outlived the command."""
 KILL_PATIENCE = 10.0
-"""Time in seconds for killed processes to go; one in uninterruptible sleep does not."""
+"""Seconds to wait for killed processes to disappear. A process in uninterruptible sleep does not."""
 DEADMAN_GRACE = 30.0
-"""Time in seconds: the controller adds a minute to the deadman before it runs the job elsewhere; TERM and KILL fit into it."""
+"""Most seconds of grace after the deadman expires. The controller waits one minute longer than the deadman before it runs the job
+elsewhere; TERM and KILL must fit into that minute."""
 LAST_WORDS = 1.0
-"""Time in seconds for output that still arrives after the command has ended, from processes it left behind."""
+"""Seconds to wait, after the command has ended, for output of the processes that it left running."""
 ROOM_PATIENCE = 5.0
-"""Time in seconds for room to be made for the last of a log; its very end stands in the exit record as well."""
+"""Seconds to wait for disk space for the end of the log. The exit record contains the last lines as well."""
 
 
 class Supervisor:
-    """Lives as long as the command and everything that it started. Apart from the cells, only the supervisor writes to its folder.
+    """Lives as long as the command and everything that the command started. Apart from the cells (small files with one value), only the
+    supervisor writes to the attempt's folder.
 
-    After `settle` nothing more is imported: over days the machine's Python may be replaced by another one."""
+    After `settle` it imports nothing more: in a run of several days the machine's Python may be replaced by another version."""
 
     def __init__(
         self, order: Order, visible: str, locks: list[int], blobs: int, speak: int
@@ -94,18 +96,18 @@ class Supervisor:
         self.ending: Ending | None = None
         self.killed = False
         self.terminate_at = math.inf
-        """When the command is asked to end, which happens once."""
+        """Monotonic time at which the command gets TERM, once; infinite while no TERM is due."""
         self.user = ""
         self.left = 0
         self.waker = self.bell = -1
         self.evicted = False
 
     def run(self) -> None:
-        """Run the attempt from its files to its exit record."""
+        """Run the attempt, from laying out its files to writing its exit record."""
         self.settle()
         try:
             if self.order.engine:
-                # Another machine may have laid it out: from here on it belongs to this one.
+                # Another machine may have laid it out. From now on the attempt belongs to this one.
                 self.state.update(
                     phase="claimed", boot_id=boot_id(), claimed_by=os.uname().nodename
                 )
@@ -118,8 +120,9 @@ class Supervisor:
         except OSError as error:
             code = "disk_full" if is_full(error) else "bad_spec"
             return self.refuse({"code": code, "message": f"its files cannot be laid out: {error}"})
+        # The files are laid out: release the lock on the blobs, which a sweep may remove now.
         os.close(self.blobs)
-        # Its deadman may be over, or it was cancelled meanwhile.
+        # Its deadman may have expired, or the attempt may have been cancelled in the meantime.
         failure = self.reason() or self.start()
         if failure:
             return self.finish(failure, None)
@@ -136,7 +139,7 @@ class Supervisor:
     # - before the command
 
     def settle(self) -> None:
-        """Detach from the caller: streams, signals, folder, control group. Adopt all processes that the command leaves behind."""
+        """Detach from the caller: streams, signals, folder, control group. Become the parent of all processes that the command orphans."""
         for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         if self.order.engine:
@@ -145,19 +148,19 @@ class Supervisor:
         os.chdir("/")
         self.user = user_name()
         self.detach_streams()
-        # Two things wake it early: the end of a child, and the bell.
+        # Two things wake the supervisor early: the end of a child process, and a byte written to the FIFO `bell`.
         self.waker, wake = os.pipe()
         for fd in (self.waker, wake):
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, ignore_signal)
         with contextlib.suppress(OSError):
-            # Open for writing too, so that it has no end while no request rings it.
+            # Open for writing too: otherwise reading returns end-of-file whenever no request has the FIFO open.
             self.bell = os.open(self.attempt.at("bell"), os.O_RDWR | os.O_NONBLOCK)
         prctl(SET_SUBREAPER, 1)
         prctl(SET_NAME, b"groupwise-super")
         unit = unit_of(self.attempt)
-        # An engine counts and ends what is in the group that it made.
+        # The engine accounts for, and ends, the processes in the group that it made: make no other group inside it.
         chosen = ["session"] if self.order.engine else methods()
         if self.order.method in chosen:
             chosen = chosen[chosen.index(self.order.method) :]
@@ -169,11 +172,11 @@ class Supervisor:
         self.state["method"] = chosen[0]
 
     def detach_streams(self) -> None:
-        """Close the request's channel, which ends once no process has it open. This process's own errors go to a file."""
+        """Close the channel of the request, which ends once no process has it open. This process's own errors go to `supervisor.err`."""
         keep = {self.lock, self.blobs, self.speak, *self.inherited}
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) not in keep:
-                with contextlib.suppress(OSError):  # that of the listing itself
+                with contextlib.suppress(OSError):  # the descriptor of the listing itself
                     os.close(int(name))
         nothing = os.open(os.devnull, os.O_RDWR)
         try:
@@ -185,7 +188,7 @@ class Supervisor:
             os.dup2(source, target)
 
     def lay_out(self) -> None:
-        """Put the files into the working folder, unless it is cancelled or its deadman expires meanwhile."""
+        """Put the files into the working folder. Stop early if the attempt is cancelled or its deadman expires."""
         look_at = time.monotonic() + TICK
         for _ in self.order.lay_out(self.attempt.work):
             if time.monotonic() >= look_at:
@@ -195,11 +198,11 @@ class Supervisor:
                     return
 
     def evict(self, _signum: int, _frame: object) -> None:
-        """Signal handler: the engine wants its machine back."""
+        """Signal handler for the engine's TERM: the engine takes its machine back."""
         self.evicted = True
 
     def refuse(self, record: dict[str, Any]) -> None:
-        """Record that nothing ran and nothing will."""
+        """Record that the command did not run and will not."""
         remove_tree(self.attempt.work)
         self.state.update(phase="refused", refused=record)
         try:
@@ -210,11 +213,11 @@ class Supervisor:
         return self.report_state()
 
     def report_state(self) -> None:
-        """Let `launch` answer: there is a state to see."""
+        """Make the waiting `launch` request answer: the attempt now has a state to report."""
         os.close(self.speak)
 
     def start(self) -> Ending | None:
-        """Fork the child, record it, let it begin. Returns why it could not begin, or None."""
+        """Fork the child, record it, then let it run the program. Returns why the program could not start, or None."""
         go_on, go = os.pipe()
         failed, failure = os.pipe()
         environment = command_environment(self.order, self.visible, self.user)
@@ -230,6 +233,7 @@ class Supervisor:
             for fd in (go, failed, self.lock, self.speak):
                 os.close(fd)
             run_child(self.order, environment, go_on, failure, log.sink, [tether, *self.inherited])
+        # From here on only the child needs the secrets.
         self.order.secrets.clear()
         environment.clear()
         for fd in (go_on, failure, tether):
@@ -237,7 +241,7 @@ class Supervisor:
         try:
             self.record_child()
             with contextlib.suppress(BrokenPipeError):
-                # If something has killed it, its end is seen like any other.
+                # If the child was killed before this write, `watch` sees its end like any other.
                 os.write(go, b"!")
         except OSError as error:
             os.close(go)
@@ -248,7 +252,7 @@ class Supervisor:
         return self.spawn_failure(failed)
 
     def record_child(self) -> None:
-        """Write the child's pid and start ticks to disk before the command begins."""
+        """Write the child's pid and start ticks to disk before the program starts."""
         self.group.take_in(self.child)
         if self.state["method"] == "cgroup" and not self.group.v2:
             self.state["method"] = "session"
@@ -265,7 +269,7 @@ class Supervisor:
         write_json(self.attempt.at("state.json"), self.state)
 
     def spawn_failure(self, failed: int) -> Ending | None:
-        """Why the program could not begin; None once the pipe closes without a word, since then it has."""
+        """Return why the program could not start. None if the pipe closes without an error number, as a successful exec closes it."""
         with open(failed, "rb") as pipe:
             words = pipe.read(16).split()
         if not words:
@@ -279,19 +283,20 @@ class Supervisor:
     # - while it runs
 
     def watch(self) -> Any:
-        """Wait until the child has ended and return how. It stays a zombie until all is over, so that its pid is not reused."""
+        """Wait until the child has ended and return how. The child stays a zombie until everything is over: its pid must not be reused."""
         while True:
             ended = os.waitid(os.P_PID, self.child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
                 return ended
             reap_adopted(but=self.child)
             self.beat()
-            # TERM when there is a reason, KILL when its time is up, and KILL again until it works.
+            # Send TERM once there is a reason to end; KILL when the grace is over, repeatedly until it works.
             reason = self.reason()
             now = time.monotonic()
             if reason and not self.ending:
                 self.ending = reason
-                # An engine that sent us TERM usually sends it to all processes of a job, and some programs take a second TERM as haste.
+                # An engine that sent us TERM usually sends it to all processes of the job. Wait half the grace: some programs quit at once
+                # on a second TERM.
                 self.terminate_at = (now + reason.kill_at) / 2 if self.evicted else now
             elif reason and self.ending:
                 self.ending.kill_at = min(self.ending.kill_at, reason.kill_at)
@@ -304,7 +309,7 @@ class Supervisor:
             self.sleep()
 
     def sleep(self, due: float = TICK) -> None:
-        """Sleep until something wakes it or the next look is due, and write the command's output to its log meanwhile."""
+        """Sleep until something wakes the supervisor or the next check is due. Meanwhile write the command's output to its log."""
         if self.ending and not self.killed:
             due = min(due, max(0.02, self.ending.kill_at - time.monotonic()))
         until = time.monotonic() + due
@@ -322,14 +327,14 @@ class Supervisor:
             due = until - time.monotonic()
 
     def beat(self) -> None:
-        """Write a sign of life, every HEARTBEAT seconds."""
+        """Write the heartbeat, at most every HEARTBEAT seconds."""
         if time.monotonic() >= self.next_beat:
-            with contextlib.suppress(OSError):  # the supervisor goes on without it
+            with contextlib.suppress(OSError):  # the supervisor works without it
                 set_cell(self.attempt.at("heartbeat"), f"{boot_clock():.3f}")
             self.next_beat = time.monotonic() + HEARTBEAT
 
     def reason(self) -> Ending | None:
-        """Why the command has to end; None if it may go on."""
+        """Why the command has to end, and by when; None if it may continue."""
         now = time.monotonic()
         grace = number_in(cell_words(self.attempt.at("cancel")))
         if grace is not None:
@@ -351,26 +356,26 @@ class Supervisor:
             return Ending("time_limit", message, now + self.order.grace)
         if self.order.deadman is not None and self.silence() >= self.order.deadman:
             message = f"no contact with the control plane for {self.order.deadman:g} s"
-            # Counted from the contact: a machine that slept through all of it kills at once.
+            # Count from the last contact: a machine that was suspended for the whole time kills at once.
             grace = min(self.order.grace, DEADMAN_GRACE)
             left = self.order.deadman + grace - self.silence()
             return Ending("deadman", message, now + left)
         return None
 
     def silence(self) -> float:
-        """Boot-clock seconds since the last contact."""
+        """Seconds since the last contact with the control plane, by the boot clock, which counts suspended time too."""
         recorded = number_in(cell_words(self.attempt.at("contact")))
         self.last_contact = max(self.last_contact, recorded or 0.0)
         return boot_clock() - self.last_contact
 
     def terminate(self) -> None:
-        """Send TERM to the command's session, and CONT, because a stopped process has to continue to receive it."""
+        """Send TERM to the command's process group, then CONT: a stopped process must continue to handle TERM."""
         for signum in (signal.SIGTERM, signal.SIGCONT):
-            with contextlib.suppress(OSError):  # it may have become another user's
+            with contextlib.suppress(OSError):  # it may run as another user by now
                 os.killpg(self.child, signum)
 
     def belonging(self) -> Belonging:
-        """Everything that belongs to the attempt."""
+        """All processes that belong to the attempt."""
         return Belonging(self.attempt, self.state, supervisor=os.getpid())
 
     # - after it
@@ -380,7 +385,7 @@ class Supervisor:
         belonging = self.belonging()
         if not belonging.alive():
             return {}
-        # How the command ended is known from here on, whatever becomes of this process.
+        # Record how the command ended now, in case this process is killed while it ends the leftovers.
         self.drain_output(LAST_WORDS)
         with contextlib.suppress(OSError):
             ending = self.ending or Ending("exited", "", 0.0)
@@ -388,7 +393,8 @@ class Supervisor:
         if self.ending:
             belonging.terminate(but_session=self.child)
         else:
-            until = time.monotonic() + LEAVING  # helpers that see the command end go by themselves
+            # Helper processes may exit by themselves once the command has ended.
+            until = time.monotonic() + LEAVING
             while belonging.alive() and time.monotonic() < until:
                 reap_adopted(but=self.child)
                 self.sleep(0.02)
@@ -411,7 +417,8 @@ class Supervisor:
                 time.sleep(0.05)
 
     def leftovers_until(self) -> float:
-        """When leftovers are killed: after the grace of a requested end, or soon after the command ended by itself."""
+        """Monotonic time at which leftovers are killed: at the end of the grace if the end was requested, soon after the command's own end
+        otherwise."""
         reason = self.reason()
         if self.ending:
             return min(self.ending.kill_at, reason.kill_at if reason else self.ending.kill_at)
@@ -419,18 +426,18 @@ class Supervisor:
         return min(own, reason.kill_at) if reason else own
 
     def finish(self, ending: Ending, ended: Any) -> None:
-        """Reap the child, write the record, end."""
+        """Reap the child, write the exit record, and end."""
         if ended is not None:
             reap_adopted()
             self.drain_output(ROOM_PATIENCE if self.log and self.log.unwritten else LAST_WORDS)
         record = self.exit_record(ending, ended)
-        # If its folder was removed, and with it the lock that it holds, a record cannot be written, and would have no reader.
+        # If the attempt's folder was removed, the lock file has no link left: a record cannot be written and would have no reader.
         while os.fstat(self.lock).st_nlink > 0 and not save_exit(self.attempt, record):
             make_room_for_exit(self.attempt)
             self.beat()
             time.sleep(TICK)
         self.group.remove()
-        # A launch may still wait for the first word.
+        # A launch request may still wait for its answer.
         with contextlib.suppress(OSError):  # it was released before
             self.report_state()
 
@@ -470,12 +477,12 @@ class Ending:
 
 
 def ignore_signal(_signum: int, _frame: object) -> None:
-    """Do nothing: by now Python has written to the pipe that wakes the supervisor."""
+    """Do nothing. A handler must exist for Python to write the signal's number to the pipe that wakes the supervisor."""
 
 
 def save_exit(attempt: Attempt, record: dict[str, Any]) -> bool:
-    """Write the exit record atomically and durably; False if that failed. On a full disk it overwrites the reserve in place, padded with
-    blanks, and renames it."""
+    """Write the exit record atomically and durably; return False if that failed. If the disk is full, overwrite the reserve file in place,
+    padded with spaces, and rename it."""
     try:
         write_json(attempt.at("exit.json"), record)
         return True
@@ -495,7 +502,8 @@ def save_exit(attempt: Attempt, record: dict[str, Any]) -> bool:
 
 
 def make_room_for_exit(attempt: Attempt) -> None:
-    """Make room for an exit record if a job has made a folder in its place, or has closed the folder around it."""
+    """Make way for the exit record if the job has created a folder under its name, or has removed the permissions of the attempt's
+    folder."""
     with contextlib.suppress(OSError):
         os.chmod(attempt.path, 0o700)
     for path in (attempt.at("exit.json"), f"{attempt.at('exit.json')}.{os.getpid()}.new"):

@@ -1,4 +1,4 @@
-"""The working folder of a job, read without following any link: the job may change it at any moment."""
+"""Reading the working folder of a job without following links: the job may change it at any moment."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ KINDS = {
     stat.S_IFSOCK: "socket",
 }
 NO_FILES = frozenset({*KINDS.values(), "special"})
-"""Reasons for refusal that are no loss; any other means that a file is missing from the answer."""
+"""Reasons for refusal that lose no content. Any other reason means that a file is missing from the answer."""
 MOST_ENTRIES = 200_000
-"""Files and folders looked at below a working folder, unless its job may leave more."""
+"""Most files and folders that are visited below a working folder, unless its job may have more."""
 DEEPEST = 60
 
 
@@ -41,7 +41,7 @@ def parts_of(path: object) -> list[str]:
 
 
 def paths_in(value: Any) -> list[str]:
-    """The paths of a list that lie inside the working folder."""
+    """The valid paths of a list, i.e. those inside the working folder."""
     found: list[str] = []
     for path in as_list(value):
         with contextlib.suppress(Refusal):
@@ -51,7 +51,8 @@ def paths_in(value: Any) -> list[str]:
 
 
 def open_inside(work: str, path: str) -> int:
-    """Open a file or folder below the working folder. Each part is opened from the one before, so no link is ever followed."""
+    """Open a file or folder below the working folder. Each part is opened relative to its parent and links are refused, so no link is
+    followed."""
     parts = parts_of(path)
     try:
         fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -60,7 +61,7 @@ def open_inside(work: str, path: str) -> int:
     for part in parts:
         try:
             kind = stat.S_IFMT(os.stat(part, dir_fd=fd, follow_symlinks=False).st_mode)
-            if kind in KINDS:  # to open a device may do something
+            if kind in KINDS:  # opening a device may have side effects
                 raise Refusal(
                     "refused_path", f"{path}: a {KINDS[kind]} stands there", kind=KINDS[kind]
                 )
@@ -70,7 +71,7 @@ def open_inside(work: str, path: str) -> int:
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.ENOTDIR):
                 raise
-            # It was replaced a moment ago, or is below a file.
+            # It was replaced by a link a moment ago, or its parent is a file.
             message = f"{path}: not all above it are folders"
             raise Refusal("refused_path", message, kind="link") from None
         finally:
@@ -80,13 +81,13 @@ def open_inside(work: str, path: str) -> int:
 
 
 def read_inside(work: str, path: str, most: int) -> bytes:
-    """Read a file of the working folder, up to `most` bytes."""
+    """Read a file of the working folder, at most `most` bytes."""
     with open(open_regular(work, path), "rb") as file:
         return file.read(most)
 
 
 def whole_inside(work: str, path: str, sha: str, size: int) -> bytes | None:
-    """A file's bytes if it still has that size and hash, else None. A file that has grown, or has no end, is read no further."""
+    """A file's bytes if it still has that size and hash, else None. At most one byte more than `size` is read, even of an endless file."""
     try:
         data = read_inside(work, path, size + 1)
     except (OSError, Refusal):
@@ -104,7 +105,8 @@ def open_regular(work: str, path: str) -> int:
 
 
 class Walk:
-    """All plain files below some folders of the working folder; `refused` maps every other path to the reason why it is not taken."""
+    """Collects all plain files below some folders of the working folder; `refused` maps every other path to the reason why it is left
+    out."""
 
     def __init__(self, work: str, most: int | None = None) -> None:
         self.work, self.most = work, MOST_ENTRIES if most is None else most
@@ -113,7 +115,7 @@ class Walk:
         self.seen = 0
 
     def enter(self, path: str) -> None:
-        """Add a file or folder; one that is missing is skipped."""
+        """Add a file or folder; skip it if it is missing."""
         try:
             fd = open_inside(self.work, path)
         except (Refusal, OSError) as error:
@@ -134,7 +136,7 @@ class Walk:
     def _folder(self, fd: int, path: str, depth: int) -> None:
         try:
             with os.scandir(fd) as entries:
-                # One name beyond the limit shows that there are too many.
+                # Read one name more than the limit, which shows that there are too many.
                 left = max(0, self.most - self.seen) + 1
                 names = sorted(e.name for e in itertools.islice(entries, left))
         except OSError:
@@ -153,7 +155,7 @@ class Walk:
             try:
                 found = os.stat(name, dir_fd=fd, follow_symlinks=False)
             except OSError:
-                continue  # gone meanwhile
+                continue  # removed meanwhile
             self._one(fd, name, below, found, depth)
 
     def _one(self, fd: int, name: str, below: str, found: os.stat_result, depth: int) -> None:
