@@ -21,7 +21,7 @@ CONCURRENCY = 16
 
 _SHARD = re.compile(r"([1-9]\d*)/([1-9]\d*)")
 INSTRUCTION = re.compile(r"\{\{\s*instruction\s*\}\}")
-"""The prompt column in templates of distilabel. Alone it is that column as it is, which may hold a chat."""
+"""The prompt column in templates of distilabel. A template of nothing else is the column itself, which may then hold a chat."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -193,9 +193,9 @@ def _is_shard(text: str) -> bool:
 
 
 def read_options(options: Mapping[str, Any]) -> GenerateConfig:
-    """The options, checked. Raises UsageError with every problem.
+    """Validate the options. Raises UsageError that lists every problem.
 
-    `output="hub:OWNER/NAME"` is the hub, `prompt_template="{{ instruction }}"` by itself the prompt column as it stands.
+    `output="hub:OWNER/NAME"` sets `hub`; `prompt_template="{{ instruction }}"` alone means the prompt column itself.
     """
     given = dict(options)
     output = given.get("output")
@@ -205,7 +205,7 @@ def read_options(options: Mapping[str, Any]) -> GenerateConfig:
         del given["output"]
         given["hub"] = output.removeprefix("hub:")
     template = given.get("prompt_template")
-    of_dataset = given.get("task_module") is None  # a task's prompts have no template to translate
+    of_dataset = given.get("task_module") is None  # a task's prompts have no template that could be translated
     if of_dataset and isinstance(template, str) and INSTRUCTION.fullmatch(template.strip()):
         del given["prompt_template"]
     tree = tree_of(given, "generate")
