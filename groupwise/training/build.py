@@ -151,7 +151,7 @@ class Parts(Closable):
 
 @dataclass(frozen=True, slots=True)
 class BaseParts(Closable):
-    """A base in memory that is not trained yet, and a sampler of it as it is."""
+    """A base model in memory that is not trained, and a sampler of it."""
 
     sampler: Sampler
     stop_token_ids: tuple[int, ...]
@@ -274,7 +274,7 @@ def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) 
 async def start_supervised(
     config: SftConfig, layout: Layout, run: str, folder: Path
 ) -> LearningParts:
-    """Like `supervised_parts`, for an event loop; see `start_training`."""
+    """Like `supervised_parts`, but async; see `start_training`."""
     if config.run.server is not None:
         found = await _by_server("supervised", config, layout, run, folder)
         return LearningParts(found.learner, session=found.session)
@@ -283,7 +283,7 @@ async def start_supervised(
 
 
 async def start_serving(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
-    """Build a sampler of the adapter or full weights in `weights`; if None, of the policy that `serving_label` names. See `start_training`."""
+    """Build a sampler of the adapter or full weights in `weights`; if None, of the config's own policy. See `start_training`."""
     if config.run.server is not None:
         found = await _by_server("serving", config, layout, "served", Path(), weights)
         return ServingParts(found.sampler, found.stop_token_ids, session=found.session)
@@ -291,7 +291,8 @@ async def start_serving(config: RunConfig, layout: Layout, weights: Path | None)
         found = await _by_tunix(config, layout, "served", Path(), weights)
         return ServingParts(found.sampler, found.stop_token_ids, worker=found.worker)
     folder = None if weights is None else str(weights)
-    if config.sampler.engine == "vllm":  # one model is enough to check the servers' log-probabilities
+    # One model is enough to check the servers' log-probabilities.
+    if config.sampler.engine == "vllm":
         layout = replace(layout, processes=1, learners=1)
     made = await _build("serving", config, layout, weights=folder)
     if isinstance(made, Calls):
@@ -664,7 +665,7 @@ async def _build(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> 
 
 
 def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> Started:
-    """Start processes with a model each: samplers if the parts only sample, otherwise learners. Ends the zygote, which is then not needed."""
+    """Start processes with a model each: samplers if the parts only sample, otherwise learners. Ends the zygote, which is not needed."""
     prefork.give_up()
     if layout.samplers and kind not in LEARNING:
         assert isinstance(config, RunConfig), "a supervised run samples nothing"

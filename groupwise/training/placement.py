@@ -37,7 +37,7 @@ MIN_EXAMPLES = 2
 SMALL_MODEL = 20_000_000
 """Models with fewer parameters get one process: a step takes a fraction of a second, but starting ranks takes several."""
 MAX_PROCESSES = 16
-"""Largest number that is chosen automatically, because each process has its own activations, gradients and moments. Configs may set more."""
+"""Largest automatically chosen number, because each process has its own activations, gradients and moments. A config may set more."""
 
 
 @dataclass(frozen=True, slots=True)

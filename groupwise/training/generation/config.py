@@ -162,19 +162,19 @@ class GenerateConfig(Strict):
 
     @property
     def scores(self) -> bool:
-        """True if generations are scored: by the named rewards, or by a task's if a limit depends on them."""
+        """True if generations are scored: by the named rewards, or by a task's rewards if `min_reward` needs them."""
         return bool(self.rewards) or self.min_reward is not None
 
     @property
     def part(self) -> tuple[int, int]:
-        """Index of the shard, from 0, and the number of shards."""
+        """Index of the shard, counted from 0, and the number of shards."""
         found = _SHARD.fullmatch(self.shard or "1/1")
         assert found, "checked in conflicts"
         return int(found[1]) - 1, int(found[2])
 
     @property
     def root(self) -> Path:
-        """The folder of the whole generation, also for a shard."""
+        """The folder of the whole generation, even if this command handles one shard."""
         if self.output is not None:
             return Path(self.output).expanduser()
         assert self.hub is not None, "checked in conflicts"
@@ -205,7 +205,8 @@ def read_options(options: Mapping[str, Any]) -> GenerateConfig:
         del given["output"]
         given["hub"] = output.removeprefix("hub:")
     template = given.get("prompt_template")
-    of_dataset = given.get("task_module") is None  # a task's prompts have no template that could be translated
+    # A task's prompts have no template that could be translated.
+    of_dataset = given.get("task_module") is None
     if of_dataset and isinstance(template, str) and INSTRUCTION.fullmatch(template.strip()):
         del given["prompt_template"]
     tree = tree_of(given, "generate")

@@ -75,7 +75,7 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The work of a command, known before anything is requested."""
+    """The work of a command, known before the first request."""
 
     config: GenerateConfig
     model: str

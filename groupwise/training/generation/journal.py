@@ -34,7 +34,7 @@ class Generation:
 
 @dataclass(slots=True)
 class Billed:
-    """The cost of answers."""
+    """The billed requests and tokens of answers."""
 
     requests: int = 0
     usage: Usage = field(default_factory=lambda: Usage(0, 0))

@@ -31,7 +31,7 @@ Made with `groupwise generate`. `{TRAIN}` holds what was kept for training, `{GE
 
 
 def prepare_upload(name: str, *, private: bool) -> None:
-    """Create the dataset if it does not exist. Raises UsageError if the user may not write there, or if it is public but should be private."""
+    """Create the dataset if it does not exist. Raises UsageError if the user may not write to it, or if it is not private as configured."""
     with _refusals(UsageError, f"The dataset {name} on the hub cannot be written"):
         _hub().create_repo(name, repo_type="dataset", private=private, exist_ok=True)
         public = private and _hub().repo_info(name, repo_type="dataset").private is False

@@ -53,7 +53,7 @@ def recorded(run: Run, draw: int, again: int, example: Example) -> Group:
 
 
 async def score(run: TaskRun, group: Group, step: int) -> Group:
-    """Score the group, and shape its rewards as the algorithm requires. Reward functions receive `step`: that of the policy that drew it."""
+    """Score the group, and shape its rewards as the algorithm requires. Reward functions receive `step`, at which it was drawn."""
     if group.again is not None:
         return group
     if any(part.weight for rollout in group.rollouts for part in rollout.parts):

@@ -62,7 +62,7 @@ OWN_PREFIXES = (
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds of a step's phases; sampling and scoring overlap."""
+    """Durations of a step's phases in seconds; sampling and scoring overlap."""
 
     sampling: float = 0.0
     scoring: float = 0.0
@@ -127,7 +127,8 @@ def loss_metrics(
         for name, metric in TOKEN_MEANS.items()
         if tokens and name in sums
     }
-    if "clip_ratio/high_mean" in means:  # an algorithm that clips only from above has no lower ratio
+    # An algorithm that clips only from above has no lower ratio.
+    if "clip_ratio/high_mean" in means:
         low = means.get("clip_ratio/low_mean", 0.0)
         means["clip_ratio/region_mean"] = low + means["clip_ratio/high_mean"]
     return {**metrics, **means}
@@ -173,7 +174,8 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if not scored:
         return {}
     mean = {"reward": fmean(value for rewards in scored for value in rewards)}
-    if all(len(group.rollouts) == 1 for group in groups):  # there is nothing to compare within a group
+    # There is nothing to compare within a group.
+    if all(len(group.rollouts) == 1 for group in groups):
         return mean
     silent = [tied(rewards) for rewards in scored]
     return {

@@ -90,7 +90,8 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     build.check_model(settings)
     evaluates = _evaluates(settings, found)
     given = view(settings)
-    steps = settings.training.max_steps  # None: the number of epochs decides, which requires a stream with an end
+    # None: the number of epochs decides, which requires a stream with an end.
+    steps = settings.training.max_steps
     rows_read = rows_read or (steps and steps * settings.training.prompts_per_step)
     examples = found.rl_examples(given, limit=rows_read)
     tokenizer = prefork.load_tokenizer(settings.model)
@@ -267,7 +268,7 @@ def _check_replay(config: RunConfig, pools: Sequence[Sequence[Example]]) -> None
 def _check_success_parts(
     config: RunConfig, task: Task, rubric: Rubric | None, callbacks: Sequence[Named]
 ) -> None:
-    """Refuse a part that the reward does not have: nothing would ever count as solved."""
+    """Raise an error for a success part that the reward does not have: nothing would ever count as solved."""
     if task.has("get_environment"):  # an environment's parts are only known once it returns them
         return
     caches = [each for _, each in callbacks if isinstance(each, SuccessCache)]

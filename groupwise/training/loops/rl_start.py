@@ -222,7 +222,7 @@ def assemble(
     interruption: Interruption,
     publications: Path,
 ) -> TaskRun:
-    """The run at its first step."""
+    """The run before its first step."""
     config = prepared.config
     nothing_yet = Policy(folder.name, 0, "", "adapter", "")
     return TaskRun(

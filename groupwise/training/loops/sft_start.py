@@ -273,7 +273,8 @@ async def _finish(
     first, last = first_and_last(run, METRIC)
     summary = {**summarise(run, prepared, started), "loss_first": first, "loss_last": last}
     found = run.folder.store.evaluations(rows=False)
-    losses = (record.metrics.get("eval_loss") for record in found)  # callbacks may add evaluations without a loss
+    # Callbacks may add evaluations without a loss.
+    losses = (record.metrics.get("eval_loss") for record in found)
     evaluated = [loss for loss in losses if loss is not None]
     if evaluated:
         summary |= {"eval_loss_first": evaluated[0], "eval_loss_last": evaluated[-1]}
