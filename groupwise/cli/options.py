@@ -33,7 +33,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done;
 
 
 class Command(TyperCommand):
-    """A command that understands older spellings of its options, but does not show them."""
+    """A command that accepts deprecated names of its options and hides them from --help."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -61,7 +61,10 @@ def command(
     hidden: bool = False,
     context_settings: dict[str, Any] | None = None,
 ) -> Callable[[AnyCommand], AnyCommand]:
-    """Register a function as a command, and hidden under its older names."""
+    """Register a function as a command under its name, and as a hidden command under each deprecated name.
+
+    Returns the function unchanged, so it can still be called directly.
+    """
 
     def register(function: AnyCommand) -> AnyCommand:
         expanded = _with_options(function)
@@ -75,7 +78,7 @@ def command(
 
 
 def _with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """The function with an option for each field of the dataclasses among its parameters."""
+    """A wrapper of the function in which each dataclass parameter is replaced by one option per field."""
     groups: dict[str, Any] = {}
     options: list[inspect.Parameter] = []
     for name, each in inspect.signature(function, eval_str=True).parameters.items():
