@@ -7,8 +7,8 @@
     @command(app, "stop", "cancel")
     def stop(ids: JobIds, chosen: JobFilter) -> None: ...
 
-A parameter whose type is such a dataclass stands for one option for each of its fields. The first name of a command, and the first long
-name of an option, are the ones that help shows; the others are older spellings, which keep working.
+A parameter that is annotated with such a dataclass expands into one option per field. Help shows the first name of a command and the
+first long name of an option; the others are deprecated names, which still work.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def _with_options(function: Callable[..., None]) -> Callable[..., None]:
         }
         function(**values, **made)
 
+    # typer takes its parameters from the signature; the annotation of `values` is not one of them.
     vars(called)["__signature__"] = inspect.Signature(options)
     called.__annotations__ = {}
     called.__doc__ = function.__doc__

@@ -1,9 +1,8 @@
-"""The config of a run: the sections of all rooms in one model, and how one is loaded.
+"""The config of a run: one model of all sections, and how it is loaded.
 
-`load_config` reads a YAML file (or a mapping, or a `RunConfig`), lays overrides over it and validates the whole. The same
-file serves training and evaluation. The knobs of the algorithms are not repeated here: their sections are made from the
-registered dataclasses, so that a new algorithm needs no new config. The `task` section belongs to the task;
-`with_task_schema` validates it where the task has a schema of its own.
+`load_config` reads a YAML file (or a mapping, or a `RunConfig`), applies overrides and validates the whole. The same file serves
+training and evaluation. The knobs of the algorithms are not repeated here: their sections are made from the registered dataclasses, so
+a new algorithm needs no new config. The `task` section belongs to the task; `with_task_schema` validates it if the task has a schema.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The callback `benchmark_on_checkpoint`: evaluates each checkpoint in a separate process while training continues.
 
-A checkpoint's weights are hard-linked into a folder of the callback, so they outlive the checkpoint. A process evaluates them as soon
-as fewer than `max_processes` are running. The callback polls its processes at the run's events and records the results then; only a
+A checkpoint's weights are linked (or copied) into a folder of the callback, so they outlive the checkpoint. A process evaluates them as
+soon as fewer than `max_processes` are running. The callback polls its processes at the run's events and records the results then; only a
 finished run waits for them. After Ctrl-C or a crash, a resume evaluates the rest. A successful evaluation leaves a result that names the
 weights by their hash, so no checkpoint is evaluated twice; an interrupted evaluation is repeated on resume.
 
@@ -73,16 +73,16 @@ class _Started:
 
 
 class BenchmarkOnCheckpoint(Callback):
-    """Evaluates checkpoints by `config` (a file that `groupwise eval` takes, with `task_module` and `overrides`), `command` or `suites`.
+    """Evaluates checkpoints by `config` (a config of `groupwise eval`, with `task_module` and `overrides`), `command` or `suites`.
 
-    A command is a list of words, in which {policy} stands for the folder with the weights, {output} for the JSON file that it is to
-    write, {step} and {run} for what they say. The file has numbers, or an object `metrics` with numbers, which are
-    recorded under `label`. At most `max_processes` are under way at once, each for at most `time_limit` seconds; a run that has finished
-    waits for them.
+    A command is a list of words, in which {policy} is replaced by the folder of the weights, {output} by the JSON file to write, {step}
+    by the number of steps and {run} by the run's name. The file contains numbers, or an object `metrics` with numbers, which are
+    recorded under `label`. At most `max_processes` evaluations run at once, each for at most `time_limit` seconds; a finished run waits
+    for them.
 
-    Suites need `serve`, a list of words that serve the weights; see `groupwise.training.suites.serving`. `model` says which of the served
-    models is the policy, where there are several; `program` how lighteval is run. The other parameters say how questions are answered. The
-    time limit is that of the server's start, and of each suite.
+    Suites need `serve`, a list of words that serve the weights; see `groupwise.training.suites.serving`. If the server has several
+    models, `model` names the policy. `program` is the command that runs lighteval. The other parameters are sampling options. The time
+    limit then applies to the start of the server and to each suite.
     """
 
     def __init__(

@@ -12,10 +12,10 @@ from groupwise.training.callbacks.base import Callback, RunHandle
 
 
 class EarlyStop(Callback):
-    """Ends the run after `patience` evaluations (or steps) in a row in which a metric did not get better.
+    """Ends the run after `patience` evaluations (or steps) in a row in which a metric did not improve.
 
-    Better is more than `min_delta` above the best so far, or below it with `mode: min`. Without a mode, it is `min` if the
-    metric's name contains "loss". The evaluation before training counts: it is what training has to beat.
+    An improvement is more than `min_delta` above the best value so far or, with `mode: min`, below it. Without a mode, it is `min` if the
+    metric's name contains "loss". The evaluation before training counts as the first value to improve on.
     """
 
     def __init__(

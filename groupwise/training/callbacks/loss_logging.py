@@ -22,9 +22,9 @@ COLUMNS = ("loss", "reward", "reward_std", "kl", "entropy", "grad_norm", "learni
 class LossLogging(Callback):
     """Writes `file` into the run's folder: a row for each step (from 0), a column for each of `metrics`.
 
-    A metric that a step does not have stays empty; one that none has had is named once, unless it is a default. When a run begins or
-    is resumed, the file is written again from its record, so that it has each step once, however the run ended before. Every
-    `run.logging_steps` steps the same numbers go to the log.
+    A metric that a step lacks leaves an empty cell; a metric that the first step lacks is reported once, unless it is a default. When a run
+    starts or is resumed, the file is written again from the record, so it contains each step once even after a crash. Every
+    `run.logging_steps` steps, the same numbers are logged.
     """
 
     def __init__(self, metrics: tuple[str, ...] = COLUMNS, file: str = FILE) -> None:

@@ -37,11 +37,11 @@ AWAY = "away"
 
 
 class PushToHubRevision(Callback):
-    """Pushes the checkpoint after 120 steps to the branch `<revision>-step-000000120` of `repo_id`.
+    """Pushes each checkpoint to its own branch of `repo_id`, such as `<revision>-step-000000120` after 120 steps.
 
-    `repo_id` is `run.hub.repo_id` where it is not given. A repository that is made is `private`. A branch that holds other files is not
-    replaced without `overwrite`. A run that has finished waits at most `max_wait` seconds for what is not uploaded yet. No more than
-    `max_waiting` checkpoints wait at once: of more, the oldest is given up.
+    `repo_id` defaults to `run.hub.repo_id`. A new repository is private if `private`. A branch that contains other files is replaced only
+    with `overwrite`. A finished run waits at most `max_wait` seconds for its uploads. At most `max_waiting` checkpoints are queued: if
+    there are more, the oldest is dropped.
     """
 
     def __init__(

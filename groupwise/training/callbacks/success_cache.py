@@ -14,10 +14,10 @@ PART = "success_cache: part"
 
 
 class SuccessCache(Callback):
-    """Gives the replay buffer each prompt for which a completion earned `threshold` or more, with the group's mean reward.
+    """Puts into the replay buffer each prompt for which a completion earned `threshold` or more, with the group's mean reward.
 
-    `part` names the reward part that the threshold is about; without it, the first with accuracy in its name, else the total. A
-    prompt that is kept already is credited by the run itself, whatever it earned.
+    `part` names the reward part that the threshold applies to; by default, the first whose name contains accuracy, or else the total. For
+    prompts that are in the buffer already, the run itself updates the reward, even if it is below the threshold.
     """
 
     def __init__(self, threshold: float = 0.999, part: str | None = None) -> None:

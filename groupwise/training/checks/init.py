@@ -149,7 +149,7 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     tokenizer = load_tokenizer(config.model)
     training = (
         config.training
-    )  # of an endless stream, read what a run of the first draft would read
+    )  # from a stream without a length, read as many rows as a run of the first draft would
     limit = None if training.max_steps is None else training.max_steps * training.prompts_per_step
     examples = task.rl_examples(view(config), limit=limit)
     tools = rollout_builder.check_rollouts(config, task, examples)

@@ -189,7 +189,7 @@ def measure(name: str, rows: Iterable[Row]) -> Measure | None:
 
 
 def is_share(name: str) -> bool:
-    """True if the metric is a success rate, of which more is better."""
+    """True if the metric is a success rate, for which more is better."""
     return re.fullmatch(r"(pass|avg|maj)@\d+", name) is not None
 
 

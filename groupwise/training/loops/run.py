@@ -120,7 +120,7 @@ class Run(Learning):
 
     sampler: Sampler
     signals: Signals | None
-    """Detects signs of trouble in the metrics; None: the config wants no such warnings."""
+    """Detects reward hacking; None if the config has disabled it."""
     serving: Policy
     """The policy that the sampler has loaded."""
     publications: Path
@@ -128,7 +128,7 @@ class Run(Learning):
     earlier: dict[int, Policy] = field(default_factory=dict[int, Policy])
     """The policies after the last steps, by step; `kept_policies` of them are kept."""
     unscored: list[str] = field(default_factory=list[str])
-    """Reasons why rollouts failed in the latest steps in a row without any scored group."""
+    """Reasons why rollouts failed in the last step, if it had no scored group; otherwise empty."""
     unscored_steps: int = 0
     unrewarded: bool = False
     """True if environments give the rewards and none has given any so far; False again once that was warned of."""
@@ -267,7 +267,7 @@ class TaskRun(Run):
 
     @property
     def steps_per_epoch(self) -> float:
-        """Number of steps of a pass over the rows in which each has its turn."""
+        """Number of steps in one pass over the data; see `Selection.turns_in_an_epoch`."""
         return self.selection.turns_in_an_epoch / self.config.training.prompts_per_step
 
     def position(self) -> dict[str, Any]:

@@ -215,7 +215,7 @@ class Free:
         await _settle(self, self._run, [each.sampled for each in self._under_way.values()])
 
     def committed(self, batch: StepBatch) -> None:
-        """Finish the blocks of which no draw is outstanding."""
+        """Tell the selection which blocks are complete: all their draws belong to committed steps."""
         draws = {group.draw for group in batch.all}
         first = min([d for d in self.outstanding if d not in draws], default=self._next)
         for block in [b for b in self._planned if b < first // self._size]:

@@ -1,7 +1,8 @@
 """The state of a training run, common to reinforcement learning and supervised training.
 
-A `Training` holds what both loops need: the learner, the folder, the position. The functions here are the steps that both take: update,
-count non-finite updates, write a checkpoint. `groupwise.training.loops.rl` and `groupwise.training.loops.sft` add the rest.
+A `Training` holds everything that both loops need: the learner, the folder, the position. The functions in this module are the steps
+that both take: update, count non-finite updates, write a checkpoint. `groupwise.training.loops.rl` and `groupwise.training.loops.sft` add
+the rest.
 """
 
 from __future__ import annotations

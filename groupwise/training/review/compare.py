@@ -42,7 +42,7 @@ from groupwise.training.evaluation.statistics import Interval, paired_difference
 from groupwise.training.sft_config import SftConfig, load_sft_config
 
 NO_MERIT = frozenset({LENGTH, CLIPPED})
-"""Metrics of which more is neither better nor worse."""
+"""Metrics for which more is neither better nor worse."""
 
 LOSS = "loss"
 EVAL_LOSS = "eval_loss"

@@ -65,7 +65,7 @@ class Weights:
         return recorded_base(read_config(self.run)["model"])
 
     def whole(self) -> ModelConfig:
-        """The model whose size counts: the base model of an adapter, otherwise the weights themselves."""
+        """The whole model, for its size: the base model of an adapter, otherwise the weights themselves."""
         return self.base() if is_adapter(self.folder) else ModelConfig(name=str(self.folder))
 
 
