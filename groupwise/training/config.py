@@ -96,7 +96,7 @@ class AlgorithmConfig(Strict):
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """All knobs by name, as `groupwise.algorithms.registry.make` takes them."""
+        """All knobs by name, in the form that `groupwise.algorithms.registry.make` accepts."""
         return self.model_dump(exclude={"type", "preset", "adaptive_kl"})
 
     @model_validator(mode="before")
@@ -112,7 +112,7 @@ class AlgorithmConfig(Strict):
         return filled | values
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A preset of another algorithm, knobs that clash, and knobs without effect."""
+        """Report a preset of another algorithm, knobs that conflict, and knobs without effect."""
         preset = PRESETS[self.preset] if self.preset else None
         if preset and preset.algorithm != self.type:
             yield Conflict(
@@ -259,7 +259,7 @@ class EvalConfig(Strict):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Keys without effect on greedy answers, and a k of more samples than there are."""
+        """Report keys without effect on greedy answers, and a k of pass@k above the number of samples."""
         if self.temperature == 0:
             yield from self._conflicts_with_greedy_answers()
         most = max(self.pass_at_k or (1,))
@@ -294,7 +294,7 @@ class EvalConfig(Strict):
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """The k of pass@k, in order."""
+        """The k of pass@k in ascending order; by default, the powers of 2 up to the number of samples."""
         if self.pass_at_k is not None:
             return tuple(sorted(set(self.pass_at_k)))
         return tuple(2**power for power in range(self.samples_per_prompt.bit_length()))
@@ -372,7 +372,7 @@ class RunConfig(Strict):
         return foreign_to_rl()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Settings of one section that do not go with another one."""
+        """Report settings of one section that conflict with another section."""
         yield from self._comparison_conflicts()
         if self.rollout.type == "two_stage":
             yield from self._two_stage_conflicts()

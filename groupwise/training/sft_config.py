@@ -108,7 +108,7 @@ class SftTrainingConfig(OptimisationConfig):
     @model_validator(mode="before")
     @classmethod
     def _steps_replace_the_default_epochs(cls, given: Any) -> Any:
-        """With steps given, `num_train_epochs: null` need not be written beside them."""
+        """If steps are given, imply `num_train_epochs: null`."""
         if not isinstance(given, dict):
             return given
         keys = cast("dict[str, Any]", given)
@@ -144,7 +144,7 @@ class SftDataConfig(DatasetConfig):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A choice of turns where every token is trained, and what does not go together in the data that are named."""
+        """Report a choice of turns although every token is trained, and conflicts in the named data."""
         yield from super().conflicts()
         if self.completion_only_loss is False and self.assistant_turns == "last":
             yield Conflict(
@@ -233,7 +233,7 @@ class SftConfig(Strict):
         return foreign_to_sft()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Keys about rollouts that sinks show, and a backend that is not for this."""
+        """Report conflicts with the backend and the distributed settings, and keys about rollouts, because this command makes none."""
         if self.model.backend == "tunix":
             yield from tunix_sft_conflicts(self)
         if self.model.backend == "unsloth":

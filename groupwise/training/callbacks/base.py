@@ -135,7 +135,7 @@ class RunHandle:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
+        """Number of passes over the data so far."""
         return self._run.epoch()
 
     @property
@@ -296,7 +296,7 @@ class Callbacks:
 
     @property
     def left(self) -> Sequence[str]:
-        """Work that a finished run did not wait for and a resume will do."""
+        """Descriptions of the work that a finished run leaves to a resume."""
         return self._asked.left
 
     def save_was_asked(self) -> bool:

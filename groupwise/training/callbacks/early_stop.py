@@ -86,8 +86,8 @@ class EarlyStop(Callback):
     def _look(self, run: RunHandle, metrics: dict[str, float]) -> None:
         value = metrics.get(self.metric)
         if value is None:
-            # A step may lack a metric, as a loss if no group taught; say so once, because the name
-            # may be wrong.
+            # A step may lack a metric (no group had a signal, so there is no loss); report that once, because the
+            # name may be wrong.
             if not self._missed:
                 self._missed = True
                 near = nearest(self.metric, metrics)

@@ -72,7 +72,7 @@ class TrainerArgs:
 
 @dataclass(slots=True)
 class TrainerState:
-    """The `state` of a callback."""
+    """The `state` object of a callback."""
 
     max_steps: int
     logging_steps: int

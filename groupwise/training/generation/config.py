@@ -100,7 +100,7 @@ class GenerateConfig(Strict):
     price_out: float | None = setting(None, "Price of a million generated tokens.", ge=0)
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Options that do not go together, or have no effect."""
+        """Report options that conflict or have no effect."""
         yield from self._conflicts_of_source()
         yield from self._conflicts_of_rewards()
         if self.api == "completions" and self.system_prompt is not None:
@@ -182,7 +182,7 @@ class GenerateConfig(Strict):
 
     @property
     def folder(self) -> Path:
-        """The folder of this command."""
+        """The folder of this command: the shard's, or the whole generation's."""
         number, count = self.part
         return self.root / f"shard-{number + 1}-of-{count}" if self.shard else self.root
 

@@ -187,7 +187,7 @@ class Run(Learning):
         """See `Training.take_position`."""
         super(Run, self).take_position(position)
         self.unscored_steps = position["unscored_steps"]
-        known = position.get("signals")  # earlier versions did not watch
+        known = position.get("signals")  # earlier versions did not record signals
         if self.signals is not None and known is not None:
             self.signals.load_state(known)
 
