@@ -85,8 +85,8 @@ def _follow(access: FleetClient, request: Mapping[str, Any], project: str | None
     try:
         job_id = access.submit(request, project=project)["job_id"]
         return follow_log(access, job_id)
-    # Also if the reader of our output has ended (`| head`).
     except (KeyboardInterrupt, BrokenPipeError):
+        # A broken pipe means that the reader of our output has ended (`| head`).
         _cancel(access, job_id)
         raise
     except GroupwiseError:

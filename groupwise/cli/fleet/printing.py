@@ -31,9 +31,9 @@ TIMES = frozenset({"age", "time"})
 WORDS = frozenset({"kind", "project", "where", "address", "model"})
 """Columns that are cut off if it is still too narrow."""
 LEAST_CELL = 8
-"""Width in cells to which these columns are cut at most."""
+"""Smallest width in cells to which these columns are cut."""
 LEAST_NAME = 12
-"""Width in cells to which a machine's name is shortened at most, as a last resort."""
+"""Smallest width in cells to which a machine's name is shortened, as a last resort."""
 LONGEST_COMMAND = 400
 TAIL_LINES = 5
 NOT_SHOWN = frozenset({"spec_hash", "seats", "tail", "state"})
