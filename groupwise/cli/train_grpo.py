@@ -46,8 +46,7 @@ class _Command(Command):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        # Typer would lose the information which signal it was.
-        except KeyboardInterrupt as interrupt:
+        except KeyboardInterrupt as interrupt:  # typer would lose the signal's number
             raise Stopped(interrupt) from interrupt
 
 

@@ -81,8 +81,8 @@ async def _line(note: Note) -> dict[str, Any]:
         line["place"] = str(note.place)
     except (KeyError, TypeError) as error:
         return {**line, "state": "unknown", "problem": f"its note lacks {error}"}
-    # A package that the place needs is not installed.
     except (GroupwiseError, ImportError) as error:
+        # ImportError: a package that the place needs is not installed.
         return {**line, "state": "unknown", "problem": str(error)}
     try:
         status = await backend.status(await find(backend, note.name))

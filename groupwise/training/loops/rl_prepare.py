@@ -90,7 +90,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     build.check_model(settings)
     evaluates = _evaluates(settings, found)
     given = view(settings)
-    # None: the number of epochs decides, which requires a stream with an end.
+    # None if the number of epochs decides, which requires a stream with an end.
     steps = settings.training.max_steps
     rows_read = rows_read or (steps and steps * settings.training.prompts_per_step)
     examples = found.rl_examples(given, limit=rows_read)

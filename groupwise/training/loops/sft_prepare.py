@@ -82,7 +82,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
     config = loaded.config
     check_start(loaded)
     tokenizer = prefork.load_tokenizer(config.model)
-    # None: the number of epochs decides, which requires a stream with an end.
+    # None if the number of epochs decides, which requires a stream with an end.
     steps = config.training.max_steps
     rows_read = rows_read or (steps and steps * config.training.examples_per_step)
     lessons = _read(config, found, tokenizer, "get_sft_dataset", rows_read)
