@@ -510,7 +510,7 @@ class _Caller:
     def do(self, job: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         try:
             return job(), None
-        except BaseException as error:  # noqa: BLE001 — whatever it is, it must not end the thread
+        except BaseException as error:  # noqa: BLE001 — no error of a callback may end the thread
             return None, error
 
     def end(self) -> None:

@@ -166,7 +166,7 @@ class Reporting(Callback):
                 sys.stderr
             ):  # some sinks print; stdout belongs to the command's result
                 return call()
-        except Exception as error:  # noqa: BLE001 — whatever a sink raises, the run goes on without it
+        except Exception as error:  # noqa: BLE001 — after any error, the run continues without the sink
             del self._sinks[name]
             logger.warning(
                 "%s failed and is left out from now on: %s: %s. The run's record has everything; a resume sends what is missing",
